@@ -47,6 +47,7 @@ SCRIPTS = (
     "serving",
     "front",
     "training",
+    "images",
 )
 LONG = ("learning", "lora", "real", "tinker")
 """Scripts of minutes each, which a full run leaves out unless they are named."""

@@ -3,13 +3,13 @@
     pip install --dry-run --ignore-installed --report - -r cpu.in | python lock.py cpu.in
 
 Left out are packages that vLLM's CPU build names but does not need, and whose wheels are CUDA
-builds that break `import transformers` beside a CPU torch.
+builds. torchvision is needed, and turnwise.internals.torchvision makes its CUDA build work.
 """
 
 import json
 import sys
 
-LEFT_OUT = {"torchvision", "torchaudio", "torchcodec", "triton"}
+LEFT_OUT = {"torchaudio", "torchcodec", "triton"}
 
 print(f"# Made by `make lock` from {sys.argv[1]}; installed with --no-deps.")
 for item in sorted(json.load(sys.stdin)["install"], key=lambda i: i["metadata"]["name"].lower()):

@@ -170,6 +170,14 @@ def make_config(build: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
 
 
 @pytest.fixture(scope="session")
+def vision_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tiny model that reads images, with random weights; read only."""
+    from tests.vision import make_qwen_vl
+
+    return make_qwen_vl(tmp_path_factory.mktemp("vision"))
+
+
+@pytest.fixture(scope="session")
 def ray_started() -> Iterator[None]:
     import ray
 

@@ -150,11 +150,14 @@ class SimulatedEngine:
         if self._dead:
             raise EngineError(f"{self.name} is dead")
         prompt, sampling = list(request.prompt), request.sampling
+        seen = [int(one.image.hash, 16) % 2**32 for one in request.images]
         interval, scored = STREAM_INTERVAL, bool(sampling.prompt_logprobs)
         if not isinstance(sampling, SamplingConfig):
             interval = sampling.stream_interval or STREAM_INTERVAL
             scored = sampling.prompt_logprobs is not None  # 0 asks for the prompt's own tokens
-        asked = _Request(prompt, *self._sample(prompt, sampling.max_tokens), interval, scored)
+        asked = _Request(
+            prompt, *self._sample([*seen, *prompt], sampling.max_tokens), interval, scored
+        )
         if not isinstance(sampling, SamplingConfig):
             asked.likeliest = sampling.prompt_logprobs or 0, sampling.logprobs or 0
         self._waiting[asked] = None

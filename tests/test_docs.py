@@ -120,6 +120,7 @@ _ROWS: dict[str, dict[str, Any]] = {
         **{"most": 9, "number": 4, "step": 3},
         **{"complaint": "My order is late.", "wish": "its price back"},
     },
+    "docs/how-to/images.md": {"ground": "white", "colour": "teal"},
     "docs/how-to/self-play.md": {"worth": 9},
     "docs/how-to/tools.md": {"question": "How warm is it?", "answer": "21", "answers": ["21"]},
 }

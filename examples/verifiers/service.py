@@ -72,7 +72,13 @@ class Service:
 
 
 def _text(prompt: object) -> str:
-    return prompt if isinstance(prompt, str) else str(prompt or "")
+    """Return a task's prompt for logs: its text, in which images are named."""
+    if not isinstance(prompt, list):
+        return str(prompt or "")
+    contents = [getattr(message, "content", None) or [] for message in prompt]
+    parts = [part for each in contents for part in ([each] if isinstance(each, str) else each)]
+    texts = [part if isinstance(part, str) else getattr(part, "text", "[image]") for part in parts]
+    return "\n".join(texts)
 
 
 async def serve(service: Service, port: int) -> None:

@@ -28,7 +28,7 @@ def test_a_package_without_an_extra_is_named_with_its_command(
 
 def test_companions_of_another_build_than_torchs_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     check_vllm()
-    versions = {"torch": "2.13.0+cpu", "torchvision": "0.28.0", "torchaudio": "2.11.0+cpu"}
+    versions = {"torch": "2.13.0+cpu", "torchcodec": "0.9.0", "torchaudio": "2.11.0+cpu"}
 
     def version(name: str) -> str:
         if name not in versions:
@@ -36,9 +36,9 @@ def test_companions_of_another_build_than_torchs_are_named(monkeypatch: pytest.M
         return versions[name]
 
     monkeypatch.setattr("turnwise.core.optional.version", version)
-    with pytest.raises(InputError, match="pip uninstall torchvision "):
+    with pytest.raises(InputError, match="pip uninstall torchcodec "):
         check_vllm()
-    versions["torchvision"] = "0.28.0+cpu"
+    versions["torchcodec"] = "0.9.0+cpu"
     check_vllm()
-    versions |= {"torch": "2.13.0", "torchvision": "0.28.0"}
+    versions |= {"torch": "2.13.0", "torchcodec": "0.9.0"}
     check_vllm()

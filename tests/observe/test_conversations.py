@@ -20,7 +20,7 @@ from turnwise.observe.conversations import (
     show,
     trajectory_file,
 )
-from turnwise.trajectory import Trajectory, write_jsonl
+from turnwise.trajectory import Image, PlacedImage, PromptIds, Trajectory, write_jsonl
 
 CALL = {"function": {"name": "calculate", "arguments": '{"a": 1, "b": 2}'}}
 
@@ -51,6 +51,22 @@ def run(tmp_path: Path) -> Path:
     write_jsonl(folder / "step-0002.jsonl", PLAYED)
     write_jsonl(folder / "eval-0001.jsonl", PLAYED[2:])
     return tmp_path
+
+
+def test_images_are_named_with_their_sizes_and_files(tmp_path: Path) -> None:
+    image = Image.of(b"red", "png", 56, 84)
+    seen = played(1, 1.0, "It is a cat.")
+    part = {"type": "image", "image": image}
+    seen.messages[0]["content"] = [part, {"type": "text", "text": "What is it?"}]
+    prompt = PromptIds([1, 9, 9, 9], [PlacedImage(image, 1, 3)])
+    seen.add_turn(prompt, [4], [-0.1], [0], "stop")
+    path = tmp_path / "trajectories" / "step-0001.jsonl"
+    write_jsonl(path, [seen])
+    found = CliRunner().invoke(app, ["show", str(tmp_path), "1"]).output
+    assert "[image, 56 x 84]What is it?" in found
+    place = path.parent / "images" / image.name
+    assert f"{place}, 56 x 84 pixels, 3 tokens" in found.replace("\n", "")
+    assert place.read_bytes() == b"red"
 
 
 def test_the_newest_step_is_read_or_the_one_that_is_asked_for(run: Path) -> None:

@@ -369,14 +369,20 @@ async def test_environments_metrics_are_averaged() -> None:
     assert metrics.to_json()["env"] == {"a": 1.5, "b": 4.0}
 
 
-async def test_images_are_refused_in_one_sentence(play: Callable[..., Any]) -> None:
-    class Drawn(Bare):
-        problem: Any = (
-            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]},
-        )
+async def test_a_part_of_a_message_that_is_neither_text_nor_an_image_is_refused(
+    play: Callable[..., Any],
+) -> None:
+    class Sung(Bare):
+        problem: Any = ({"role": "user", "content": [{"type": "audio", "audio": b"la"}]},)
 
-    message = "rows:1: Drawn.problem has a part of type image_url; only text is supported"
-    assert (await play(Drawn)).causes == {"environment_error": message}
+    class Drawn(Bare):
+        problem: Any = ({"role": "user", "content": [{"type": "image", "image": "nowhere.png"}]},)
+
+    message = "rows:1: Sung.problem has a part of type audio: it may be text or image"
+    assert (await play(Sung)).causes == {"environment_error": message}
+    message = "rows:1: an image of Drawn.problem: nowhere.png cannot be read: "
+    (why,) = (await play(Drawn)).causes.values()
+    assert why.startswith(message)
 
 
 def test_rewards_add_up() -> None:

@@ -10,12 +10,12 @@ import pytest
 from turnwise.config import Config, RewardConfig, RolloutConfig
 from turnwise.core.actor import ActorHandle
 from turnwise.core.deadlines import StallClock
-from turnwise.errors import DeadlineError
+from turnwise.errors import DeadlineError, TurnwiseError
 from turnwise.rollouts.episode import Episode
 from turnwise.rollouts.problems import Problem
-from turnwise.rollouts.reward_model import RemoteRewardModel
+from turnwise.rollouts.reward_model import RemoteRewardModel, RewardModel
 from turnwise.rollouts.rewards import RewardManager
-from turnwise.trajectory import Trajectory
+from turnwise.trajectory import Image, Trajectory
 
 
 async def test_a_long_queue_that_moves_is_waited_for(make_config: Callable[..., Config]) -> None:
@@ -36,6 +36,12 @@ async def test_a_long_queue_that_moves_is_waited_for(make_config: Callable[..., 
     open_.clear()
     with pytest.raises(DeadlineError, match="scored no trajectory within"):
         await model.score([{}])
+
+
+async def test_a_reward_model_does_not_judge_what_it_cannot_see() -> None:
+    part = {"type": "image", "image": Image.of(b"GIF89a", "gif", 28, 28)}
+    with pytest.raises(TurnwiseError, match="reads text alone"):
+        await RewardModel().score([{"role": "user", "content": [part]}])
 
 
 async def test_a_trajectory_that_waits_for_a_reward_model_is_not_stalled() -> None:

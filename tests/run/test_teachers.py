@@ -20,6 +20,8 @@ from turnwise.rollouts import Group, Problem
 from turnwise.run import teachers as teachers_module
 from turnwise.run.runtime import Runtime, TrainingStep
 from turnwise.run.teachers import Teachers, TeacherServer, check_teachers
+from turnwise.trajectory import Image
+from turnwise.trajectory.images import PlacedImage, PromptIds
 
 Answer = Callable[[dict[str, Any]], Any]
 
@@ -210,6 +212,33 @@ async def test_engines_score_a_sequence_by_one_request() -> None:
     assert done.prompt_logprobs is not None
     expected = [p if at in {2, 3, 4, 6, 7, 8} else 0.0 for at, p in enumerate(done.prompt_logprobs)]
     assert [t.teacher_logprobs for t in scored.trajectories] == [[expected]] * 2
+
+
+SEEN = PromptIds([1, 9, 9, 2, 5], [PlacedImage(Image.of(b"GIF89a", "gif", 28, 28), 1, 2)])
+
+
+async def test_engines_see_the_images_of_a_sequence() -> None:
+    teachers = Teachers(config(algorithm={"teacher": {"model": "t", "engines": 1}}), None, 0.0)  # type: ignore[arg-type]
+    (teacher,) = teachers._started
+    engine = SimulatedEngine(name="teacher-0", seed=1)
+    teacher._manager = SimpleNamespace(scheduler=engine)  # type: ignore[union-attr, assignment]
+    scored = group(0.0)
+    (trajectory,) = scored.trajectories
+    trajectory.add_turn(SEEN, [6, 7], [-1.0, -1.0], [0, 0], "stop")
+    trajectory.teacher_logprobs = []
+    asked = list[Request]()
+    own = engine.stream
+    engine.stream = lambda request: asked.append(request) or own(request)  # type: ignore[assignment, method-assign, func-returns-value]
+    await teachers.score(scored)
+    assert not scored.dropped
+    assert {request.images for request in asked} == {(), SEEN.images}
+
+
+async def test_a_server_sees_no_images(teacher: Any) -> None:
+    made = await teacher()
+    with pytest.raises(TrajectoryError, match="scores no images") as caught:
+        await made.score(SEEN)
+    assert caught.value.reason == "teacher_error"
 
 
 async def test_a_trajectory_that_cannot_be_scored_is_dropped_and_counted(

@@ -5,6 +5,7 @@ python mcp_server.py MODE     the same, with a failure
 python mcp_server.py http     streamable HTTP, on a free port that it prints
 """
 
+import base64
 import json
 import os
 import socket
@@ -13,6 +14,9 @@ import sys
 from mcp.server.mcpserver import Context, Image, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 
+PNG = (  # 2 x 1 pixels
+    "iVBORw0KGgoAAAANSUhEUgAAAAIAAAABCAAAAADRSSBWAAAAC0lEQVR4nGNgYAAAAAMAAbitOmMAAAAASUVORK5CYII="
+)
 mode = sys.argv[1] if len(sys.argv) > 1 else ""
 server = MCPServer("tests", log_level="ERROR")
 numbers: dict[str, list[int]] = {}
@@ -56,7 +60,13 @@ def variable(name: str) -> str:
 @server.tool(structured_output=False)
 def picture() -> list[object]:
     """Return a text, a picture and a text."""
-    return ["before", Image(data=b"png", format="png"), "after"]
+    return ["before", Image(data=base64.b64decode(PNG), format="png"), "after"]
+
+
+@server.tool(structured_output=False)
+def bomb() -> list[object]:
+    """Return what is no picture."""
+    return ["before", Image(data=b"<svg/>", format="svg+xml")]
 
 
 @server.tool()

@@ -92,7 +92,14 @@ async def test_a_command_is_started_called_and_ended(children: Callable[[], list
         assert schema["description"] == "Divide two numbers."
         assert set(schema["parameters"]["properties"]) == {"a", "b"}
         assert await text(tools, "divide", a=6, b=4) == "1.5"
-        assert await text(tools, "picture") == "before\n[image left out]\nafter"
+        seen = await call(tools, "picture")
+        assert (seen.text, seen.outcome) == ("before\n[image left out]\nafter", "ok")
+        assert seen.parts is not None
+        assert [part["type"] for part in seen.parts] == ["text", "image", "text"]
+        assert (seen.parts[1]["image"].width, seen.parts[1]["image"].height) == (2, 1)
+        broken = await call(tools, "bomb")
+        assert (broken.outcome, broken.parts) == ("error", None)
+        assert "is no image that can be read: it may be png, jpeg, webp, gif" in broken.text
         assert [int(await text(tools, "process"))] == children()
         wrong = await call(tools, "divide", a="six", b=4)
         assert (wrong.outcome, "'six' is not of type 'integer'" in wrong.text) == (

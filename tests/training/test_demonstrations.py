@@ -130,7 +130,7 @@ def test_what_the_template_changes_is_refused() -> None:
         ("qwen2_5", [ASKED], "nothing_to_train"),
         ("qwen2_5", [ASKED, {"content": "4"}], "malformed"),
         ("qwen2_5", [ASKED, said("", tool_calls=[{"name": "x"}])], "malformed"),
-        ("qwen2_5", [{**ASKED, "content": [{"type": "image"}]}, said("4")], "not_text"),
+        ("qwen2_5", [{**ASKED, "content": [{"type": "image"}]}, said("4")], "image_refused"),
         ("deepseek_r1_distill", PLAIN, "unlike_generation"),
         ("glm4moe", PLAIN, "no_turn_end"),
         ("gemma", [{"role": "system", "content": "Be brief."}, *PLAIN], "template_refuses"),

@@ -124,8 +124,14 @@ def test_samples_that_are_no_branch_are_named() -> None:
         ({"parent": -1}, "its parent -1 is not a turn before it"),
         ({"parent": None, "prefix_length": 0}, "its prompt of 1 tokens is not the one of 5"),
         ({"prefix_length": 3}, "its prompt of 4 tokens is not the one of 5"),
-        ({"logprobs": [-0.3, -5.0]}, "its sampled tokens, log-probs or versions are not those"),
-        ({"weight_versions": [1, 1]}, "its sampled tokens, log-probs or versions are not those"),
+        (
+            {"logprobs": [-0.3, -5.0]},
+            "its images, sampled tokens, log-probs or versions",
+        ),
+        (
+            {"weight_versions": [1, 1]},
+            "its images, sampled tokens, log-probs or versions",
+        ),
         ({"prefix_length": 9}, "takes 9 tokens over from a path of 4"),
         ({"logprobs": [-0.3, float("nan")]}, "sampled token 1 has log-prob nan"),
         ({"logprobs": [0.5, -0.1]}, "sampled token 0 has log-prob 0.5"),

@@ -183,7 +183,6 @@ def test_a_peft_config_is_the_section_lora(
         ),
         ({"train_dataset": []}, "train_dataset has no rows"),
         ({"train_dataset": [{"question": 1}]}, 'train_dataset has no column "prompt", but quest'),
-        ({"train_dataset": [{"prompt": "a", "image": 1}]}, "a column 'image', and only text"),
         ({"train_dataset": {"a": ROWS}}, "train_dataset is not supported: give one dataset"),
         ({"eval_dataset": {"a": ROWS, "b": []}}, r"eval_dataset\['b'\] has no rows"),
         ({"args": {"max_steps": 1}}, r"args must be turnwise\.trl\.GRPOConfig, not dict"),

@@ -1,5 +1,6 @@
 """The viewer in Chromium, which Playwright drives from an environment of its own."""
 
+import io
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from PIL import Image as Pictures
 
 from tests.conftest import ROOT
 from turnwise.config import Config, ModelConfig, dump_config
@@ -17,7 +19,8 @@ from turnwise.engine.protocol import TurnTimes
 from turnwise.observe.metrics import StepMetrics
 from turnwise.run.token_values import TokenColumns, write_columns
 from turnwise.training.reports import RECORDED
-from turnwise.trajectory import Trajectory, write_jsonl
+from turnwise.trajectory import Image, PlacedImage, PromptIds, Trajectory, write_jsonl
+from turnwise.trajectory.images import extended
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 TURNWISE = (sys.executable, "-m", "turnwise.cli")
@@ -74,6 +77,25 @@ def values_of(trajectories: Sequence[Trajectory]) -> TokenColumns:
     return columns | {"staleness": np.ones(len(places), np.int32)}
 
 
+def with_a_picture() -> Trajectory:
+    """An image of six tokens in the question, and the same one again in a result."""
+    Pictures.new("RGB", (56, 84), "teal").save(buffer := io.BytesIO(), "PNG")
+    image = Image.of(buffer.getvalue(), "png", 56, 84)
+    part = {"type": "image", "image": image}
+    trajectory = Trajectory("pictures:1", reward=1.0, status="completed")
+    first = PromptIds([10, *[11] * 6, 12], [PlacedImage(image, 1, 6)])
+    trajectory.add_turn(first, [22, 23], [-0.5, -0.1], [1, 1], "stop")
+    more = PromptIds([30, *[11] * 6], [PlacedImage(image, 1, 6)])
+    trajectory.add_turn(extended(first, [22, 23], more), [24], [-0.2], [1], "stop")
+    trajectory.messages = [
+        {"role": "user", "content": [{"type": "text", "text": "Which colour?"}, part]},
+        {"role": "assistant", "content": "", "tool_calls": [a_call(1)]},
+        {"role": "tool", "name": "add", "content": [part]},
+        {"role": "assistant", "content": "Teal."},
+    ]
+    return trajectory
+
+
 def a_long_trajectory() -> Trajectory:
     trajectory = Trajectory("rows:long", reward=0.0, status="completed")
     ids = [10 + i % 50 for i in range(31_990)]
@@ -114,6 +136,7 @@ def folder(tmp_path: Path) -> Path:
     (run / "timeline").mkdir()
     (run / "timeline" / "step-0015.jsonl").write_text(f"{json.dumps(calls)}\n" * 16)
     write_jsonl(run / "rollouts.jsonl", [a_long_trajectory()] * 20)
+    write_jsonl(run / "trajectories" / "eval-0015.jsonl", [with_a_picture()])
     words = {f"word{i}": i for i in range(VOCABULARY)} | {
         "\u0120ab": 24,
         "\u010a": 26,
@@ -144,6 +167,8 @@ def test_a_person_finds_her_way_through_a_live_run(folder: Path, address: str) -
     page = folder.parent / "page.html"
     exported = [*TURNWISE, "view", str(folder), "--step", "15", "--export", str(page)]
     subprocess.run(exported, check=True, timeout=300)
+    pictures = [*exported[:-2], "--heldout", "--export", str(page.with_name("pictures.html"))]
+    subprocess.run(pictures, check=True, timeout=300)
     python = ROOT / ".venv-interop" / "bin" / "python"
     look = [python, ROOT / "tests" / "viewer" / "look.py", CHROMIUM, address, folder]
     kept = ("PATH", "HOME", "SCREENSHOTS")
@@ -152,4 +177,4 @@ def test_a_person_finds_her_way_through_a_live_run(folder: Path, address: str) -
         [*map(str, look)], env=environment, capture_output=True, text=True, timeout=1200
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(done.stdout.splitlines()) == 16, done.stdout
+    assert len(done.stdout.splitlines()) == 18, done.stdout

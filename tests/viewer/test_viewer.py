@@ -179,6 +179,17 @@ def test_metrics_of_a_resumed_run_that_has_outgrown_the_page_are_read_again(
     assert [row["step"] for row in again["rows"]] == [*range(100, 260)]
 
 
+def test_an_amended_line_of_the_same_length_is_read_again(client: TestClient, folder: Path) -> None:
+    """An evaluation beside training is known after its step's line, which has kilobytes."""
+    path = folder / "metrics.jsonl"
+    line = '{{"step": 1, "accuracy_heldout": {}, "more": "' + "x" * 9000 + '"}}\n'
+    path.write_text(line.format("null"))
+    read = client.get("/api/runs/demo/metrics").json()
+    path.write_text(line.format("0.75"))
+    again = client.get(f"/api/runs/demo/metrics?offset={read['offset']}").json()
+    assert (again["rows"][0]["accuracy_heldout"], again["reset"]) == (0.75, True)
+
+
 def test_a_damaged_line_is_named(client: TestClient, folder: Path) -> None:
     tree = json.loads(a_trajectory(0, "x").to_json())
     tree["turns"][0]["parent"] = 5

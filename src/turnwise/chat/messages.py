@@ -14,7 +14,8 @@ from typing import TypeVar
 
 from turnwise.core.aio import run_in_thread
 from turnwise.core.json_types import JsonObject
-from turnwise.trajectory import Message
+from turnwise.trajectory import Image, Message
+from turnwise.trajectory.images import images_in, replaced
 
 Answer = tuple[str, tuple[tuple[str, str], ...]]
 """An assistant's turn: its text, and the name and canonical arguments of each call."""
@@ -27,8 +28,9 @@ _LONG = 16_384
 
 
 async def in_thread_if_long(messages: Sequence[Message], work: Callable[[], _Result]) -> _Result:
-    """Call `work`, in a thread if the messages are long, so as not to delay other trajectories."""
-    if sum(len(str(message)) for message in messages) < _LONG:
+    """Call `work`, in a thread if the messages are long or have images, so as not to delay other
+    trajectories."""
+    if sum(len(str(message)) for message in messages) < _LONG and not images_in(messages):
         return work()
     return await run_in_thread(work)
 
@@ -56,8 +58,8 @@ class Conversation:
                     for key, value in message.items()
                     if key not in ("role", "content") and value is not None
                 }
-                text = _text(message.get("content"))
-                digests.append(_digest((message["role"], text, _canonical_json(rest))))
+                text, seen = _text(message.get("content")), map(str, images_in([message]))
+                digests.append(_digest((message["role"], text, _canonical_json(rest), *seen)))
         return digests
 
     @cached_property
@@ -67,6 +69,13 @@ class Conversation:
         for digest in self.digests:
             prefixes.append(_hash(prefixes[-1] + digest))
         return prefixes
+
+    @cached_property
+    def bare(self) -> "Conversation":
+        """The same with nothing in the places of its images; itself if it has none."""
+        if not images_in(self.messages):
+            return self
+        return Conversation(replaced(self.messages, lambda image: None), self.tools)
 
     @property
     def opening(self) -> bytes:
@@ -85,16 +94,19 @@ def extended_by(prefix: bytes, said: Answer) -> bytes:
 
 
 def plain(message: Message) -> Message:
-    """Return a message as templates take it: content as text, no keys that are None."""
+    """Return a message as templates take it: content as text, or parts if it has images; no keys
+    that are None."""
     result = {key: value for key, value in message.items() if value is not None}
-    result["content"] = _text(message.get("content"))
+    if not images_in([message]):
+        result["content"] = _text(message.get("content"))
     return result
 
 
 def view_of(message: Message) -> Message:
-    """Return a message for people to read: the known keys, with content as text."""
+    """Return a message for people to read: the known keys, with content as text, or as parts if
+    it has images."""
     view = {key: message[key] for key in _VIEWED if message.get(key) is not None}
-    view["content"] = _text(message.get("content"))
+    view["content"] = plain(message)["content"]
     if message["role"] == "assistant" and (calls := message.get("tool_calls")):
         view["tool_calls"] = [
             {
@@ -143,7 +155,7 @@ def said(message: Message) -> str:
     """Return a message's text and its calls, as people and judges read them."""
     content = message.get("content")
     if isinstance(content, list):  # parts of a message
-        content = "".join(str(part.get("text") or f"[{part.get('type')}]") for part in content)
+        content = "".join(map(_part_said, content))
     lines = [str(content)] if content else []
     for call in message.get("tool_calls") or []:
         function = call.get("function") or call
@@ -152,6 +164,12 @@ def said(message: Message) -> str:
             arguments = json.dumps(arguments, ensure_ascii=False)
         lines.append(f"→ {function.get('name')}({arguments})")
     return "\n".join(lines)
+
+
+def _part_said(part: JsonObject) -> str:
+    if isinstance(image := part.get("image"), Image):
+        return f"[image, {image.width} x {image.height}]"
+    return str(part.get("text") or f"[{part.get('type')}]")
 
 
 def _text(content: str | Sequence[str | JsonObject] | None) -> str:

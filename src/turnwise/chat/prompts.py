@@ -18,6 +18,7 @@ from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.trajectory import ChatTemplate, Message, Trajectory, bridge, replace_prefix_tokens
 from turnwise.trajectory.chat_template import Tools
+from turnwise.trajectory.images import images_in
 
 
 class RefusedParameter(InputError):
@@ -38,9 +39,10 @@ class NextPrompt:
     """Reason for a branch; None if a turn is continued, and for a session's first prompt.
 
     `new_conversation`: no turn has the same first message. `history_changed`: one has it, but a
-    later message differs. `new_session`: a session under another begins. `history_rewritten`: the
-    template changes the history, and `rollout.history=template` uses its rendering. All other
-    reasons are those of `Bridge.fork_reason`; a trajectory adds `branched` (see `add_turn`).
+    later message differs. `image_changed`: only an image differs. `new_session`: a session under
+    another begins. `history_rewritten`: the template changes the history, and
+    `rollout.history=template` uses its rendering. All other reasons are those of
+    `Bridge.fork_reason`; a trajectory adds `branched` (see `add_turn`).
     """
     covered: int = 0
     """Number of messages that the continued turn covers, including its answer."""
@@ -118,9 +120,13 @@ def echoed_prompt(
     for index in range(len(asked.messages) - 2, -1, -1):
         message = asked.messages[index]
         if message["role"] == "assistant" and message.get("generation_token_ids"):
+            name = "prompt_token_ids"
+            if images_in(asked.messages):
+                why = f"{name} of a message are not served beside images: ask in its session"
+                raise RefusedParameter(name, why)
             return continue_turn(
                 template,
-                prompt_token_ids=token_ids_of(message, "prompt_token_ids"),
+                prompt_token_ids=token_ids_of(message, name),
                 completion_token_ids=token_ids_of(message, "generation_token_ids"),
                 new_messages=[plain(m) for m in asked.messages[index + 1 :]],
                 tools=asked.tools,
@@ -177,14 +183,24 @@ def with_objects(message: Message) -> Message:
     return {**message, "tool_calls": calls} if calls else message
 
 
-def escaped_prompt(template: ChatTemplate, asked: Conversation) -> list[int] | None:
-    """Render a conversation if a message of a user or tool holds a special token that has to be
-    escaped; else None."""
+def own_prompt(
+    template: ChatTemplate, asked: Conversation, *, generation: bool = True
+) -> list[int] | None:
+    """Render a conversation that vLLM would render otherwise: one with images, or in which a user
+    or tool says a special token that has to be escaped; None for all others."""
     messages = [plain(message) for message in asked.messages]
-    written = (m["content"] for m in messages if m["role"] != "assistant")
-    if all(template.escape(content) == content for content in written):
-        return None
-    return template.render(messages, tools=asked.tools)
+    if not images_in(messages):
+        written = [message["content"] for message in messages if message["role"] != "assistant"]
+        if all(template.escape(text) == text for text in written):
+            return None
+    try:
+        shown = [with_objects(message) for message in messages]
+        for message in shown:
+            if message.get("reasoning"):  # templates know either name
+                message.setdefault("reasoning_content", message["reasoning"])
+        return template.render(shown, tools=asked.tools, add_generation_prompt=generation)
+    except Exception:  # of a template that takes arguments as text alone
+        return template.render(messages, tools=asked.tools, add_generation_prompt=generation)
 
 
 def token_ids_of(tree: JsonObject, name: str) -> list[int]:
@@ -207,8 +223,7 @@ def response_room(
     Everything after the first prompt of the prompt's conversation counts: completions and the
     messages between them, in the branch that the prompt continues, or begins for `fork_reason`.
     """
-    prompt = list(prompt_token_ids)
-    index, shared = trajectory.find_parent(prompt)
+    index, shared = trajectory.find_parent(prompt_token_ids)
     if index is None:
         return most
     if trajectory.continued_turn(index, shared) is None and fork_reason in (None, *NEW):
@@ -216,4 +231,4 @@ def response_room(
     turn = trajectory.turns[index]
     while turn.parent is not None and turn.fork_reason not in NEW:
         turn = trajectory.turns[turn.parent]
-    return turn.prefix_length + len(turn.added_token_ids) + most - len(prompt)
+    return turn.prefix_length + len(turn.added_token_ids) + most - len(prompt_token_ids)

@@ -55,6 +55,7 @@ class _RecordedTurn:
     length: int  # number of messages that were sent for the turn
     prefix: bytes  # digest of these messages
     tools: bytes
+    bare: bytes  # digest of these messages with any images in place of their own
     read: Callable[[], Answer] | None
     """Function that reads the answer; None once called, since it keeps the whole request alive."""
     answer: Answer | None = None
@@ -66,6 +67,7 @@ class _RecordedTurn:
         if self.read is not None:
             self.answer, self.read = self.read(), None
             self._answered = extended_by(self.prefix, self.answer)
+            self.bare = extended_by(self.bare, self.answer)
         return self._answered
 
 
@@ -143,6 +145,9 @@ class Session:
     _by_answer: dict[tuple[bytes, bytes], _RecordedTurn] = field(default_factory=dict)
     """Turns by the digests of their messages with the answer, and of their tools; the latest of
     equal ones."""
+    _bare: set[tuple[bytes, bytes]] = field(default_factory=set)
+    """As the keys of `_by_answer`, of turns with images, whatever these show."""
+    _images: set[str] = field(default_factory=set)  # hashes of the images in `size`
     _unsettled: list[_RecordedTurn] = field(default_factory=list)
     """Turns recorded since the last `settle`, and the turn before them."""
     _views: dict[bytes, Message] = field(default_factory=dict)
@@ -156,7 +161,9 @@ class Session:
             return NextPrompt(None, "new_session" if self.parent is not None else None)
         before = self._turn_before(asked)
         if before is None:
-            started = asked.opening in self._openings
+            started, tools = asked.opening in self._openings, asked.tools_digest
+            if self._bare and any((bare, tools) in self._bare for bare in asked.bare.prefixes[:-1]):
+                return NextPrompt(None, "image_changed")
             return NextPrompt(None, "history_changed" if started else "new_conversation")
         index, covered = before.index, before.length + 1
         continued = continue_turn(
@@ -190,6 +197,8 @@ class Session:
     def _index(self, turn: _RecordedTurn) -> None:
         """Make a turn findable by its conversation, answer included."""
         key = turn.read_answer(), turn.tools
+        if turn.bare != key[0]:
+            self._bare.add((turn.bare, turn.tools))
         known = self._by_answer.get(key)
         if known is None or known.index <= turn.index:
             self._by_answer[key] = turn
@@ -233,7 +242,8 @@ class Session:
         if self.calls is not None and times is not None:
             self.calls.append(times._replace(turn=len(self.trajectory.turns) - 1))
         index, sent = len(self.trajectory.turns) - 1, len(asked.messages)
-        self._last = _RecordedTurn(index, sent, asked.prefixes[-1], asked.tools_digest, answer)
+        prefix, bare = asked.prefixes[-1], asked.bare.prefixes[-1]
+        self._last = _RecordedTurn(index, sent, prefix, asked.tools_digest, bare, answer)
         self._openings.add(asked.opening)
         self._unsettled.append(self._last)
         self.size += (
@@ -244,6 +254,9 @@ class Session:
             + len(turn.experts)
             + len(turn.added_logprobs or ()) * _LOGPROB_BYTES
         )
+        for each in turn.images:
+            self.size += 0 if each.image.hash in self._images else len(each.image.data)
+            self._images.add(each.image.hash)
 
     def room(self, prompt_token_ids: Sequence[int], fork_reason: str | None) -> int | None:
         """Return how many tokens may follow a prompt (see `response_room`); None means no limit."""

@@ -3,6 +3,7 @@
 import json
 from typing import TYPE_CHECKING
 
+from turnwise.chat.vision import ModelImages
 from turnwise.config import Config, ModelConfig
 from turnwise.core.gguf import resolve_model, resolve_tokenizer
 from turnwise.core.sources import check_model, check_tokenizer
@@ -63,6 +64,7 @@ def load_template(config: Config, tokenizer: "Tokenizer") -> ChatTemplate:
         tokenizer,
         chat_template=config.model.template_text,
         escape_special_tokens=config.model.escape_special_tokens,
+        images=ModelImages(config.model) if config.engine.images_per_prompt else None,
         **config.model.template_args,
     )
     template.stop_token_ids.update(config.sampling.stop_token_ids)

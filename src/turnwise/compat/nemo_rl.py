@@ -72,6 +72,8 @@ class VllmAsyncGenerationWorker(EngineWorker):
         if not all(0 < length <= width for length in lengths_B.tolist()):
             raise InputError(f"input_lengths must be between 1 and {width}")
         stops = _stop_strings(data.get("stop_strings"), len(lengths_B))
+        if any(map(len, data.get("vllm_images") or ())):
+            raise InputError("vllm_images: this worker takes prompts of text alone")
 
         async def one(index: int) -> dict[str, torch.Tensor]:
             prompt = input_ids_BT[index, : int(lengths_B[index])].tolist()

@@ -12,6 +12,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import chain
 from typing import Annotated, ClassVar, NotRequired
 
 import aiohttp
@@ -34,6 +35,7 @@ from turnwise.rollouts.environment import (
     REPLY,
     Environment,
     EnvironmentType,
+    Reply,
     Rewards,
     read_messages,
 )
@@ -49,6 +51,10 @@ _RETRY_SECONDS = 0.2
 _ANSWERS = {"reset": "observation", "step": "observation"}
 """Types of answers that differ from their requests'."""
 _NO_ARGUMENTS: JsonObject = {"type": "object", "properties": {}}
+_FILES = ("data:image/", "iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
+"""First characters of images as texts: a data: URL, or a PNG, JPEG, GIF or WebP file in base64."""
+Shown = str | list[str | JsonObject]
+"""An observation as the model reads it: a text, or the parts of a message with images."""
 
 
 class OpenEnv(Environment):
@@ -79,7 +85,7 @@ class OpenEnv(Environment):
         def tool(described: JsonObject) -> Tool:
             name = str(described["name"])
 
-            async def call(given: JsonObject) -> str:
+            async def call(given: JsonObject) -> Shown:
                 return await self.act({"type": "call_tool", "tool_name": name, "arguments": given})
 
             schema = described.get("input_schema") or described.get("inputSchema") or _NO_ARGUMENTS
@@ -104,38 +110,48 @@ class OpenEnv(Environment):
         """Return the arguments of `reset`: the row without its prompt."""
         return {key: value for key, value in row.items() if key != "prompt"}
 
-    def problem_of(self, row: Row, observation: str) -> Sequence[Message]:
-        """Return the problem of a row, with the text of the first observation at its end."""
+    def problem_of(self, row: Row, observation: Shown) -> Sequence[Message]:
+        """Return the problem of a row, with the first observation at its end."""
         messages = read_messages(row["prompt"], "prompt") if row.get("prompt") else []
         if observation and messages and messages[-1].get("role") == "user":
-            messages[-1]["content"] = f"{messages[-1]['content']}\n\n{observation}"
+            asked = messages[-1]["content"]
+            if isinstance(asked, str) and isinstance(observation, str):
+                messages[-1]["content"] = f"{asked}\n\n{observation}"
+            else:
+                both = [[each] if isinstance(each, str) else each for each in (asked, observation)]
+                messages[-1]["content"] = [*both[0], "\n\n", *both[1]]
         elif observation:
             messages.append({"role": "user", "content": observation})
         if not messages:
             raise InputError("the row has no prompt, and the environment's reset says nothing")
         return messages
 
-    def describe(self, observation: JsonObject) -> str:
+    def describe(self, observation: JsonObject) -> Shown:
         """Return an observation as the model reads it.
 
-        The result of a tool, or the observation's only text, or JSON without `metadata`. A tool's
-        failure is raised, so that the model reads an error.
+        The result of a tool, or the observation's only text, or JSON without `metadata`; then its
+        images, which are files in base64 that nobody has checked so far. A tool's failure is
+        raised, so that the model reads an error.
         """
         if "tool_name" in observation:
             if error := observation.get("error"):
                 raise OpenEnvError(str(error.get("message") if isinstance(error, dict) else error))
             result = observation.get("result")
             blocks = result.get("content") if isinstance(result, dict) else None
-            lines = [str(b["text"]) for b in blocks or () if isinstance(b, dict) and "text" in b]
-            text = "\n".join(lines) if lines else _plain(result)
+            found = [b for b in blocks or () if isinstance(b, dict)]
+            lines = [str(b["text"]) for b in found if "text" in b]
+            images = [_image(str(b.get("data"))) for b in found if b.get("type") == "image"]
+            text = "\n".join(lines) if lines or images else _plain(result)
             if isinstance(result, dict) and (result.get("is_error") or result.get("isError")):
                 raise OpenEnvError(text)
-            return text
+            return [text, *images] if images else text
         rest = {key: value for key, value in observation.items() if key != "metadata"}
+        seen = {key: found for key, value in rest.items() if (found := _images(value))}
+        rest = {key: value for key, value in rest.items() if key not in seen}
         texts = [value for value in rest.values() if isinstance(value, str)]
-        if len(texts) == 1:
-            return texts[0]
-        return _plain(rest) if any(rest.values()) else ""
+        text = _plain(rest) if any(rest.values()) else ""
+        text = texts[0] if len(texts) == 1 else text
+        return [text, *chain(*seen.values())] if seen else text
 
     def action(self, message: Message) -> JsonObject | None:
         """Return the action of a turn that calls no tool; None, the default, ends the trajectory.
@@ -144,22 +160,24 @@ class OpenEnv(Environment):
         """
         return None
 
-    async def act(self, action: JsonObject) -> str:
-        """Send an action, and return its observation as text."""
+    async def act(self, action: JsonObject) -> Shown:
+        """Send an action, and return its observation as the model reads it."""
         await self._session.ask("step", action, self.current_turn)
         _, result = self._results[-1]
         self.done = self.done or bool(result.get("done"))
         return self.describe(result.get("observation") or {})
 
-    async def step(self, message: Message) -> str | None:
+    async def step(self, message: Message) -> Reply:
         action = self.action(message)
         if action is None:
             return None
         try:
-            text = await self.act(action)
+            shown = await self.act(action)
         except OpenEnvError as error:  # the model may do better
             return f"Error: {error}"
-        return None if self.done else text
+        if self.done:
+            return None
+        return shown if isinstance(shown, str) else [{"role": "user", "content": shown}]
 
     async def state(self) -> JsonObject:
         """Return the environment's state, as the server reports it."""
@@ -180,6 +198,18 @@ class OpenEnv(Environment):
 
 def _plain(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _images(value: object) -> list[JsonObject]:
+    """Return the images that a field is: a data: URL, a file in base64, or several; else []."""
+    files = value if isinstance(value, list) else [value]
+    found = [each for each in files if isinstance(each, str) and each.startswith(_FILES)]
+    return [_image(each) for each in found] if len(found) == len(files) else []
+
+
+def _image(file: str) -> JsonObject:
+    url = file if file.startswith("data:") else f"data:;base64,{file}"
+    return {"type": "image", "image": url}
 
 
 def at(url: str) -> EnvironmentType:

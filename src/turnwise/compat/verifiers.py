@@ -7,6 +7,7 @@ environment fits, too. Later versions of verifiers ask an OpenAI client: they ar
 
 from collections.abc import Callable, Iterable, Sequence
 
+from turnwise.chat.images import with_urls
 from turnwise.core.optional import Foreign, load_object
 from turnwise.errors import InputError
 from turnwise.rollouts.environment import Environment, Rewards, read_messages, read_reward
@@ -62,13 +63,14 @@ class VerifiersEnvironment(Environment):
 
     def reward(self, trajectory: Trajectory) -> Rewards:
         """Call each function with a batch of one: `prompts`, `completions` and the row's other
-        fields, each a list; completions are the messages after the prompt."""
+        fields, each a list; completions are the messages after the prompt, whose images are data:
+        URLs."""
         environments = self._environments
         if not environments.functions:
             raise InputError("the environment gives no reward functions: list rollout.rewards")
         asked = read_messages(self.problem, "prompt")
         columns = {name: [value] for name, value in self._row.items() if name not in _NOT_COLUMNS}
-        completion = [dict(message) for message in trajectory.messages[len(asked) :]]
+        completion = with_urls(trajectory.messages[len(asked) :])
         parts: dict[str, float] = {}
         weighed = zip(environments.functions, environments.weights, strict=True)
         for number, (function, weight) in enumerate(weighed):

@@ -60,6 +60,7 @@ def asks_for_nothing(key: str, value: object) -> bool:
 VLLM_NAMES = {
     "dtype": "model.dtype",
     "enable_prefix_caching": "engine.prefix_caching",
+    "limit_mm_per_prompt": "engine.images_per_prompt",
     "max_model_len": "model.max_length",
     "model": "model.path",
     "seed": "seed",
@@ -128,6 +129,7 @@ ALIASES = {
         "model.max_length": "context_length max_model_len max_seq_len max_seq_length seq_length",
         "model.path": "load model_name model_name_or_path",
         "model.tokenizer": "tokenizer_model tokenizer_path",
+        "model.train_vision": "freeze_vision_tower freeze_vit",
         "name": "exp_name run_name",
         "output_dir": "output",
         "rollout.context.compact": "compaction",

@@ -50,7 +50,7 @@ class LoraConfig(Section):
     """PEFT's `lora_alpha`: an adapter's product is scaled by alpha / rank; null uses 2 * rank."""
     target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
     """Names of the layers that get an adapter, such as [q_proj, v_proj], as PEFT matches them;
-    all-linear is every linear layer but the output head."""
+    all-linear is every linear layer but the output head. The part that reads images gets none."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank) instead, PEFT's `use_rslora`, for high ranks."""
 
@@ -84,6 +84,8 @@ class ModelConfig(Section):
     template_args: Tree = {}
     """Extra variables for the chat template, such as {enable_thinking: false}."""
     lora: LoraConfig = LoraConfig()
+    train_vision: bool = True
+    """Train the part of the model that reads images, too; false trains its language model alone."""
     escape_special_tokens: bool = False
     """Encode special tokens (<|im_end|>) in users' and tools' messages as plain text, so that no
     tool result can end its turn and open another."""
@@ -204,5 +206,8 @@ class DataConfig(RowsConfig):
     """Let rows rest whose groups give no signal, because all trajectories are right or all are
     wrong: after 1, 2, 3 ... such groups in a row, a row takes part in one of 2, 4, 8 ... epochs. A
     group with a signal brings it back to every epoch."""
+    allow_urls: bool = False
+    """Fetch the images that rows name by URL (http, https), each time that a row is used, from
+    hosts with public addresses. If false, such a row fails its trajectories."""
     max_rest: PositiveInt = 8
     """With data.curriculum: the largest number of epochs after which a row comes back."""

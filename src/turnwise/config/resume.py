@@ -35,7 +35,7 @@ _KEYS: dict[OnResume, str] = {
     (True, "applies from now on"): (
         "trackers project entity tags samples_every log_level watchdog_seconds ray_address "
         "ray_env model.trust_remote_code engine serving weights training.context_parallel "
-        "training.colocated training.offload training.resources "
+        "training.colocated training.offload training.resources data.allow_urls "
         "training.activation_checkpointing training.packing training.attention "
         "training.micro_batch_tokens training.threads training.step_timeout "
         "training.checkpoint_every training.checkpoint_minutes training.keep_last "
@@ -50,6 +50,7 @@ _KEYS: dict[OnResume, str] = {
     (True, "applies from now on; weights that learn are kept as they are"): "model.dtype",
     (True, "applies to new groups"): "model.template_args model.escape_special_tokens rollout",
     (False, "the checkpoint's adapter has this form"): "model.lora",
+    (False, "the checkpoint's moments are those of the weights that learn"): "model.train_vision",
     (True, "applies from now on, if the number of rows stays and they have the same names"): (
         "data.path data.subset data.split data.limit data.filter"
     ),

@@ -64,6 +64,9 @@ class EngineConfig(Section):
     """Largest number of tokens in one step of the engine; longer prompts are computed in chunks."""
     prefix_caching: bool = True
     """Reuse the KV cache of shared prefixes."""
+    images_per_prompt: NonNegativeInt = 16
+    """Largest number of images in a prompt, for models that take images; 0 serves and trains such a
+    model as one of text alone, without the memory that images need."""
     routing_replay: bool = False
     """Record the experts that computed each token of a mixture of experts, and train with the same
     choice (R3)."""

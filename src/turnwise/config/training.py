@@ -118,7 +118,8 @@ class TrajectoriesConfig(Section):
     """Files of what was sampled and trained: `trajectories/` and `training/` of the run folder."""
 
     keep: PositiveInt | None = None
-    """Number of latest steps whose files are kept, and as many evaluations; null keeps all."""
+    """Number of latest steps whose files are kept, and as many evaluations, with their images; null
+    keeps all."""
 
 
 class MetricsConfig(Section):

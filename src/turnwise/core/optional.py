@@ -12,7 +12,7 @@ from turnwise.errors import InputError, describe_error, ordinary_error
 Foreign: TypeAlias = Any
 """A value of another package, or of the user's, whose type is not known here."""
 
-_COMPANIONS = ("torchvision", "torchaudio", "torchcodec")
+_COMPANIONS = ("torchaudio", "torchcodec")  # see also `internals.torchvision`
 
 
 def optional(package: str, extra: str, purpose: str) -> ModuleType:

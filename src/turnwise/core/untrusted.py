@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import pydantic_core
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
+from turnwise.errors import InputError
+
 if TYPE_CHECKING:
     import aiohttp
 
@@ -62,7 +64,8 @@ def values_in(body: bytes) -> int:
 
 
 def checked(value: object, kind: TypeAdapter[_T]) -> _T:
-    """Return a part of an answer as its type; AnswerError names the first part of another type."""
+    """Return a part of an answer as its type; AnswerError names the first part of another type, or
+    says what its validators refuse by an InputError."""
     try:
         return kind.validate_python(value, strict=True)
     except ValidationError as error:
@@ -70,6 +73,8 @@ def checked(value: object, kind: TypeAdapter[_T]) -> _T:
         place = ".".join(map(str, first["loc"]))[:_SHOWN]
         why = f"{place}: {first['msg']}" if place else first["msg"]
         raise AnswerError(f"sent a wrong answer ({why})") from None
+    except InputError as error:
+        raise AnswerError(f"sent a wrong answer ({error})") from None
 
 
 def _admit(size: int, largest: int = MAX_BYTES) -> None:

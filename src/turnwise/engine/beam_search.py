@@ -9,7 +9,7 @@ import copy
 import itertools
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Collection, Sequence
+from collections.abc import AsyncGenerator, Collection, Hashable, Sequence
 from contextlib import aclosing
 from functools import partial
 from importlib import import_module
@@ -42,8 +42,8 @@ class BeamSearch:
         self._tokenizer = tokenizer
         self._ends = ends
         self._width = width
-        self._turns = defaultdict[tuple[int, ...], asyncio.Lock](asyncio.Lock)
-        self._found: dict[tuple[int, ...], list[Chunk]] = {}
+        self._turns = defaultdict[Hashable, asyncio.Lock](asyncio.Lock)
+        self._found: dict[Hashable, list[Chunk]] = {}  # by the ids of a prompt, and its images
 
     def of(self, index: int) -> Generator:
         """Return the generator of trajectory `index`: its first completion is the answer of that
@@ -58,7 +58,7 @@ class BeamSearch:
 
     async def answers(self, request: Request) -> list[Chunk]:
         """Return the answers to a request's prompt as whole completions, the likeliest first."""
-        prompt = tuple(request.prompt)
+        prompt = tuple(request.prompt), tuple(request.images)
         async with self._turns[prompt]:
             if prompt not in self._found:
                 self._found[prompt] = await self._search(request)

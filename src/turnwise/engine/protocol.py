@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
 from turnwise.config import SamplingConfig
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import EngineError
+from turnwise.trajectory.images import PlacedImage
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
@@ -72,6 +73,8 @@ class Request(NamedTuple):
     whole: bool = False
     """Whether no token is passed on before the last: then a request whose worker died can begin
     again where it cannot be continued."""
+    images: Sequence[PlacedImage] = ()
+    """Images of the prompt, which holds their ids."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,6 +48,7 @@ from turnwise.engine.protocol import (
     Route,
     WeightUpdate,
 )
+from turnwise.engine.vllm_images import ImageInputs
 from turnwise.engine.vllm_requests import TokenStreams, sampling_params
 from turnwise.engine.vllm_start import engine_arguments, import_vllm, start_llm
 from turnwise.engine.worker_extensions import combined
@@ -64,7 +65,7 @@ from turnwise.errors import (
 if TYPE_CHECKING:
     from prometheus_client import Metric
 
-    from turnwise.internals.vllm import AsyncLLM
+    from turnwise.internals.vllm import AsyncLLM, MultiModalInput
 
 _T = TypeVar("_T")
 _POLL_SECONDS = 0.01
@@ -153,6 +154,7 @@ class VllmEngine:
         """Names of the callables that process the logits of every request."""
         self._llm = start(model.path, arguments, bool(engine.metrics))
         self._streams = TokenStreams(self._llm, self._clock)
+        self._images = ImageInputs(self._llm, engine.images_per_prompt)
 
     async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
         params, calls = sampling_params(request.sampling, request.seed), list[Call]()
@@ -162,6 +164,10 @@ class VllmEngine:
                 async with self._deadline(f"loading the logits processor {name}", self._timeout):
                     await run_in_thread(load_object, name, "logits_processors")
                 self._loaded.add(name)
+        seen: dict[str, MultiModalInput] = {}
+        if request.images:
+            async with self._deadline(f"processing the images of {request.id}", self._timeout):
+                seen = await self._images.prepare(request.prompt, request.images)
         await self.load_adapters()
         if request.route.folder:
             await self._bring(request.route)
@@ -171,6 +177,8 @@ class VllmEngine:
             self._pending.add(request.id)
             try:
                 inputs = vllm.tokens_input(list(request.prompt), cache_salt=self._cache_salt)
+                if seen:
+                    inputs = self._images.put_in(inputs, request.images, seen)
                 watching = partial(self._moving, f"with request {request.id} waiting")
                 made = self._streams.chunks(inputs, params, request.id, adapter, watching)
                 names = {*self._always, *map(name_of, calls)}

@@ -99,6 +99,12 @@ def engine_arguments(
         "enable_return_routed_experts": engine.routing_replay,
         "logits_processors": [*classes, *([ADAPTER] if adapted else [])] or None,
         "logprobs_mode": "processed_logprobs",
+        # Text models ignore both. An image is processed once, and kept in `engine.vllm_images`.
+        "limit_mm_per_prompt": {"image": engine.images_per_prompt, "video": 0, "audio": 0},
+        "mm_processor_cache_gb": 0,
+        # Normalised by the model's processor, as for the trainer: vLLM's own reads its files alone,
+        # and leaves out what they do not name.
+        "mm_device_do_normalize": False,
         "enable_log_requests": False,
         "disable_log_stats": True,
     }

@@ -6,8 +6,6 @@ package then fails at once, in one sentence, and nothing changes silently.
 """
 
 import inspect
-import platform
-from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Any
 
@@ -25,6 +23,9 @@ def internal(owner: object, name: str, *parameters: str) -> Any:
     except (TypeError, ValueError):
         known = ()
     if found is _MISSING or known[: len(parameters)] != parameters:
+        import platform
+        from importlib.metadata import PackageNotFoundError, version
+
         kind = owner if isinstance(owner, type) else type(owner)
         where = f"{kind.__module__}.{kind.__qualname__}"
         if isinstance(owner, ModuleType):

@@ -39,8 +39,16 @@ def layer_classes(model: nn.Module) -> set[str]:
 
 
 def attention_of(model: PreTrainedModel) -> str:
-    """Return the name of a model's attention."""
-    return str(model.config._attn_implementation)
+    """Return the name of the attention of a model's layers of text."""
+    return str(model.config.get_text_config()._attn_implementation)
+
+
+def set_text_attention(model: PreTrainedModel, name: str) -> None:
+    """Set the attention of a model's layers of text; a part that reads images keeps its own."""
+    shape = model.config
+    text = shape.get_text_config()
+    own = [key for key in shape.sub_configs if getattr(shape, key, None) is text]
+    model.set_attn_implementation({"": name, own[0]: name} if own else name)
 
 
 def activate(layers: Iterable[Any], adapters: list[str]) -> None:

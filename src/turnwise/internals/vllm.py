@@ -5,6 +5,7 @@ process of an engine imports this file, which applies the patches.
 """
 
 import gc
+import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from functools import partialmethod
 from multiprocessing.context import BaseContext
@@ -37,7 +38,7 @@ from vllm.entrypoints.generate.beam_search.online import BeamSearchOnlineMixin
 from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 from vllm.envs import enable_envs_cache
 from vllm.exceptions import VLLMValidationError
-from vllm.inputs import TokensInput, tokens_input
+from vllm.inputs import MultiModalInput, TokensInput, TokensPrompt, mm_input, tokens_input
 from vllm.logprobs import FlatLogprobs, Logprob
 from vllm.lora.layers import BaseLayerWithLoRA, LogitsProcessorWithLoRA
 from vllm.lora.lora_model import LoRAModel
@@ -52,8 +53,10 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
 )
 from vllm.model_executor.model_loader.reload.layerwise import logger as reload_logger
+from vllm.multimodal.inputs import MultiModalKwargsItems, PlaceholderRange
 from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
 from vllm.platforms import current_platform
+from vllm.renderers import BaseRenderer
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.tokenizers.hf import get_cached_tokenizer
@@ -184,6 +187,21 @@ def use_process_context(context: BaseContext) -> None:
     engine_utils.get_mp_context = multiproc_executor.get_mp_context = lambda: context
 
 
+async def process_image(llm: AsyncLLM, picture: object, name: str) -> MultiModalInput:
+    """Return what vLLM's processor makes of a prompt of one image, which its caches know by a
+    name, in the thread in which it processes all prompts."""
+    processor = llm.renderer.get_mm_processor().info.get_hf_processor()
+    prompt = TokensPrompt(
+        prompt_token_ids=[processor.tokenizer.convert_tokens_to_ids(processor.image_token)],
+        multi_modal_data={"image": [picture]},
+        multi_modal_uuids={"image": [name]},
+    )
+    made: MultiModalInput = await llm.renderer.process_for_engine_async(prompt, time.time())
+    return made
+
+
+internal(BaseRenderer, "process_for_engine_async", "self", "prompt", "arrival_time")
+internal(BaseRenderer, "get_mm_processor", "self")
 internal(BeamSearchOnlineMixin, "beam_search", "self", "prompt", "request_id", "params")
 internal(AsyncLLM, "_run_output_handler", "self")
 internal(OutputProcessor, "process_outputs", "self", "engine_core_outputs")

@@ -26,7 +26,7 @@ from vllm.exceptions import GracefulHTTPError, VLLMError, VLLMValidationError
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
 from vllm.renderers import renderer_from_config
-from vllm.renderers.chat_utils import make_tool_call_id
+from vllm.renderers.chat_utils import has_non_text_content, make_tool_call_id
 from vllm.renderers.hf import resolve_chat_template_content_format
 from vllm.renderers.inputs.preprocess import extract_prompt_components
 from vllm.sampling_params import RequestOutputKind, SamplingParams

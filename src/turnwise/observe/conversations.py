@@ -6,7 +6,7 @@ from array import array
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, groupby
+from itertools import chain, groupby, islice
 from pathlib import Path
 from statistics import fmean, pstdev
 
@@ -20,7 +20,7 @@ from turnwise.trajectory import Trajectory, read_jsonl
 
 _STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "magenta"}
 _INDENT = " " * 11
-_MOST = 20  # trajectories shown at once
+_MOST = 20  # trajectories shown at once, and images of each
 _TOOL = "tool_"  # beginning of the events that are outcomes of tool calls
 NO_TRAJECTORY = (TrajectoryError, ValueError, LookupError, TypeError, AttributeError)
 """Errors of a line that is no trajectory."""
@@ -108,6 +108,11 @@ def conversation(trajectory: Trajectory, label: str = "") -> Text:
         role = visible(str(message.get("role")))
         text.append(f"{role:<10} ", style=f"not bold {_STYLES.get(role, 'yellow')}")
         text.append(f"{visible(said(message)).replace(chr(10), chr(10) + _INDENT)}\n", "not bold")
+    lengths = {each.image: each.length for turn in trajectory.turns for each in turn.images}
+    for image, length in islice(lengths.items(), _MOST):
+        place = (image.folder or Path()) / image.name
+        size = f"{image.width} x {image.height} pixels, {counted(length, 'token', 'tokens')}"
+        text.append(f"image      {visible(str(place))}, {size}\n", "not bold dim")
     for judged in trajectory.judgements:
         verdict = f"{judged['judge']} {judged['score']:.3g}: {judged['why']}"
         text.append(f"judge      {visible(verdict)}\n", "not bold yellow")

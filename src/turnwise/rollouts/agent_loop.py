@@ -25,6 +25,7 @@ from turnwise.serving.chat_scheduler import ChatBackend
 from turnwise.tools.toolbox import Toolbox
 from turnwise.trajectory import ChatTemplate, Message, Trajectory
 from turnwise.trajectory.chat_template import Tools
+from turnwise.trajectory.images import placed
 from turnwise.trajectory.left_out import check_tools
 
 if TYPE_CHECKING:
@@ -218,9 +219,9 @@ class RolloutContext:
             `rollout.max_response_tokens` has no room for another token.
 
         Raises:
-            TrajectoryError: when the engine aborted the request.
+            TrajectoryError: when the prompt has too many images, or the engine aborted the request.
         """
-        turn = len(self.trajectory.turns)
+        turn, seen = len(self.trajectory.turns), placed(prompt_token_ids)
         room = self.max_length - len(prompt_token_ids)
         if (most := self.rollout.max_response_tokens) is not None:
             left = response_room(self.trajectory, prompt_token_ids, self.fork_reason, most)
@@ -238,7 +239,7 @@ class RolloutContext:
         ):
             seed = None if self.seed is None else stable_seed(self.seed, turn)
             name = f"{self.request_id}-{turn}"
-            request = Request(prompt_token_ids, sampling, name, seed, self.route)
+            request = Request(prompt_token_ids, sampling, name, seed, self.route, images=seen)
             completion = await generate(self.engine, request)
             sampled, reason = len(completion.token_ids), completion.finish_reason
             version = max(completion.weight_versions, default=-1)

@@ -21,9 +21,10 @@ from typing import Annotated, NotRequired
 from pydantic import Field, TypeAdapter
 from typing_extensions import TypedDict
 
+from turnwise.chat.images import with_urls
 from turnwise.chat.session import Session
 from turnwise.config import Config
-from turnwise.core.aio import call_within
+from turnwise.core.aio import call_within, run_in_thread
 from turnwise.core.child import Child, ForeignLines, Requests, start_error
 from turnwise.core.deadlines import StallClock
 from turnwise.core.json_types import JsonObject
@@ -47,6 +48,7 @@ from turnwise.rollouts.problems import Row
 from turnwise.serving.chat_scheduler import ChatCompletionScheduler
 from turnwise.serving.data_proto import DataProto, take_rows
 from turnwise.trajectory import MAX_REWARD
+from turnwise.trajectory.images import images_in
 
 logger = logging.getLogger(__name__)
 
@@ -398,6 +400,9 @@ class HttpAgentLoop:
     ) -> None:
         row, name, rollout = context.row, context.request_id, context.rollout
         trace = trace_headers()
+        if not (is_function := _FUNCTION.fullmatch(agent)):
+            async with user_errors("agent_error", f"the row of {name}: ", ()):
+                row = await run_in_thread(with_urls, row)
         if agent.startswith(WORKER):
             command = agent.removeprefix(WORKER).strip()
             if command not in self._workers:
@@ -410,7 +415,7 @@ class HttpAgentLoop:
             request = {"row": row, "base_url": base_url, "model": model, "id": name}
             report = await run_endpoint(agent, request)
             apply_report(report, session, f"the agent {agent}")
-        elif _FUNCTION.fullmatch(agent):
+        elif is_function:
             # A copy: the environment computes the reward from the original row.
             await call_user_code(
                 lambda: load_object(agent, "rollout.agent")(base_url, copy.deepcopy(row)),
@@ -439,6 +444,8 @@ class ChatSchedulerLoop:
             seconds=context.rollout.environment_timeout,
             key="rollout.environment_timeout",
         )
+        if images_in(messages):
+            messages = await run_in_thread(with_urls, messages)
         config = context.chats.config
         batch = DataProto.from_conversations(
             [messages],

@@ -8,6 +8,7 @@ A summary is the last turn of the branch before it, so it is trained with the tr
 
 from collections.abc import Sequence
 from copy import deepcopy
+from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -173,7 +174,8 @@ class ContextWindow:
         async with user_errors("compaction_error", f"{name}: ", ()):
             with context.timed("environment"):
                 value = await call_user_code(shorten, name=name, seconds=seconds, key=key)
-            messages = read_messages(value, f"what {name} returns")
+            read = partial(read_messages, value, f"what {name} returns")
+            messages: list[Message] = await call_user_code(read, name=name, seconds=seconds)
         return messages
 
 
@@ -196,6 +198,9 @@ def _and_said(messages: Sequence[Message], text: str) -> list[Message]:
     """Return messages after which the user says a text: in the last one if that is the user's,
     because many templates refuse two in a row."""
     *before, last = messages
-    if last["role"] == "user" and isinstance(last.get("content"), str):
-        return [*before, {**last, "content": f"{last['content']}\n\n{text}"}]
+    content, more = last.get("content"), f"\n\n{text}"
+    if last["role"] == "user" and isinstance(content, str | list):
+        added = [{"type": "text", "text": more}]
+        whole = content + more if isinstance(content, str) else [*content, *added]
+        return [*before, {**last, "content": whole}]
     return [*messages, {"role": "user", "content": text}]

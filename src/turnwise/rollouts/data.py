@@ -31,6 +31,7 @@ from turnwise.rollouts.environment import (
     name_of,
 )
 from turnwise.rollouts.problems import Joined, JoinedProblems, Lazy, Problems, Row
+from turnwise.rollouts.row_images import holds_images, with_own_paths, with_urls
 
 _SAVED = ("state.json", "dataset_dict.json")
 """Files in a folder of `save_to_disk`: one split, or several."""
@@ -87,8 +88,8 @@ def load_rows(
 def _first(
     rows: Sequence[Row], limit: int | None, read: Callable[[int], Row], condition: str | None
 ) -> Sequence[Row]:
-    """Return the first rows, in a list, which finds mistakes early, unless they are many. With a
-    condition all rows are read until there are enough."""
+    """Return the first rows, in a list, which finds mistakes early, unless they are many or have
+    images. With a condition all rows are read until there are enough."""
     if condition is not None:
         # The user's own code, as the classes are that a configuration names.
         code = compile(condition, "data.filter", "eval")
@@ -109,7 +110,7 @@ def _first(
         lazy = Lazy(len(numbers), lambda index: read(numbers[index]))
     else:
         lazy = Lazy(len(rows) if limit is None else min(limit, len(rows)), read)
-    return lazy if len(lazy) > _EAGER_ROWS else list(lazy)
+    return lazy if len(lazy) > _EAGER_ROWS or holds_images(lazy[0]) else list(lazy)
 
 
 def load_training(
@@ -153,7 +154,7 @@ def _rows_of(
         environment = environment or configured_environment(config)
         name = f"{name_of(environment)}.rows({split!r})"
         return split, checked_rows(make_rows(environment, split), name, limit, condition)
-    return path, load_rows(
+    rows = load_rows(
         path,
         split=part,
         subset=data.subset,
@@ -161,6 +162,10 @@ def _rows_of(
         condition=condition,
         agent_env=config.rollout.agent_env,
     )
+    if data.allow_urls:  # fetched whenever a row is asked for
+        most = config.rollout.environment_timeout / 2  # which is the time to read a row
+        return path, Lazy(len(rows), lambda index: with_urls(rows[index], most))
+    return path, rows
 
 
 def checked_rows(
@@ -208,7 +213,7 @@ def _read_jsonl(path: Path, limit: int | None) -> Sequence[Row]:
             ) from None
         if not isinstance(row, dict):
             raise InputError(f"{path}, line {number}: a row must be a JSON object")
-        return row
+        return with_own_paths(row, path.parent) if b'"image' in line else row
 
     return _rows_at(path, islice(places(), limit), parse)
 
@@ -251,7 +256,8 @@ def _read_csv(path: Path, limit: int | None) -> Sequence[Row]:
 
     def parse(number: int, line: bytes) -> Row:
         (values,) = reader([line.decode()])
-        return dict(zip(names, values, strict=True))
+        row = dict(zip(names, values, strict=True))
+        return with_own_paths(row, path.parent) if "image" in names else row
 
     return _rows_at(path, islice(places(), limit), parse)
 
@@ -291,7 +297,10 @@ def _read_parquet(path: Path, limit: int | None) -> Sequence[Row]:
         what = f"the data file {path} is not a whole Parquet file"
         raise InputError(f"{what}: {first_line(error)}") from error
 
-    return Lazy(table.num_rows, lambda i: _own_keys(table.slice(i, 1).to_pylist()[0]))
+    def read(index: int) -> Row:
+        return with_own_paths(_own_keys(table.slice(index, 1).to_pylist()[0]), path.parent)
+
+    return Lazy(table.num_rows, read)
 
 
 _READERS: dict[str, Callable[[Path, int | None], Sequence[Row]]] = dict(
@@ -322,7 +331,10 @@ def _read_dataset(path: str, split: str, subset: str | None) -> Sequence[Row]:
         if split not in dataset:
             raise InputError(f"data: {path} has no split {split}; it has: {', '.join(dataset)}")
         dataset = dataset[split]
-    return Lazy(len(dataset), lambda index: _own_keys(dataset[index]))
+    if "Image(" not in repr(dataset.features):
+        return Lazy(len(dataset), lambda index: _own_keys(dataset[index]))
+    table = dataset.with_format("arrow")  # files of images as they are, as in Parquet files
+    return Lazy(len(dataset), lambda index: _own_keys(table[index].to_pylist()[0]))
 
 
 def given_rows(rows: Iterable[Row]) -> Iterable[Row]:

@@ -14,6 +14,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import SupportsFloat, SupportsIndex, TypeGuard
 
+from turnwise.chat.images import read_parts
 from turnwise.config import Config
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
@@ -362,13 +363,7 @@ def read_messages(value: object, what: str) -> list[Message]:
             f'{what} must be a string, or a list of messages such as {{"role": "user", '
             f'"content": "..."}}, not {shown(value)}'
         )
-    for message in messages:
-        content = message.get("content")
-        for part in content if is_list(content) else ():
-            kind = part.get("type") if isinstance(part, Mapping) else None
-            if kind not in (None, "text"):
-                raise InputError(f"{what} has a part of type {kind}; only text is supported")
-    return messages
+    return [read_parts(message, what) for message in messages]
 
 
 def read_tools(environment: object) -> tuple[list[ToolFunction | Tool], list[Toolset]]:

@@ -3,7 +3,7 @@
 `python -m turnwise.rollouts.environment_host LISTENER ALIVE FILE` imports the environment's module
 once, and is forked for each episode. The fork plays an `Episode`, as its driver, a `RemoteEpisode`,
 asks. The problem and the requests are pickles, which only the driver writes; answers are JSON,
-because a model's code may run here.
+because a model's code may run here. Images in them are data: URLs.
 """
 
 import asyncio
@@ -30,6 +30,7 @@ from turnwise.core.user_code import call_user_code, describe_user_error
 from turnwise.errors import InputError, TrajectoryError, TurnwiseError, describe_error, message_of
 from turnwise.rollouts.episode import Episode
 from turnwise.tools.toolbox import encodable, make_toolbox
+from turnwise.trajectory.images import data_url
 
 if TYPE_CHECKING:
     from turnwise.rollouts.environment import EnvironmentType
@@ -75,7 +76,8 @@ async def _answer_all(
     ) -> None:
         with spans.within_trace(trace):
             reply = {"id": number} | await player.reply(method, arguments, turn)
-        writer.write(framed(encodable(json.dumps(reply, ensure_ascii=False)).encode()))
+        text = json.dumps(reply, ensure_ascii=False, default=data_url)
+        writer.write(framed(encodable(text).encode()))
 
     with suppress(asyncio.IncompleteReadError, ConnectionError):
         player = _Player(Episode(factory, await received(), rollout), rollout)
@@ -101,7 +103,7 @@ class _Player:
                 self.episode.turn_ended(turn)  # may run code of the environment
             own = getattr(self, method, None)
             value = await (own or getattr(self.episode, method))(*arguments)
-            json.dumps(value, allow_nan=False)
+            json.dumps(value, allow_nan=False, default=data_url)
         except TurnwiseError as error:
             return {"error": _error(error)}
         except Exception as error:
@@ -135,7 +137,8 @@ class _Player:
         result = await self.episode.toolbox.call(name, arguments_json)
         error = result.error
         described = error and _with_frames(error, await describe_user_error(error))
-        return {"text": result.text, "outcome": result.outcome, "error": described}
+        called = {"text": result.text, "outcome": result.outcome, "error": described}
+        return called | {"parts": result.parts}
 
     async def step(self, message: "Message", game: bool) -> object:
         move = await self.episode.step(message, game=game)

@@ -23,6 +23,7 @@ from turnwise.rollouts.group import Group, Outcomes, is_right, turn_times, write
 from turnwise.rollouts.problems import JoinedProblems, Lazy, Problem, problem_at
 from turnwise.rollouts.producer import RunGroup
 from turnwise.trajectory import Trajectory
+from turnwise.trajectory.images import FOLDER, save_images
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +131,8 @@ class GroupLog:
         def read(index: int) -> Trajectory:
             with path.open("rb") as file:
                 file.seek(self._starts[order[index]])
-                return Trajectory.from_json(file.readline().decode())
+                line = file.readline().decode()
+                return Trajectory.from_json(line, path.parent / FOLDER)
 
         return Lazy(len(order), read)
 
@@ -146,6 +148,8 @@ class GroupLog:
             new = not self._begun
             with translate_unwritable(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
+                for trajectory in group.trajectories:
+                    save_images(path.parent / FOLDER, trajectory.images.values())
                 with path.open("wb" if new else "ab") as file:
                     start = file.tell()
                     file.write(b"".join(lines))

@@ -83,7 +83,7 @@ class Group:
         """Return all fields as plain values, for checkpoints."""
         tree = {item.name: getattr(self, item.name) for item in fields(self)}
         return tree | {
-            "trajectories": [trajectory.to_json() for trajectory in self.trajectories],
+            "trajectories": [t.to_json(whole=True) for t in self.trajectories],
             "seconds": dict(self.seconds),
         }
 

@@ -5,9 +5,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from turnwise.chat.messages import said
 from turnwise.chat.tool_parser import ParsedText, ToolCall
 from turnwise.config import LOOP_NAMES
-from turnwise.core.aio import together
+from turnwise.core.aio import run_in_thread, together
 from turnwise.core.json_types import JsonObject
 from turnwise.core.spans import tool_span
 from turnwise.core.watchdog import waiting
@@ -20,6 +21,7 @@ from turnwise.rollouts.context_window import ContextWindow
 from turnwise.rollouts.environment import Environment, load_object
 from turnwise.tools.toolbox import encodable
 from turnwise.trajectory import Message
+from turnwise.trajectory.images import extended, images_in
 
 
 class SingleTurnLoop:
@@ -174,11 +176,14 @@ class InterleavedLoop:
                 if not parsed.calls:  # the closing tag shows that a call was meant
                     parsed = replace(parsed, malformed=True)
                 results = await answer_calls(parsed, context, turn, advice)
-                texts = [str(message["content"]) for message in results]
+                if images_in(results):  # no template shows one inside a turn
+                    context.count("image_left_out")
+                texts = [said(message) for message in results]
                 form = rollout.result_format
                 answer["content"] += "".join(form.format(result=text) for text in texts)
                 escaped = "".join(form.format(result=template.escape(text)) for text in texts)
-                prompt = [*prompt, *completion.token_ids, *await context.encode(escaped)]
+                more = await context.encode(escaped)
+                prompt = extended(prompt, completion.token_ids, more)
         trajectory.status = "max_turns"
 
 
@@ -186,7 +191,8 @@ async def answer_calls(
     parsed: ParsedText, context: RolloutContext, turn: int, advice: str | None = None
 ) -> list[Message]:
     """Run the calls of one turn together; return a tool message for each, in their order, or one
-    with advice if they cannot be parsed (None: that of the model's format)."""
+    with advice if they cannot be parsed (None: that of the model's format). Images of their results
+    are left out, which is counted, if the model takes none."""
     if parsed.malformed:
         context.count("tool_malformed")
         content = advice or context.tool_parser.advice
@@ -206,8 +212,15 @@ async def answer_calls(
         if result.error is not None and context.files is not None:
             kind = f"tool_error of {call.name}"
             await context.files.log_error(kind, context.request_id, result.error)
+        content: object = result.text
+        if result.parts is not None:
+            images = context.template.images
+            if images is not None and await run_in_thread(lambda: images.takes_images):
+                content = result.parts
+            else:
+                context.count("image_left_out")
         number = _call_id(turn, index)
-        return {"role": "tool", "tool_call_id": number, "name": call.name, "content": result.text}
+        return {"role": "tool", "tool_call_id": number, "name": call.name, "content": content}
 
     with context.timed("tools"):
         return await together(answer(index, call) for index, call in enumerate(parsed.calls))

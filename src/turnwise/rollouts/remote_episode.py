@@ -18,14 +18,17 @@ import time
 import weakref
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Literal, NotRequired, TypeVar
 
 import cloudpickle  # type: ignore[import-untyped]
-from pydantic import Field, TypeAdapter, with_config
+from pydantic import AfterValidator, Field, TypeAdapter, with_config
 from typing_extensions import TypedDict
 
+from turnwise.chat.images import parts_of, read_parts
 from turnwise.config import RolloutConfig
 from turnwise.core import fork_server
 from turnwise.core.aio import run_in_thread
@@ -54,8 +57,9 @@ from turnwise.rollouts.environment import (
 )
 from turnwise.rollouts.episode import Episode, Report, ToolSource
 from turnwise.rollouts.problems import Problem
+from turnwise.rollouts.row_images import holds_images
 from turnwise.tools import Tool, ToolFunction
-from turnwise.tools.toolbox import Toolbox, ToolOutcome, ToolResult
+from turnwise.tools.toolbox import Toolbox, ToolOutcome, ToolResult, read_result
 from turnwise.trajectory import Message, Trajectory
 
 _T = TypeVar("_T")
@@ -75,9 +79,18 @@ _Text = Annotated[str, Field(max_length=100_000)]
 _Numbers = Annotated[dict[_Name, Number], Field(max_length=1_000)]
 
 
+_seen = partial(read_parts, what="a message", files=False)  # its images were sent as data: URLs
+
+
 @with_config(extra="allow")
-class _Message(TypedDict):
+class _Unseen(TypedDict):
     role: str
+
+
+_Message = Annotated[_Unseen, AfterValidator(_seen)]
+_Parts = Annotated[
+    list[JsonObject], AfterValidator(lambda parts: _seen({"content": parts_of(parts)})["content"])
+]
 
 
 @with_config(extra="allow")
@@ -106,6 +119,7 @@ class _Called(TypedDict):
     text: str
     outcome: ToolOutcome
     error: _Text | None  # the tool's traceback
+    parts: _Parts | None
 
 
 class _Rewarded(TypedDict):
@@ -286,9 +300,11 @@ class RemoteEpisode(Episode):
             self.kill()
             message = f"{error}; its process was killed"
             raise TrajectoryError("environment_timeout", message) from None
-        try:
-            return value_of(reply, kind, alone=alone)
-        except AnswerError as error:
+        read = partial(value_of, reply, kind, alone=alone)
+        try:  # images are decoded
+            shows = holds_images(reply.get("value"))
+            return await run_in_thread(read) if shows else read()
+        except (AnswerError, RecursionError) as error:
             raise self._end(REPLY, str(error)) from None
 
     def _ask_alone(self, kind: TypeAdapter[_T], method: str) -> _T:
@@ -393,9 +409,12 @@ class _RemoteToolbox(Toolbox):
         if name not in self._remote:
             return await super().call(name, arguments_json)
         called = await self._ask(CALLED, "tool", name, arguments_json, seconds=self._timeout)
-        text = called["text"][: self._max_chars + _CUT_CHARS]
+        most = self._max_chars + _CUT_CHARS
         error = None if called["error"] is None else RuntimeError(called["error"])
-        return ToolResult(text, called["outcome"], error)
+        if called["parts"] is not None:
+            made = read_result(called["parts"], most)
+            return replace(made, outcome=called["outcome"], error=error)
+        return ToolResult(called["text"][:most], called["outcome"], error)
 
 
 class _Elsewhere:

@@ -20,6 +20,7 @@ from turnwise.core.aio import run_in_thread, together
 from turnwise.core.deadlines import StallClock
 from turnwise.errors import InputError, TurnwiseError, first_line
 from turnwise.trajectory import Message
+from turnwise.trajectory.images import images_in
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -84,6 +85,8 @@ class RewardModel:
     async def score(self, messages: Sequence[Message] | str) -> float:
         if not messages:
             raise TurnwiseError("the trajectory has no messages to read")
+        if not isinstance(messages, str) and images_in(messages):
+            raise TurnwiseError("the trajectory has images, and a reward model reads text alone")
         if isinstance(messages, str):
             token_ids = list(self._tokenizer.encode(messages, add_special_tokens=False))
         elif getattr(self._tokenizer, "chat_template", None):

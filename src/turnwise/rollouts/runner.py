@@ -206,7 +206,7 @@ class Stage:
         """Return the number of tokens of a first prompt; an error names the row, `where`."""
         try:
             return len(self._template.render_first(messages, schemas))
-        except InputError as error:  # there is no template
+        except (InputError, TrajectoryError) as error:  # there is no template; or of an image
             raise InputError(f"{where}: {error}") from error
         except Exception as error:  # a template may raise anything
             refusal = "the chat template refuses the environment's problem"

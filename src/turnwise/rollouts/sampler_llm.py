@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
+from turnwise.chat.images import read_parts
 from turnwise.config import SamplingConfig
 from turnwise.core.aio import together
 from turnwise.core.json_types import Args, JsonObject, Kwargs
@@ -24,6 +25,7 @@ from turnwise.errors import InputError, TrajectoryError, TurnwiseError
 from turnwise.rollouts.agent_loop import RolloutContext, stable_seed
 from turnwise.rollouts.environment import shown
 from turnwise.trajectory import Message
+from turnwise.trajectory.images import placed
 
 if TYPE_CHECKING:
     from turnwise.internals.vllm import RequestOutput, SamplingParams
@@ -212,7 +214,7 @@ class LLM:
                 seed = stable_seed(context.seed, number)
             room, completion = context.max_length - len(ids), Completion([], [], [], "length")
             route = Route(session=session or name)
-            request = Request(ids, sampling.within(room), name, seed, route)
+            request = Request(ids, sampling.within(room), name, seed, route, images=placed(ids))
             if room > 0:
                 with waiting(f"request {name}", "answer"):
                     completion = await generate(context.engine, request)
@@ -291,7 +293,7 @@ def _prompt_of(prompt: object) -> _Prompt:
         return prompt, []
     if isinstance(prompt, Sequence) and prompt:
         if all(isinstance(message, Mapping) and "role" in message for message in prompt):
-            return "", [dict(message) for message in prompt]
+            return "", [read_parts(dict(message), "a message") for message in prompt]
         if all(isinstance(token, int) for token in prompt):
             return list(prompt), []
     raise InputError(

@@ -22,6 +22,7 @@ from turnwise.rollouts.group import write_times
 from turnwise.run.token_values import TokenColumns, write_columns
 from turnwise.training import checkpoint
 from turnwise.trajectory import ExactnessReport, Trajectory, write_jsonl
+from turnwise.trajectory.files import remove_files
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -134,8 +135,7 @@ class RunDir:
         path = folder / f"{kind}-{step:04d}{suffix}"
         yield path
         others = [each for each in numbered(folder, kind, suffix) if each != path]
-        for old in [] if keep is None else others[: max(0, len(others) + 1 - keep)]:
-            old.unlink(missing_ok=True)
+        remove_files([] if keep is None else others[: max(0, len(others) + 1 - keep)])
 
     def write_exactness(self, report: ExactnessReport) -> None:
         path = self.path / "exactness.json"

@@ -34,6 +34,7 @@ from turnwise.training.samples import SampleBatch
 from turnwise.training.supervised import RowReader, supervised_samples
 from turnwise.training.trainer_group import TrainerGroup
 from turnwise.trajectory import ExactnessReport
+from turnwise.trajectory.images import PromptIds
 
 _OF_ROLLOUTS = ("ratio", "clip_fraction", "correction", "logprob_diff", "staleness")
 """Beginnings of the trainer's metrics that compare tokens with what an engine sampled."""
@@ -169,7 +170,7 @@ class SupervisedLoop(Loop):
         with self._timed("evaluate"):
             for start in range(0, len(self._measured), _SCORED):
                 part = self._measured[start : start + _SCORED]
-                ids = [sample.token_ids_T.tolist() for sample in part]
+                ids = [PromptIds(sample.token_ids_T.tolist(), sample.images) for sample in part]
                 masks = [sample.response_mask_T.tolist() for sample in part]
                 with waiting("the trainer to score held-out rows"):
                     scored = await self._policy.score("policy", ids, masks)

@@ -30,6 +30,7 @@ from turnwise.rollouts import Group
 from turnwise.run.display import SILENT, Display
 from turnwise.run.fleet import make_manager
 from turnwise.trajectory import Trajectory
+from turnwise.trajectory.images import PromptIds, placed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -52,7 +53,8 @@ class TeacherEngines:
 
     async def score(self, token_ids: Sequence[int]) -> Sequence[float | None]:
         """Return the log-prob of each token after those before it; None for the first."""
-        request = Request(list(token_ids), _SCORING, f"teacher:{next(self._numbers)}")
+        name, images = f"teacher:{next(self._numbers)}", placed(token_ids)
+        request = Request(list(token_ids), _SCORING, name, images=images)
         try:
             return (await generate(self._manager.scheduler, request)).prompt_logprobs or []
         except TurnwiseError as error:  # such as a sequence of more than the model's context
@@ -117,6 +119,8 @@ class TeacherServer:
             InputError: naming the first token of which the server's tokenizer has another text.
             TrajectoryError: when the server refuses the sequence, or cannot answer in time.
         """
+        if placed(token_ids):
+            raise TrajectoryError(_ERROR, f"{self._endpoint} scores no images")
         size = len(token_ids) + 1000
 
         async def read(said: bytes) -> Sequence[float | None]:
@@ -202,7 +206,8 @@ async def _score(
     found = list[list[float]]()
     try:
         for branch in trajectory.samples():
-            row = zip(await teacher.score(branch.token_ids), branch.response_mask, strict=True)
+            given = await teacher.score(PromptIds(branch.token_ids, branch.images))
+            row = zip(given, branch.response_mask, strict=True)
             found.append([max(value or 0.0, _LEAST) if trained else 0.0 for value, trained in row])
     except TrajectoryError as error:
         return error

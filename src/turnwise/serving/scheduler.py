@@ -434,4 +434,5 @@ def _digest(request: Request) -> bytes:
     """Return a digest of everything in a request that may crash a worker."""
     whole = array.array("q", request.prompt).tobytes()
     whole += repr((request.sampling, request.seed)).encode()
+    whole += repr([(str(one.image), one.start) for one in request.images]).encode()
     return hashlib.blake2b(whole, digest_size=16).digest()

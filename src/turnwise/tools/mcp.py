@@ -97,7 +97,7 @@ class McpToolset:
             self._line = pool.join(self._session)
             return await pool.listed(await self._line.connection())
 
-        async def call(name: str, arguments: JsonObject) -> str:
+        async def call(name: str, arguments: JsonObject) -> object:
             line = self._line  # which `close` may take away meanwhile, in another thread
             if line is None:
                 raise McpError(f"{_name_of(self._config)} is closed")
@@ -168,7 +168,7 @@ class Line:
             self._opening = asyncio.create_task(usable())
         return await asyncio.shield(self._opening)
 
-    async def call(self, name: str, arguments: JsonObject, session: str) -> str:
+    async def call(self, name: str, arguments: JsonObject, session: str) -> object:
         """Call a tool; see `Connection.call`."""
         try:
             connection = await self.connection()

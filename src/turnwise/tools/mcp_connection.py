@@ -212,9 +212,10 @@ class Connection:
                 return tools
         raise McpError(f"{self._name} lists more than {_MAX_TOOLS} tools or {_MAX_PAGES} pages")
 
-    async def call(self, name: str, arguments: JsonObject, session: str) -> str:
-        """Call a tool, and return its texts, one per line; other parts are named as left out.
-        McpError when the tool returns an error, or the server fails.
+    async def call(self, name: str, arguments: JsonObject, session: str) -> object:
+        """Call a tool, and return its texts, one per line, or a list of texts and images if there
+        is an image; other parts are named as left out. McpError when the tool returns an error, or
+        the server fails.
 
         A shared server gets the trajectory's `session` as `_meta["turnwise/session"]`.
         """
@@ -222,15 +223,20 @@ class Connection:
         params = mcp_types.CallToolRequestParams(name=name, arguments=arguments, _meta=meta)
         request = mcp_types.CallToolRequest(params=params)
         result = await self._request(request, mcp_types.CallToolResult)
-        parts: list[str] = []
+        parts: list[Any] = []
         for block in result.content:
             if block.type == "resource_link":
                 parts.append(f"[link: {block.uri}]")
             elif block.type in ("text", "resource"):
                 holder = block.resource if block.type == "resource" else block
                 parts.append(getattr(holder, "text", f"[{block.type} left out]"))
+            elif block.type == "image" and not result.is_error:
+                url = f"data:{block.mime_type};base64,{block.data}"
+                parts.append({"type": "image", "image": url})
             else:
                 parts.append(f"[{block.type} left out]")
+        if any(isinstance(part, dict) for part in parts):
+            return parts
         if not parts and result.structured_content is not None:
             parts = [json.dumps(result.structured_content, ensure_ascii=False)]
         text = "\n".join(parts)

@@ -8,7 +8,8 @@ from turnwise.core.json_types import JsonObject
 from turnwise.errors import TurnwiseError
 
 ToolFunction = Callable[..., object]
-"""A function that the model may call, sync or async, with type hints."""
+"""A function that the model may call, sync or async, with type hints. It returns a text, a value
+that JSON holds, or images: a PIL image, or a list of images, texts and parts of a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +34,7 @@ class Tool:
     parameters: JsonObject
     """JSON schema of the arguments, of type object."""
     call: Callable[[JsonObject], object]
-    """Function of the arguments, sync or async."""
+    """Function of the arguments, sync or async, which returns what a `ToolFunction` does."""
     in_order: bool = False
     """Run its calls one after another, as the model wrote them, instead of together; also those of
     a trajectory's other tools with this."""

@@ -2,7 +2,8 @@
 
 A call does not raise for mistakes of the model or errors of the tool: an unknown name, wrong
 arguments, an exception and a missed deadline become a text for the model and an outcome to count.
-Every text is limited in length and can be encoded, whatever the tool returns or raises.
+Every text is limited in length and can be encoded, whatever the tool returns or raises; images are
+checked as `core.images` says, and one that is broken is an error of its call.
 """
 
 import asyncio
@@ -20,6 +21,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
+from turnwise.chat.images import parts_of, read_parts
 from turnwise.config import RolloutConfig
 from turnwise.core.json_types import JsonObject
 from turnwise.core.user_code import STR_SECONDS, call_user_code
@@ -40,9 +42,13 @@ class ToolResult:
     """The result of one call: the text for the model, and the outcome."""
 
     text: str
+    """The text, with `[image left out]` in the place of each image."""
     outcome: ToolOutcome
     error: Exception | None = None
     """The tool's exception, for people and not for the model; None if there was none."""
+    parts: list[JsonObject] | None = None
+    """The result as parts of a message, `{"type": "image", "image": Image}` and texts, for a model
+    that takes images; None if it has none."""
 
 
 class _Callable(NamedTuple):
@@ -115,9 +121,9 @@ class Toolbox:
             try:
                 value = await run(tool.call, arguments_json)
                 if type(value) in _PLAIN:
-                    text, left_out = _shown(value, self._max_chars)
+                    result = read_result(value, self._max_chars)
                 else:  # off the event loop: it may be long, and its __str__ may be user code
-                    text, left_out = await run(_shown, value, self._max_chars)
+                    result = await run(read_result, value, self._max_chars)
             except DeadlineError:
                 return self._failed(f"{name} did not answer within {self._timeout:g} s", "timeout")
             except TrajectoryError:  # not the model's affair
@@ -129,9 +135,7 @@ class Toolbox:
                 message, unseen = await _message(error, self._max_chars)
                 text = f"{name} failed: {type(error).__name__}: {message}"
                 return self._failed(text, "error", error, unseen)
-        if left_out:
-            return ToolResult(f"{text}\n[{left_out} more characters left out]", "truncated")
-        return ToolResult(text, "ok")
+        return result
 
     def _failed(
         self, text: str, outcome: ToolOutcome, error: Exception | None = None, unseen: int = 0
@@ -174,6 +178,28 @@ async def _message(error: Exception, longest: int) -> tuple[str, int]:
     except Exception as failure:
         return f"(its message cannot be read: {type(failure).__name__})", 0
     return message
+
+
+def read_result(value: object, longest: int) -> ToolResult:
+    """Return a tool's value as its result, with at most `longest` characters of text and a note of
+    those left out; InputError when it has an image that cannot be read."""
+    given = None if type(value) in _PLAIN else parts_of(value)
+    if given is None:
+        text, left_out = _shown(value, longest)
+        if left_out:
+            return ToolResult(f"{text}\n[{left_out} more characters left out]", "truncated")
+        return ToolResult(text, "ok")
+    parts, room = list[JsonObject](), longest
+    for part in read_parts({"content": given}, "the result", files=False)["content"]:
+        if part["type"] == "text":
+            text = str(part.get("text") or "")
+            part = {"type": "text", "text": encodable(text[: max(0, room)])}
+            room -= len(text)
+        parts.append(part)
+    if room < 0:
+        parts.append({"type": "text", "text": f"\n[{-room} more characters left out]"})
+    said = "\n".join(part.get("text", "[image left out]") for part in parts)
+    return ToolResult(said, "truncated" if room < 0 else "ok", parts=parts)
 
 
 def _shown(value: object, longest: int) -> tuple[str, str]:

@@ -16,7 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, PreTrainedModel
 
 from turnwise.errors import InputError, first_line
-from turnwise.internals.transformers import attention_of
+from turnwise.internals.transformers import attention_of, set_text_attention
 from turnwise.training.batching import Columns
 
 CONTEXT_KEY = "training.context_parallel"
@@ -52,7 +52,7 @@ def is_packed(model: PreTrainedModel) -> bool:
 def set_packed(model: PreTrainedModel, packed: bool) -> None:
     """Make a model attend within sequences, or by a mask, unless its attention is its own."""
     if attention_of(model) in (_NAME, "sdpa"):
-        model.set_attn_implementation(_NAME if packed else "sdpa")
+        set_text_attention(model, _NAME if packed else "sdpa")
 
 
 def check_divisible(model: PreTrainedModel, size: int, exchanges: bool) -> None:

@@ -20,6 +20,7 @@ from turnwise.config import TrainingConfig
 from turnwise.training.algorithms import Tokens
 from turnwise.training.context import ContextGroup
 from turnwise.training.sample import Array, Sample
+from turnwise.trajectory import Image
 
 Layout = Literal["padded", "packed", "shared"]
 """Layout of a micro-batch: rows with padding, one row of concatenated samples, or one row in which
@@ -36,6 +37,7 @@ class _Unit(NamedTuple):
     samples: list[Sample]
     tokens_first: int  # if it is the first of its micro-batch
     tokens_after: int  # if it follows the unit before it
+    patches: dict[Image, float]  # of its images, each of which a micro-batch reads once
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,8 @@ class RankBatches:
     trajectory_tokens: dict[int, int]
     """Trained tokens of each trajectory, on all ranks, including those that are only counted; 0 of
     one that is left out."""
+    images: bool = False
+    """Whether any sample of the optimizer step, on any rank, has an image."""
 
     @property
     def total_tokens(self) -> int:
@@ -68,7 +72,12 @@ def threads_of(training: TrainingConfig) -> int:
 
 
 def plan_micro_batches(
-    samples: Sequence[Sample], updates: int, ranks: int, max_tokens: int, layout: Layout
+    samples: Sequence[Sample],
+    updates: int,
+    ranks: int,
+    max_tokens: int,
+    layout: Layout,
+    patches: float = 0.0,
 ) -> list[list[RankBatches]]:
     """Return, for each rank, its share of each optimizer step.
 
@@ -77,6 +86,7 @@ def plan_micro_batches(
         updates: Optimizer steps; fewer if there are fewer trajectories.
         max_tokens: Maximum size of a micro-batch, padding included; a longer pair or sequence gets
             its own.
+        patches: Those of an image for each of its tokens; they count as tokens.
     """
     computed: dict[int, list[Sample]] = {}
     counted: dict[int, list[Sample]] = {}
@@ -96,7 +106,7 @@ def plan_micro_batches(
             tokens[sample.trajectory] += sample.trained
         for sample in own:
             units.setdefault(sample.pair_id, []).append(sample)
-        buckets = _buckets(list(units.values()), max_tokens, ranks, layout)
+        buckets = _buckets(list(units.values()), max_tokens, ranks, layout, patches)
         # By the tokens without padding, whatever the layout: ranks compute similar ones together.
         buckets.sort(key=lambda bucket: -_cost(bucket, "packed"))
         dealt: list[list[list[Sample]]] = [[] for _ in range(ranks)]
@@ -107,30 +117,36 @@ def plan_micro_batches(
             for rank, bucket in enumerate(row[::-1] if number % 2 else row):
                 dealt[rank].append(bucket)
         for share, micro_batches in zip(shares, dealt, strict=True):
-            share.append(RankBatches(micro_batches, dict(tokens)))
+            share.append(RankBatches(micro_batches, dict(tokens), any(s.images for s in own)))
     return shares
 
 
 def _buckets(
-    members: Sequence[list[Sample]], max_tokens: int, ranks: int, layout: Layout
+    members: Sequence[list[Sample]], max_tokens: int, ranks: int, layout: Layout, patches: float
 ) -> list[list[_Unit]]:
     """Put pairs and sequences, each given by its samples, in buckets of at most `max_tokens`; their
     number is a multiple of the ranks if possible."""
+
+    def read(samples: Sequence[Sample]) -> dict[Image, float]:
+        return {one.image: patches * one.length for sample in samples for one in sample.images}
+
     units = list[_Unit]()  # in an order in which neighbours go well together
     if layout == "shared":
         before: _Ids | None = None
-        for number in _in_order([samples[0].token_ids_T for samples in members]):
+        numbers: dict[Image, int] = {}
+        keys = [[_key(sample, numbers) for sample in samples] for samples in members]
+        for number in _in_order([own[0] for own in keys]):
             alone = saved = 0
-            for index, sample in enumerate(members[number]):
-                common = 0 if before is None else _common_length(before, sample.token_ids_T)
-                alone += sample.length - (common if index else 0)
+            for index, key_T in enumerate(keys[number]):
+                common = 0 if before is None else _common_length(before, key_T)
+                alone += len(key_T) - (common if index else 0)
                 saved += 0 if index else common
-                before = sample.token_ids_T
-            units.append(_Unit(members[number], alone, alone - saved))
+                before = key_T
+            units.append(_Unit(members[number], alone, alone - saved, read(members[number])))
     else:
         for samples in sorted(members, key=lambda samples: max(s.length for s in samples)):
             size = sum(sample.length for sample in samples)
-            units.append(_Unit(samples, size, size))
+            units.append(_Unit(samples, size, size, read(samples)))
     while True:
         buckets = _divided(units, max_tokens, layout)
         missing = -len(buckets) % ranks
@@ -148,10 +164,13 @@ def _divided(units: Sequence[_Unit], max_tokens: int, layout: Layout) -> list[li
         longest = max(sample.length for sample in units[end - 1].samples)  # if sorted by length
         found = list[tuple[int, int]]()
         rows = others = 0
+        patches: dict[Image, float] = {}
         for start in reversed(range(end)):
             unit = units[start]
             rows += len(unit.samples)
             cost = rows * longest if layout == "padded" else unit.tokens_first + others
+            patches |= unit.patches
+            cost += round(sum(patches.values()))
             if found and cost > max_tokens:
                 break
             others += unit.tokens_after
@@ -164,12 +183,14 @@ def _divided(units: Sequence[_Unit], max_tokens: int, layout: Layout) -> list[li
 
 
 def _cost(bucket: Sequence[_Unit], layout: Layout) -> int:
-    """Return the tokens that are computed, padding included."""
+    """Return the tokens that are computed, padding included, and the patches of images."""
+    patches = {image: number for unit in bucket for image, number in unit.patches.items()}
+    looks = round(sum(patches.values()))
     if layout == "padded":
         lengths = [sample.length for unit in bucket for sample in unit.samples]
-        return len(lengths) * max(lengths)
+        return len(lengths) * max(lengths) + looks
     first, *others = bucket
-    return first.tokens_first + sum(unit.tokens_after for unit in others)
+    return first.tokens_first + sum(unit.tokens_after for unit in others) + looks
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +217,13 @@ class Columns:
     """The column of each token of each sequence, if sequences share columns; None: in order."""
     own: list[int] | None = None
     """If they do, the number of tokens at the end of each sequence that are computed for it."""
+    images: tuple[Image, ...] = ()
+    """Images of all rows, in the order of their columns."""
+    image_BT: torch.Tensor | None = None
+    """1 + the index of the image that each token stands for, 0 for others, on the CPU; None without
+    any."""
+    others_see: bool = False
+    """Whether columns of the same optimizer step, maybe on other ranks, have images."""
 
     @classmethod
     def of(
@@ -204,12 +232,14 @@ class Columns:
         layout: Layout,
         device: torch.device,
         group: ContextGroup | None = None,
+        others_see: bool = False,
     ) -> "Columns":
         """Lay samples out; return this rank's columns, without a group all of them.
 
         Without samples, it is a row of one token that is no target.
         """
-        order, columns, own = _placed([sample.token_ids_T for sample in samples], layout)
+        numbers: dict[Image, int] = {}
+        order, columns, own = _placed([_key(sample, numbers) for sample in samples], layout)
         padded = layout == "padded" or not samples
         rows = (len(samples) or 1) if padded else 1
         width = max(map(len, columns), default=1) if padded else sum(own)
@@ -228,6 +258,7 @@ class Columns:
             ids[column_T] = sample.token_ids_T
             positions[column_T] = np.arange(sample.length)
         experts = _experts(samples, columns, rows * width)
+        images, image = _images(samples, columns, rows * width)
         before = _concatenated(
             column_T[:-1][sample.response_mask_T[1:]]
             for sample, column_T in zip(samples, columns, strict=True)
@@ -258,7 +289,18 @@ class Columns:
             None if experts is None else by_row(experts),
             tensor(_concatenated(columns[number] for number in order)) if shared else None,
             own if shared else None,
+            images,
+            torch.from_numpy(image).view(rows, width) if images else None,
+            others_see,
         )
+
+    def sequences(self) -> list[tuple[int, torch.Tensor]]:
+        """Return the row of each sequence, padding included, and the columns of its tokens."""
+        columns_T = torch.arange(self.token_ids_BT.shape[1])
+        if self.lengths is None:
+            return [(row, columns_T) for row in range(len(self.token_ids_BT))]
+        columns_S = columns_T if self.column_S is None else self.column_S.cpu()
+        return [(0, part) for part in torch.split(columns_S, self.lengths)]
 
     def whole(self, values_N: torch.Tensor) -> torch.Tensor:
         """Return the values of all columns' targets, row by row, from those of this rank's."""
@@ -295,6 +337,33 @@ def _placed(tokens: Sequence[_Ids], layout: Layout) -> tuple[list[int], list[_Id
         own.append(new)
         before, width = number, width + new
     return order, columns, own
+
+
+def _key(sample: Sample, numbers: dict[Image, int]) -> _Ids:
+    """Return numbers that are equal where samples compute the same: token ids and, at images, the
+    numbers of these, beyond all ids."""
+    if not sample.images:
+        return sample.token_ids_T
+    key_T = sample.token_ids_T.copy()
+    for one in sample.images:
+        key_T[one.start : one.end] = (1 << 31) + numbers.setdefault(one.image, len(numbers))
+    return key_T
+
+
+def _images(
+    samples: Sequence[Sample], columns: Sequence[_Ids], count: int
+) -> tuple[tuple[Image, ...], _Ids]:
+    """Return `Columns.images`, and `Columns.image_BT` of all columns if there are any."""
+    places = {  # by their first columns: sequences may share an image
+        int(column_T[one.start]): (one.image, column_T[one.start : one.end])
+        for sample, column_T in zip(samples, columns, strict=True)
+        for one in sample.images
+    }
+    found = [places[start] for start in sorted(places)]
+    numbers = np.zeros(count if found else 0, np.int64)
+    for number, (_, column_T) in enumerate(found, start=1):
+        numbers[column_T] = number
+    return tuple(image for image, _ in found), numbers
 
 
 def _experts(samples: Sequence[Sample], columns: Sequence[_Ids], count: int) -> Array | None:
@@ -361,6 +430,7 @@ def make_micro_batch(
     layout: Layout,
     device: torch.device,
     group: ContextGroup | None = None,
+    others_see: bool = False,
 ) -> MicroBatch:
     """Return the tensors of samples, of which a group's ranks have a share of the columns each.
 
@@ -404,7 +474,7 @@ def make_micro_batch(
             teacher_weights_2N=torch.stack([spread(part, torch.float32) for part in parts]),
         )
     return MicroBatch(
-        Columns.of(samples, layout, device, group),
+        Columns.of(samples, layout, device, group, others_see),
         tokens,
         picked((s.turns_T for s in samples), np.int64),
         sum(s.length for s in samples),

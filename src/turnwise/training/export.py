@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.utils import (
     GENERATION_CONFIG_NAME,
     SAFE_WEIGHTS_INDEX_NAME,
@@ -26,7 +26,7 @@ from turnwise.config.data import ADAPTER_CONFIG
 from turnwise.core.process import give_back
 from turnwise.errors import InputError
 from turnwise.training.checkpoint import translate_disk_full
-from turnwise.training.loading import dtype_of, load_model, path_of
+from turnwise.training.loading import dtype_of, language_model_class, load_model, path_of
 from turnwise.training.lora import (
     ADAPTER_TENSORS,
     PREFIX,
@@ -41,6 +41,9 @@ from turnwise.weights.transport import chunk_bytes, drained, plan_chunks
 
 FILE_BYTES = 4 * 2**30
 """Maximum size of a file, unless a tensor is larger."""
+
+_OF_IMAGES = ("preprocessor_config", "processor_config", "video_preprocessor_config")
+"""Files of the settings of a model's processor of images; it may lack any."""
 
 
 def export_model(
@@ -59,7 +62,7 @@ def export_model(
         files = plan_chunks(chain(typed, buffers.items()), None, file_bytes, alignment=1)
         with translate_disk_full(folder):
             with torch.device("meta"):
-                empty = AutoModelForCausalLM.from_config(
+                empty = language_model_class(model.config).from_config(
                     model.config, dtype=dtype, trust_remote_code=trust
                 )
             empty.save_pretrained(folder, state_dict={})  # everything but the weights
@@ -91,13 +94,14 @@ def export_adapter(folder: Path, rank: int, config: Config, model: PreTrainedMod
 
 
 def _save_rest(folder: Path, config: Config) -> None:
-    """Add the tokenizer, and the generation settings of the model, such as the ids of its stops."""
+    """Add the tokenizer, and the model's settings: of generation, such as the ids of its stops, and
+    of its processor of images."""
     read_tokenizer(config.model).save_pretrained(folder)
-    settings = cached_file(
-        path_of(config), GENERATION_CONFIG_NAME, _raise_exceptions_for_missing_entries=False
-    )
-    if settings is not None:
-        shutil.copyfile(settings, folder / GENERATION_CONFIG_NAME)
+    path = path_of(config)
+    for name in (GENERATION_CONFIG_NAME, *(f"{name}.json" for name in _OF_IMAGES)):
+        settings = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+        if settings is not None:
+            shutil.copyfile(settings, folder / name)
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ that leak into the next sequence of a row, masks that ignore where sequences beg
 nothing applies: all show as a difference, whatever the architecture is.
 """
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite
@@ -17,15 +18,18 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
+from turnwise.chat.vision import ModelImages
 from turnwise.config import Config, SamplingConfig, TrainingConfig
 from turnwise.errors import InputError, describe_error
-from turnwise.training.attention import CONTEXT_KEY, is_packed, set_packed
+from turnwise.training.attention import CONTEXT_KEY, is_packed, set_packed, use_packed_attention
 from turnwise.training.batching import Layout, make_micro_batch
 from turnwise.training.context import ContextGroup
 from turnwise.training.loading import dtype_of, load_model
 from turnwise.training.lora import ModelName
 from turnwise.training.model import Critic, Models, Scorer
 from turnwise.training.sample import Sample
+from turnwise.training.vision import TYPES, patches_per_token, probe, sees
+from turnwise.trajectory.images import PromptIds, extended
 
 _PLAIN = SamplingConfig()
 _LENGTHS = (25, 22, 17)
@@ -72,13 +76,16 @@ class ModelCheck:
     """The check of one model. All ranks make the same calls, and get the same answers."""
 
     @torch.no_grad()
-    def __init__(self, models: Models, module: Scorer | Critic, max_length: int) -> None:
+    def __init__(
+        self, models: Models, module: Scorer | Critic, max_length: int, images: bool = False
+    ) -> None:
         self._models, self._module = models, module
-        self._model: PreTrainedModel = (
-            module.model if isinstance(module, Scorer) else module.backbone
-        )
+        self._model = _checked(module)
         self.kind: str = self._model.config.model_type
         self._samples = samples = _samples(self._model.config, max_length)
+        if images:
+            assert module.images is not None, "a model without a processor"
+            self._samples = samples = _with_images(samples, module.images)
         self._rounding, most = _ROUNDING[module.dtype]
         packed = is_packed(self._model)
         # One by one, each rank alone, and with the attention that Transformers chose.
@@ -91,8 +98,7 @@ class ModelCheck:
         """Difference of the log-probs of one sequence from those by the model's own logits."""
         # With tokens after them, which are not scored: what a batch of another shape changes widens
         # the bound from here on.
-        rows = [(s.token_ids_T.tolist(), s.sequence) for s in samples[1:]]
-        followed = [_sample(ids + ids[:_BLOCK], len(ids), number) for ids, number in rows]
+        followed = [_followed(sample) for sample in samples[1:]]
         found = _attempt(lambda: self._values(followed, "padded"))
         again = self._difference(found, self._alone[1:])
         self._rounding = max(self._rounding, min(_TIMES * again.relative, most))
@@ -141,12 +147,21 @@ class ModelCheck:
         """Return the last sample's log-probs by the model's own logits."""
         if isinstance(self._module, Critic):
             return self._alone[-1:]  # it has no logits
-        ids_1T = torch.from_numpy(self._samples[-1].token_ids_T)[None].to(self._models.device)
+        sample, device = self._samples[-1], self._models.device
+        ids_1T = torch.from_numpy(sample.token_ids_T)[None].to(device)
+        given: dict[str, torch.Tensor] = {}
+        if sample.images and self._module.images is not None:
+            made = self._module.images.processed(sample.images[0].image).tensors
+            types_1T = (ids_1T == self._model.config.image_token_id).long()
+            taken = inspect.signature(self._model.forward).parameters
+            given = dict.fromkeys(TYPES, types_1T) | {n: t.to(device) for n, t in made.items()}
+            given = {name: tensor for name, tensor in given.items() if name in taken}
         with self._models.computing(self._module):
             if isinstance(self._module, FSDPModule):
                 self._module.unshard()  # the head's weights; layers gather their own
-            logits_TV = self._model(input_ids=ids_1T, use_cache=False).logits[0, :-1].float()
-        return [logits_TV.log_softmax(-1).gather(-1, ids_1T[0, 1:, None])[:, 0].cpu()]
+            logits = self._model(input_ids=ids_1T, use_cache=False, **given).logits
+        logprobs_T = logits[0, :-1].float().log_softmax(-1).gather(-1, ids_1T[0, 1:, None])[:, 0]
+        return [logprobs_T.cpu()[torch.from_numpy(sample.response_mask_T[1:])]]
 
     def _difference(
         self, found: tuple[list[torch.Tensor], str], expected: Sequence[torch.Tensor]
@@ -195,6 +210,47 @@ def agreed_layout(
     return layout, warning
 
 
+def check_run(models: Models, config: Config, preferred: Layout) -> tuple[Layout, float, str, str]:
+    """Check all models of a run, with images if they can have any.
+
+    Returns:
+        A layout, and a warning at the third place, as `agreed_layout`; at the second the policy's
+        patches for each token of an image; and the reason why no sample may have one, or "".
+    """
+    layout, patches, warning, why = preferred, 0.0, "", _without_images(models, config)
+    length = config.model.max_length
+    try:  # images first: their check may change the attention, with which the others are then made
+        if not why and (reader := models.policy.images) is not None:
+            patches = patches_per_token(models.policy.model, reader.processed(probe(0)))
+            checks = [ModelCheck(models, module, length, True) for module in models.modules()]
+            layout, warning = agreed_layout(checks, config.training, preferred)
+    except (torch.OutOfMemoryError, dist.DistError):
+        raise  # not the model's fault
+    except Exception as error:  # of code that knows only some models of images
+        for module in models.modules():  # as before these checks
+            use_packed_attention(_checked(module), config.training.attention)
+        why = str(error) if isinstance(error, InputError) else describe_error(error)
+    checks = [ModelCheck(models, module, length) for module in models.modules()]
+    layout, more = agreed_layout(checks, config.training, layout)
+    return layout, patches, warning or more, why and f"a sample has an image: {why}"
+
+
+def _without_images(models: Models, config: Config) -> str:
+    """Return the reason why a run is one of text alone, or ""."""
+    if not sees(models.policy.get_submodule("model").config):
+        return f"model.path: {config.model.path} is trained as a model of text alone"
+    if not config.engine.images_per_prompt:
+        return "engine.images_per_prompt is 0"
+    if config.training.context_parallel > 1:
+        return f"{CONTEXT_KEY}: ranks that share sequences read none: set it to 1"
+    return ""
+
+
+def _checked(module: Scorer | Critic) -> PreTrainedModel:
+    model: PreTrainedModel = module.model if isinstance(module, Scorer) else module.backbone
+    return model
+
+
 def _wrong(checks: Sequence[ModelCheck], layout: Layout) -> str:
     """Return whose log-probs a layout changes, and by how much; "" if it changes none."""
     found = [(check.kind, check.compare_and_choose_attention(layout)) for check in checks]
@@ -231,12 +287,27 @@ def _samples(shape: PretrainedConfig, max_length: int) -> list[Sample]:
     generator = np.random.default_rng(0)
     rows = [generator.choice(ordinary, length) for length in (first, *_LENGTHS[1:])]
     rows[1][:_COMMON] = rows[0][:_COMMON]
-    return [_sample(row.tolist(), len(row), number) for number, row in enumerate(rows)]
+    return [Sample.to_score(row.tolist(), [1] * len(row), n) for n, row in enumerate(rows)]
 
 
-def _sample(ids: list[int], scored: int, number: int) -> Sample:
-    """Return a sample of which the first tokens are scored."""
-    return Sample.to_score(ids, [1] * scored + [0] * (len(ids) - scored), number)
+def _with_images(samples: Sequence[Sample], images: ModelImages) -> list[Sample]:
+    """Return the last two samples with an image each after the beginning that all then share, and
+    one more that differs from the last in nothing but the pixels of its image."""
+    text, others = samples[0].token_ids_T.tolist()[:_COMMON], samples[1:]
+    made = []
+    for number, (sample, picture) in enumerate(zip((*others, others[-1]), (0, 0, 1), strict=True)):
+        rest, own = sample.token_ids_T.tolist()[_COMMON:], images.ids_of(probe(picture))
+        ids = extended(text, own, rest)
+        scored = [1] * len(text) + [0] * len(own) + [1] * len(rest)
+        made.append(Sample.to_score(ids, scored, number))
+    return made
+
+
+def _followed(sample: Sample) -> Sample:
+    """Return a sample with tokens after it that are not scored."""
+    ids, mask = sample.token_ids_T.tolist(), [1, *sample.response_mask_T.tolist()[1:]]
+    longer = PromptIds(ids + ids[:_BLOCK], sample.images)
+    return Sample.to_score(longer, mask + [0] * len(ids[:_BLOCK]), sample.sequence)
 
 
 def _attempt(compute: Callable[[], list[torch.Tensor]]) -> tuple[list[torch.Tensor], str]:

@@ -17,24 +17,29 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     PretrainedConfig,
     PreTrainedModel,
 )
 
+from turnwise.chat.vision import ModelImages
 from turnwise.config import AlgorithmConfig, Config, OtherModel
 from turnwise.core.gguf import resolve_model
 from turnwise.core.process import give_back
 from turnwise.errors import InputError
-from turnwise.internals.transformers import layer_classes
 from turnwise.training.algorithms import make_algorithm
 from turnwise.training.attention import check_divisible, use_packed_attention
 from turnwise.training.context import ContextGroup
 from turnwise.training.lora import ModelName, add_adapters
 from turnwise.training.model import Critic, Models, RoutingReplay, Scorer
 from turnwise.training.shards import can_be_sliced, read_shards, read_tensor, weight_files
+from turnwise.training.vision import decoder_layers as decoder_layers
+from turnwise.training.vision import vision_parameters
 
 _Module = TypeVar("_Module", Scorer, Critic)
 POLICY = OtherModel()
@@ -100,15 +105,33 @@ def learning_dtype(config: Config, other: OtherModel = POLICY) -> torch.dtype:
 def load_model(
     config: Config, other: OtherModel = POLICY, dtype: torch.dtype = torch.float32
 ) -> PreTrainedModel:
-    """Load a language model; with several ranks, without weights that `distribute` can read."""
-    return _loaded(AutoModelForCausalLM, config, path_of(config, other), dtype)
+    """Load a language model, with the part that reads images if it has one; with several ranks,
+    without weights that `distribute` can read."""
+    path = path_of(config, other)
+    return _loaded(language_model_class(_shape_of(config, path)), config, path, dtype)
+
+
+def language_model_class(shape: PretrainedConfig) -> Any:
+    """Return Transformers' class of language models of a configuration, those that read images
+    included."""
+    text = type(shape) in MODEL_FOR_CAUSAL_LM_MAPPING
+    if not text and type(shape) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        return AutoModelForImageTextToText
+    return AutoModelForCausalLM
+
+
+def _shape_of(config: Config, path: str) -> PretrainedConfig:
+    with translate_unreadable(path):
+        shape: PretrainedConfig = AutoConfig.from_pretrained(
+            path, trust_remote_code=config.model.trust_remote_code
+        )
+    return shape
 
 
 def load_value_model(config: Config, other: OtherModel) -> PreTrainedModel:
     """Load the model that the value model starts from: a language model, or a reward model."""
     path = path_of(config, other)
-    with translate_unreadable(path):
-        shape = AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
+    shape = _shape_of(config, path)
     dtype = learning_dtype(config, other)
     if not is_classifier(shape):
         return load_model(config, other, dtype)
@@ -156,12 +179,6 @@ def translate_unreadable(path: str) -> Iterator[None]:
         raise InputError(f"the model {path} cannot be loaded: {error}") from error
 
 
-def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return a model's decoder layers, as Transformers' models declare them, in their order."""
-    names = layer_classes(model)
-    return [module for module in model.modules() if type(module).__name__ in names]
-
-
 def recompute(model: nn.Module, every: bool | int) -> list[nn.Module]:
     """Make all layers, none, or every N-th (`training.activation_checkpointing`) keep only their
     input, and compute their activations again in backward passes; return them."""
@@ -183,12 +200,25 @@ def load_models(config: Config, device: torch.device, group: ContextGroup | None
         add_adapters(model, config.model.lora, roles)
     replay = RoutingReplay(model) if config.engine.routing_replay else None
     bonus = config.algorithm.entropy.has_bonus
-    scorer = Scorer(model, config.sampling, dtype_of(config), roles, replay, bonus)
+    readers: dict[str, ModelImages] = {}
+
+    def prepared(model: PreTrainedModel, other: OtherModel = POLICY) -> ModelImages:
+        """Freeze the part that reads images if it does not learn; return its processor."""
+        for parameter in () if config.model.train_vision else vision_parameters(model):
+            parameter.requires_grad_(False)
+        path = path_of(config, other)
+        own = ModelImages(config.model.model_copy(update={"path": path}))
+        return readers.setdefault(path, own)
+
+    images = prepared(model)
+    scorer = Scorer(model, config.sampling, dtype_of(config), roles, replay, bonus, images)
     policy = distribute(scorer, config, device, POLICY)
     reference = policy if "reference" in roles else None
     if reference is None and (other := beside.get("reference")) is not None:
         model = load_model(config, other, learning_dtype(config, other))  # as the policy's
-        frozen = Scorer(model, config.sampling, dtype_of(config, other)).requires_grad_(False)
+        images = prepared(model, other)
+        frozen = Scorer(model, config.sampling, dtype_of(config, other), images=images)
+        frozen.requires_grad_(False)
         reference = distribute(frozen, config, device, other, trained=False)
         own, new = ([(n, p.shape) for n, p in m.named_parameters()] for m in (reference, policy))
         if config.algorithm.kl.sync_steps and own != new:
@@ -198,7 +228,8 @@ def load_models(config: Config, device: torch.device, group: ContextGroup | None
             )
     value: Critic | Scorer | None = policy if "value" in roles else None
     if value is None and (other := beside.get("value")) is not None:
-        critic = Critic(load_value_model(config, other), dtype_of(config, other))
+        model = load_value_model(config, other)
+        critic = Critic(model, dtype_of(config, other), prepared(model, other))
         value = distribute(critic, config, device, other)
     give_back()
     return Models(policy, reference, value, device, group)
@@ -214,7 +245,8 @@ def distribute(
 ) -> _Module:
     """Move a module to its device, and shard it if there are several ranks.
 
-    Each decoder layer is gathered only for its own computation. The files of `other`, which the
+    Each decoder layer is gathered only for its own computation; the part that reads images with the
+    embeddings, as ranks that have no image do not compute it. The files of `other`, which the
     module was made of, hold the weights that it still lacks.
     """
     if trained:
@@ -225,7 +257,8 @@ def distribute(
     precision = MixedPrecisionPolicy()
     if module.dtype != torch.float32:
         precision = MixedPrecisionPolicy(param_dtype=module.dtype, reduce_dtype=torch.float32)
-    for layer in (*decoder_layers(module), module):
+    apart: bool = not config.engine.images_per_prompt  # then no rank ever does
+    for layer in (*decoder_layers(module, of_images=apart), module):
         fully_shard(layer, mesh=mesh, mp_policy=precision)
     path = path_of(config, other)
     with translate_unreadable(path):

@@ -6,6 +6,7 @@ layer; only PEFT's layers and its file formats are used, not its own model class
 """
 
 import json
+import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from turnwise.engine.adapters import peft_settings
 from turnwise.errors import InputError
 from turnwise.internals.transformers import activate
 from turnwise.training.shards import whole
+from turnwise.training.vision import sees
 from turnwise.weights.transport import NamedTensors
 
 ModelName = Literal["policy", "reference", "value"]
@@ -35,7 +37,7 @@ ADAPTER_TENSORS = "adapter_model.safetensors"
 
 
 def add_adapters(model: Foreign, lora: LoraConfig, roles: Sequence[ModelName]) -> None:
-    """Freeze a model and give its layers an adapter for each role, in float32.
+    """Freeze a model and give its layers of text an adapter for each role, in float32.
 
     An adapter changes nothing before its first update: its second factor starts at 0.
     """
@@ -88,7 +90,13 @@ def remove_adapter(model: Foreign, name: str) -> None:
 def _inject(model: Foreign, lora: LoraConfig, name: str, targets: Foreign) -> Foreign:
     """Add an adapter's factors to the layers; return the names of these layers."""
     peft = optional("peft", "lora", "model.lora")
-    settings = peft.LoraConfig(**peft_settings(lora), target_modules=targets, task_type="CAUSAL_LM")
+    beside = None
+    if sees(model.config):  # the part that reads images may have layers of the same names
+        decoder = model.get_decoder()
+        text = next(name for name, part in model.named_modules() if part is decoder)
+        beside = rf"(?!{re.escape(text)}\.).*"
+    where: Foreign = {"target_modules": targets, "exclude_modules": beside}
+    settings = peft.LoraConfig(**peft_settings(lora), **where, task_type="CAUSAL_LM")
     try:
         with warnings.catch_warnings(action="ignore"):  # of a second adapter
             peft.inject_adapter_in_model(settings, model, name)

@@ -20,7 +20,6 @@ from torch.nn import functional
 from transformers import (
     AttentionInterface,
     AutoConfig,
-    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     PreTrainedModel,
 )
@@ -36,6 +35,7 @@ from turnwise.training.loading import (
     decoder_layers,
     dtype_of,
     is_classifier,
+    language_model_class,
     learning_dtype,
     models_beside,
     path_of,
@@ -45,6 +45,7 @@ from turnwise.training.loading import (
 )
 from turnwise.training.lora import ModelName, add_adapters
 from turnwise.training.model import backbone_of, score_hidden
+from turnwise.training.vision import vision_parameters
 
 GIB = 2**30
 _PLAIN = "turnwise_memory"  # name of the attention and experts functions in Transformers
@@ -68,23 +69,30 @@ def model_size(
     config: Config, other: OtherModel = POLICY, roles: tuple[ModelName, ...] = ()
 ) -> ModelSize:
     """Return the size of a model, by default the policy."""
-    lora = config.model.lora.model_dump_json() if roles else ""
-    return _size(path_of(config, other), config.model.trust_remote_code, roles, lora)
+    model = config.model
+    lora = model.lora.model_dump_json() if roles else ""
+    return _size(path_of(config, other), model.trust_remote_code, roles, lora, model.train_vision)
 
 
 @cache
-def _size(path: str, trust: bool, roles: tuple[ModelName, ...], lora: str) -> ModelSize:
+def _size(
+    path: str, trust: bool, roles: tuple[ModelName, ...], lora: str, train_vision: bool
+) -> ModelSize:
     unseeded = torch.random.fork_rng(devices=[])  # adapters draw values, here for nothing
     with unseeded, translate_unreadable(path), torch.device("meta"):
         shape = AutoConfig.from_pretrained(path, trust_remote_code=trust)
-        kind = AutoModelForSequenceClassification if is_classifier(shape) else AutoModelForCausalLM
+        classifies = is_classifier(shape)
+        kind = AutoModelForSequenceClassification if classifies else language_model_class(shape)
         with no_init_weights():  # some ways to draw them need values
             model = kind.from_config(shape, trust_remote_code=trust)
         model.tie_weights()  # part of the initialization
         if roles:
             add_adapters(model, LoraConfig.model_validate_json(lora), roles)
+        for parameter in () if train_vision else vision_parameters(model):
+            parameter.requires_grad_(False)
     counts = [(p.numel(), p.requires_grad) for p in model.parameters()]
-    layers = [sum(p.numel() for p in layer.parameters()) for layer in decoder_layers(model)]
+    decoder = decoder_layers(model, of_images=False)
+    layers = [sum(p.numel() for p in layer.parameters()) for layer in decoder]
     total = sum(n for n, _ in counts)
     return ModelSize(
         total,
@@ -101,7 +109,8 @@ def held_bytes(config: Config, beside: Mapping[ModelName, OtherModel]) -> dict[s
     roles = shared_roles(config, beside)
     size = model_size(config, roles=roles)
     learning = learning_dtype(config).itemsize * size.learning
-    weights = learning + dtype_of(config).itemsize * (size.parameters - size.learning)
+    still = dtype_of(config) if roles else learning_dtype(config)  # that of weights which stay
+    weights = learning + still.itemsize * (size.parameters - size.learning)
     others = {
         role: learning_dtype(config, other).itemsize * model_size(config, other).parameters
         for role, other in beside.items()
@@ -166,7 +175,8 @@ def activation_bytes(
     """Return the peak memory of one micro-batch's forward and backward pass, beyond the weights.
 
     Gradients of weights count only while they are computed. All weights learn: with LoRA, it is
-    somewhat less. If `sharded`, FSDP casts the weights, not autocast; `every` is as in `recompute`.
+    somewhat less. Images are tokens of text here, as many as they count as in a micro-batch. If
+    `sharded`, FSDP casts the weights, not autocast; `every` is as in `recompute`.
     """
     shape = AutoConfig.from_pretrained(path, trust_remote_code=trust)
     weights = getattr(torch, dtype) if sharded else torch.float32
@@ -180,7 +190,7 @@ def activation_bytes(
 
     with FakeTensorMode():
         with no_init_weights():  # some ways to draw them need values
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            model: PreTrainedModel = language_model_class(shape).from_config(
                 shape, dtype=weights, trust_remote_code=trust, **more
             )
         model.tie_weights()  # part of the initialization

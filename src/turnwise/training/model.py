@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput
 
+from turnwise.chat.vision import ModelImages
 from turnwise.config import SamplingConfig
 from turnwise.core.optional import Foreign
 from turnwise.errors import InputError
@@ -30,6 +31,7 @@ from turnwise.training.batching import Columns
 from turnwise.training.context import ContextGroup
 from turnwise.training.lora import ModelName as ModelName
 from turnwise.training.lora import take_role, trained_part
+from turnwise.training.vision import seeing, vision_parameters
 
 _LOWEST_TEMPERATURE = 0.01  # lowest temperature above 0 in vLLM's SamplingParams
 CHUNK_ELEMENTS = 2**25
@@ -123,7 +125,7 @@ class Scorer(nn.Module):
 
     It plays its only role, or several (LoRA) with an adapter each. In the role of the policy, its
     routers repeat the engine's choices if there is a `replay`, and entropies have a gradient with
-    `entropy_gradient`.
+    `entropy_gradient`. `images` is its processor, which samples with images need.
     """
 
     def __init__(
@@ -134,8 +136,10 @@ class Scorer(nn.Module):
         roles: Sequence[ModelName] = (),
         replay: RoutingReplay | None = None,
         entropy_gradient: bool = False,
+        images: ModelImages | None = None,
     ) -> None:
         super().__init__()
+        self.images = images
         self.model = model
         self.dtype = dtype
         self.roles = roles
@@ -154,9 +158,10 @@ class Scorer(nn.Module):
             self._replay.use(columns.experts_BTR if role == "policy" else None)
         if role == "value":
             assert self.head is not None
-            return _values_N(backbone_of(self.model), self.head, columns)
+            return _values_N(backbone_of(self.model), self.head, columns, self.images)
         gradient = self._entropy_gradient and torch.is_grad_enabled()
-        return score_columns(self.model, columns, sampling or self._sampling, gradient)
+        sampling = sampling or self._sampling
+        return score_columns(self.model, columns, sampling, gradient, self.images)
 
 
 class Critic(nn.Module):
@@ -165,14 +170,15 @@ class Critic(nn.Module):
     The head is that of a reward model, or a new one that predicts 0.
     """
 
-    def __init__(self, model: Any, dtype: torch.dtype) -> None:
+    def __init__(self, model: Any, dtype: torch.dtype, images: ModelImages | None = None) -> None:
         super().__init__()
+        self.images = images
         self.backbone = backbone_of(model)
         self.dtype = dtype
         self.head = _value_head(self.backbone, getattr(model, "score", None)).to(model.dtype)
 
     def forward(self, columns: Columns) -> torch.Tensor:
-        return _values_N(self.backbone, self.head, columns)
+        return _values_N(self.backbone, self.head, columns, self.images)
 
 
 def _value_head(backbone: PreTrainedModel, trained: nn.Linear | None = None) -> nn.Linear:
@@ -182,8 +188,10 @@ def _value_head(backbone: PreTrainedModel, trained: nn.Linear | None = None) -> 
     return head
 
 
-def _values_N(backbone: PreTrainedModel, head: nn.Linear, columns: Columns) -> torch.Tensor:
-    values_N: torch.Tensor = head(hidden_before(backbone, columns))[:, 0].float()
+def _values_N(
+    backbone: PreTrainedModel, head: nn.Linear, columns: Columns, images: ModelImages | None
+) -> torch.Tensor:
+    values_N: torch.Tensor = head(hidden_before(backbone, columns, images))[:, 0].float()
     return columns.whole(values_N)
 
 
@@ -275,10 +283,11 @@ def score_columns(
     columns: Columns,
     sampling: SamplingConfig,
     entropy_gradient: bool = False,
+    images: ModelImages | None = None,
 ) -> Scores:
     """Score the targets of all columns, of which this rank computes some."""
     # Padding needs no attention mask: it is on the right, and attention is causal.
-    hidden_NH = hidden_before(backbone_of(model), columns)
+    hidden_NH = hidden_before(backbone_of(model), columns, images)
     scores = score_hidden(model, hidden_NH, columns.targets_N, sampling, entropy_gradient)
     return columns.whole(scores[0]), columns.whole(scores[1])
 
@@ -309,14 +318,20 @@ def score_hidden(
     return torch.cat(logprobs), torch.cat(entropies)
 
 
-def hidden_before(backbone: PreTrainedModel, columns: Columns) -> torch.Tensor:
+def hidden_before(
+    backbone: PreTrainedModel, columns: Columns, images: ModelImages | None = None
+) -> torch.Tensor:
     """Return the last hidden states at the positions before masked tokens: [N, H]."""
     given: dict[str, Any] = {"input_ids": columns.token_ids_BT, "use_cache": False}
     if columns.position_ids_BT is not None:
         given["position_ids"] = columns.position_ids_BT
-    with attending(backbone, columns) as more:
-        hidden_BTH = backbone(**given, **more).last_hidden_state
+    # Images first: their part of the model knows nothing of sequences.
+    with seeing(backbone, columns, images) as seen, attending(backbone, columns) as more:
+        hidden_BTH = backbone(**given | more | seen).last_hidden_state
     hidden_NH: torch.Tensor = hidden_BTH.flatten(0, 1)[columns.before_N]
+    if columns.others_see and not columns.images:  # FSDP adds up gradients of the same parameters
+        unused = [p.flatten()[0] for p in vision_parameters(backbone) if p.requires_grad]
+        hidden_NH = hidden_NH + 0 * sum(unused)
     return hidden_NH
 
 

@@ -34,7 +34,7 @@ from turnwise.training.batching import (
 )
 from turnwise.training.context import ContextGroup
 from turnwise.training.export import export_adapter, export_model
-from turnwise.training.layout_check import ModelCheck, agreed_layout
+from turnwise.training.layout_check import check_run
 from turnwise.training.loading import load_models, missing_model
 from turnwise.training.lora import (
     ModelName,
@@ -48,6 +48,8 @@ from turnwise.training.optimizer import TrainableModule, plain_tensors
 from turnwise.training.reports import RECORDED, StepReport, UpdateReport
 from turnwise.training.sample import Sample
 from turnwise.training.shards import full_tensors, tensor_shapes
+from turnwise.training.vision import probe
+from turnwise.trajectory.images import extended, placed
 from turnwise.weights.delta import with_deltas
 from turnwise.weights.process_group import free_address, join_ranks
 from turnwise.weights.transport import Manifest, NamedTensors, canary_prompt, make_sender
@@ -87,9 +89,8 @@ class TrainerRank:
         self._advantage, self._loss = algorithm.advantage, algorithm.loss
         check_room(config, self.device, ranks)
         self._models = models = load_models(config, self.device, group)
-        checks = [ModelCheck(models, m, config.model.max_length) for m in models.modules()]
-        preferred = layout_of(training, self.device)
-        self.layout, self.layout_warning = agreed_layout(checks, training, preferred)
+        found = check_run(models, config, layout_of(training, self.device))
+        self.layout, self.patches, self.layout_warning, self._no_images = found
         self._scorer = self._models.policy
         self._model = self._scorer.get_submodule("model")
         needed = self._advantage.value_model
@@ -156,6 +157,8 @@ class TrainerRank:
         )
 
     def _batch(self, samples: Sequence[Sample], share: RankBatches) -> MicroBatch:
+        if share.images and self._no_images:
+            raise InputError(self._no_images)
         return make_micro_batch(
             samples,
             share.trajectory_tokens,
@@ -163,6 +166,7 @@ class TrainerRank:
             self.layout,
             self.device,
             self._models.group,
+            share.images and self._ranks > 1,
         )
 
     def _update(
@@ -358,12 +362,23 @@ class TrainerRank:
         """Publish this version for engines; return its manifest and canary."""
         self._offload.bring_back(["params"])
         manifest = self._sender.publish(self.version, self._tensors())
-        canary = canary_prompt(self._scorer.model.config.get_text_config().vocab_size)
-        sample = Sample.to_score(canary, [1] * len(canary))
+        canary = self._canary()
+        inside = {at for one in placed(canary) for at in range(one.start, one.end)}
+        mask = [at not in inside for at in range(len(canary))]
+        sample = Sample.to_score(canary, mask)
         columns = Columns.of([sample], "padded", self.device, self._models.group)
         with torch.no_grad():
             expected, _ = self._models.score("policy", columns, _PLAIN)
         return replace(manifest, prompt=canary, logprobs=expected.tolist())
+
+    def _canary(self) -> list[int]:
+        """Return the prompt that engines and the policy score: with an image, if they read it."""
+        canary = canary_prompt(self._scorer.model.config.get_text_config().vocab_size)
+        if self._no_images or self._scorer.images is None:
+            return canary
+        half = len(canary) // 2
+        longer = extended(canary[:half], self._scorer.images.ids_of(probe(0)), canary[half:])
+        return longer if len(longer) < self._config.model.max_length else canary
 
     def _tensors(self) -> NamedTensors:
         """Yield the tensors of an update, each whole."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from turnwise.trajectory.images import PlacedImage, placed
+
 Array = npt.NDArray[np.generic]
 
 
@@ -45,6 +47,8 @@ class Sample:
     """Log-probs of a teacher outside the ranks; None without one."""
     teacher_weights: tuple[float, float] = (0.0, 0.0)
     """Factors of the divergence from the teacher, in the advantages and in the loss."""
+    images: tuple[PlacedImage, ...] = ()
+    """Images at their positions."""
 
     @classmethod
     def of(
@@ -62,6 +66,7 @@ class Sample:
         experts: bytes = b"",
         teacher_logprobs: Sequence[float] | None = None,
         teacher_weights: tuple[float, float] = (0.0, 0.0),
+        images: Sequence[PlacedImage] = (),
     ) -> "Sample":
         """Make a sample of lists of one length, with the advantage of all tokens or of each; by
         default it has one turn, and its sequence is a pair and a trajectory by itself."""
@@ -84,13 +89,15 @@ class Sample:
             experts,
             None if teacher_logprobs is None else np.asarray(teacher_logprobs, dtype=np.float32),
             teacher_weights,
+            tuple(images),
         )
 
     @classmethod
     def to_score(cls, token_ids: Sequence[int], mask: Sequence[int], number: int = 0) -> "Sample":
-        """Make a sample of tokens of which the masked ones are scored, and none is trained."""
+        """Make a sample of tokens, `PromptIds` if they have images, of which the masked ones are
+        scored, and none is trained."""
         none = [0] * len(token_ids)
-        return cls.of(token_ids, mask, none, none, 0.0, number)
+        return cls.of(token_ids, mask, none, none, 0.0, number, images=placed(token_ids))
 
     @property
     def length(self) -> int:

@@ -211,6 +211,7 @@ def add_trajectory(
             counted_only=counted_only,
             turns=branch.turns,
             experts=branch.experts,
+            images=branch.images,
             teacher_logprobs=taught[number] if taught else None,
             teacher_weights=(0.0, 0.0) if teacher is None else teacher.weights,
         )

@@ -13,6 +13,7 @@ or hides something, for instance, or whose turns nothing ends.
 import json
 from collections.abc import Iterator, Sequence
 
+from turnwise.chat.images import read_parts
 from turnwise.chat.messages import plain
 from turnwise.chat.prompts import continue_turn, with_objects
 from turnwise.config import AlgorithmConfig, Config, OwnLoss, SamplingConfig
@@ -22,7 +23,7 @@ from turnwise.core.optional import Foreign
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollouts import Problem
 from turnwise.training.samples import SampleBatch, add_trajectory
-from turnwise.trajectory import ChatTemplate, Message, Trajectory, audit
+from turnwise.trajectory import ChatTemplate, Image, Message, Trajectory, audit
 from turnwise.trajectory.bridge import sampled_text
 from turnwise.trajectory.chat_template import Tools
 from turnwise.trajectory.left_out import check_tools
@@ -188,13 +189,17 @@ def _checked(message: Foreign) -> Message:
     """Return a message as templates take it."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise TrajectoryError("malformed", f"{repr(message)[:80]} is no message with a role")
+    try:
+        message = read_parts(message, f"the content of a {message['role']}")
+    except InputError as error:
+        raise TrajectoryError("image_refused", str(error)) from error
     content = message.get("content")
     parts = content if isinstance(content, list) else [content or ""]
-    if not all(isinstance(p, str) or (isinstance(p, dict) and "text" in p) for p in parts):
+    shown = [p.get("text", p.get("image")) if isinstance(p, dict) else p for p in parts]
+    if not all(isinstance(part, str | Image) for part in shown):
         raise TrajectoryError("not_text", f"the content of a {message['role']} is not only text")
-    shown = plain({key: value for key, value in message.items() if key != "weight"})
     try:
-        made = with_objects(shown)
+        made = with_objects(plain({k: value for k, value in message.items() if k != "weight"}))
         named = [call["function"]["name"] for call in made.get("tool_calls") or ()]
     except (TypeError, KeyError, ValueError):
         named = [None]
@@ -206,7 +211,8 @@ def _checked(message: Foreign) -> Message:
 def _turn(
     template: ChatTemplate, messages: Sequence[Message], index: int, tools: Tools | None
 ) -> tuple[list[int], list[int]]:
-    """Return the ids of the rendered prompt of an assistant's turn, and those that say the turn."""
+    """Return the ids of the rendered prompt of an assistant's turn, with those of its images, and
+    those that say the turn."""
     turn, where = messages[index], f"message {index + 1}"
     opening = template.render_text(messages[:index], tools=tools)
     ended = template.render_text(messages[: index + 1], tools=tools, add_generation_prompt=False)
@@ -241,7 +247,7 @@ def _turn(
             "stops_early",
             f"{where} quotes a token at which sampling stops, so no model could say it",
         )
-    return prompt, sampled
+    return template.with_images(prompt, messages[:index]), sampled
 
 
 def _parts(turn: Message) -> Iterator[tuple[str, ...]]:

@@ -64,12 +64,12 @@ class TrainerActor:
 
     def start(
         self, config: Config, folder: str, rank: int, ranks: int, address: str
-    ) -> tuple[int, Layout, str]:
-        """Build the rank; return its process's id, and the ranks' layout of micro-batches with a
-        warning about it."""
+    ) -> tuple[int, Layout, float, str]:
+        """Build the rank; return its process's id, and the ranks' layout of micro-batches, patches
+        for each token of an image, and a warning about the layout."""
         policy = self.rank_class()(config, Path(folder), rank=rank, ranks=ranks, address=address)
         self._policy = policy
-        return os.getpid(), policy.layout, policy.layout_warning
+        return os.getpid(), policy.layout, policy.patches, policy.layout_warning
 
     def rank_class(self) -> Foreign:
         """Return the class of the rank, which is imported with Transformers' models."""
@@ -103,6 +103,7 @@ class TrainerGroup:
         self.pids: list[int] = []
         self.version = 0
         self.layout: Layout = "padded"
+        self.patches = 0.0
         self.trained_tokens: list[TrainedSample] = []
         """The last step's samples, with the values of their trained tokens."""
         self._config = config
@@ -151,8 +152,8 @@ class TrainerGroup:
                 address = await trainer._first("open a rendezvous address", "open_store", host)
             arguments = [(config, str(folder), n, len(ranks), address) for n in range(len(ranks))]
             started = await trainer._each("start", "start", arguments)
-        trainer.pids = [pid for pid, _, _ in started]
-        _, trainer.layout, warning = started[0]
+        trainer.pids = [pid for pid, *_ in started]
+        _, trainer.layout, trainer.patches, warning = started[0]
         if warning:
             logger.warning("%s", warning)
         return trainer
@@ -182,13 +183,15 @@ class TrainerGroup:
             training.ranks // size,
             micro_batch_tokens(training, self._on_gpu),
             self.layout,
+            self.patches,
         )
         return [share for share in planned for _ in range(size)]
 
     async def score(
         self, name: "ModelName", token_ids: Sequence[Sequence[int]], masks: Sequence[Sequence[int]]
     ) -> list[list[float]]:
-        """Score the masked tokens of sequences, but for the first, with a model of the trainer.
+        """Score the masked tokens of sequences, but for the first, with a model of the trainer;
+        those with images are `PromptIds`.
 
         Returns:
             For each sequence T floats, 0.0 where a token is not scored: the log-prob of the token

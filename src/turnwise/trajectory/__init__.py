@@ -3,6 +3,8 @@
 from turnwise.trajectory.audit import ExactnessReport, audit
 from turnwise.trajectory.bridge import Bridge, bridge
 from turnwise.trajectory.chat_template import ChatTemplate
+from turnwise.trajectory.files import read_jsonl, write_jsonl
+from turnwise.trajectory.images import Image, PlacedImage, PromptIds
 from turnwise.trajectory.prefix import replace_prefix_tokens
 from turnwise.trajectory.trajectory import (
     MAX_REWARD,
@@ -11,8 +13,6 @@ from turnwise.trajectory.trajectory import (
     Status,
     Trajectory,
     Turn,
-    read_jsonl,
-    write_jsonl,
 )
 
 __all__ = [
@@ -21,7 +21,10 @@ __all__ = [
     "Bridge",
     "ChatTemplate",
     "ExactnessReport",
+    "Image",
     "Message",
+    "PlacedImage",
+    "PromptIds",
     "Status",
     "Trajectory",
     "Turn",

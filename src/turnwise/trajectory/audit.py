@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 
 from turnwise.core.json_types import JsonObject
+from turnwise.trajectory.images import PlacedImage
 from turnwise.trajectory.trajectory import Branch, Trajectory, Turn, checksums, fingerprint
 
 
@@ -91,8 +92,8 @@ def audit(
     """Replay a trajectory and compare its training samples with it.
 
     Checks that lengths agree; that each turn's ids are the recorded ones; that each trained token
-    was sampled, in the context that the engine had, and is trained once; that log-probs are
-    finite and versions never decrease along a branch.
+    was sampled, in the context that the engine had, its images included, and is trained once; that
+    log-probs are finite and versions never decrease along a branch.
 
     Args:
         samples: The training samples; None takes `trajectory.samples()`.
@@ -139,6 +140,7 @@ def audit(
 
 def _check_turns(turns: Sequence[Turn]) -> Iterator[str]:
     totals: list[int] = []  # for each turn, the recorded sum of the ids on its path
+    seen = any(turn.images for turn in turns)
     for index, turn in enumerate(turns):
         if turn.parent is not None and not 0 <= turn.parent < index:
             yield f"turn {index}: its parent {turn.parent} is not a turn before it"
@@ -167,13 +169,19 @@ def _check_turns(turns: Sequence[Turn]) -> Iterator[str]:
                 version = above.weight_versions[min(sampled, len(above.weight_versions)) - 1]
                 break
             end, parent = min(end, above.prefix_length), above.parent
-        for problem in _differences(turn, before, version):
+        images = _images(turns, index) if seen else []
+        for problem in _differences(turn, images, before, version):
             yield f"turn {index}: {problem}"
+        end = turn.prefix_length + len(turn.added_token_ids)
+        if any(one.start < turn.prefix_length or one.end > end for one in turn.images):
+            yield f"turn {index}: an image of its prompt is not among the ids that it added"
 
 
-def _differences(turn: Turn, total_before: int, version: int) -> list[str]:
-    """Compare a stored turn with what was recorded of it; its prompt takes over ids that sum to
-    `total_before`, and the token sampled before it has a weight `version`."""
+def _differences(
+    turn: Turn, images: Sequence[PlacedImage], total_before: int, version: int
+) -> list[str]:
+    """Compare a stored turn with what was recorded of it; its prompt has `images`, and takes over
+    ids that sum to `total_before`, and the token sampled before it has a weight `version`."""
     ids = [*turn.added_token_ids, *turn.completion_token_ids]
     total, weighted = checksums(ids)
     change, moment = total - turn.sums[0], weighted - turn.sums[1]
@@ -200,9 +208,9 @@ def _differences(turn: Turn, total_before: int, version: int) -> list[str]:
     if (length, total_before + sum(turn.added_token_ids)) != turn.record[:2]:
         engines = turn.record[0]
         return [f"its prompt of {length} tokens is not the one of {engines} that the engine had"]
-    _, _, sampled = fingerprint((), turn.completion_token_ids, turn.logprobs, turn.weight_versions)
-    if sampled != turn.record[2]:
-        return ["its sampled tokens, log-probs or versions are not those recorded"]
+    made = turn.completion_token_ids, turn.logprobs, turn.weight_versions
+    if fingerprint((), *made, images)[2] != turn.record[2]:
+        return ["its images, sampled tokens, log-probs or versions are not those recorded"]
     return []
 
 
@@ -223,6 +231,16 @@ def _segments(turns: Sequence[Turn], leaf: int) -> list[tuple[int, list[int]]]:
     return segments[::-1]
 
 
+def _images(turns: Sequence[Turn], leaf: int) -> list[PlacedImage]:
+    """Return the images on a turn's path, in the order of their positions."""
+    images: list[PlacedImage] = []
+    end = 0
+    for index, ids in _segments(turns, leaf):
+        end += len(ids)
+        images += [image for image in turns[index].images if image.start < end]
+    return images
+
+
 def _check_sample(
     turns: Sequence[Turn], sample: Branch, trained: dict[int, set[int]]
 ) -> tuple[int, list[str]]:
@@ -234,6 +252,8 @@ def _check_sample(
         return 0, [f"{length} tokens, but masks, log-probs and versions of {sorted(lengths)}"]
     if not 0 <= sample.leaf < len(turns) or turns[sample.leaf].path_length != length:
         return 0, [f"{length} tokens are no branch that ends with turn {sample.leaf}"]
+    if sample.images != _images(turns, sample.leaf):
+        return 0, [f"its images are not those that turn {sample.leaf} had"]
     problems: list[str] = []
     exact = start = 0
     for index, ids in _segments(turns, sample.leaf):

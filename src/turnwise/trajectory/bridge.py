@@ -37,6 +37,7 @@ from dataclasses import dataclass
 
 from turnwise.errors import TrajectoryError
 from turnwise.trajectory.chat_template import ChatTemplate, Tools
+from turnwise.trajectory.images import extended
 from turnwise.trajectory.trajectory import Message, common_prefix
 
 _MAX_SEAMS = 256
@@ -59,7 +60,8 @@ class Bridge:
     prompt_token_ids: Sequence[int]
     completion_token_ids: Sequence[int]
     added_token_ids: list[int]
-    """Ids that follow the completion; none of them was sampled."""
+    """Ids that follow the completion; none of them was sampled. `PromptIds` if the new messages
+    have images, as is the whole prompt if it has any."""
     fork_reason: str | None = None
     """Reason why no prompt continues this turn; None if there is one.
 
@@ -77,7 +79,7 @@ class Bridge:
         """A copy of prompt, completion and added ids; None if there is a fork reason."""
         if self.fork_reason is not None:
             return None
-        return [*self.prompt_token_ids, *self.completion_token_ids, *self.added_token_ids]
+        return extended(self.prompt_token_ids, self.completion_token_ids, self.added_token_ids)
 
 
 def bridge(
@@ -154,6 +156,7 @@ def bridge(
                 head, whole = template.encode(anchor), template.encode(anchor + text)
                 begins = whole[: len(head)] == head
                 added = whole[len(head) :] if begins else template.encode(text)
+            added = template.with_images(added, messages)
             return Bridge(prompt_token_ids, completion_token_ids, added)
     return fork(
         "unlike_placeholder",

@@ -21,10 +21,12 @@ from typing import TypeAlias
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
 from turnwise.errors import InputError
+from turnwise.trajectory.images import ImageTokens, as_json, image_parts, images_in, put_in_place
 from turnwise.trajectory.trajectory import Message
 
 Tools = Sequence[JsonObject]
 """Descriptions of tools: `{"type": "function", "function": {...}}` each."""
+_PROBE = "text 8c1d0f52"
 _GUARD = "\ufdd0"
 """Marks an escaped special token until it is encoded: a character that no text contains."""
 CACHED_ENTRIES = 2**16
@@ -47,6 +49,7 @@ class ChatTemplate:
         escape_special_tokens: Encode a special token (`<|im_end|>`) in the content of a message
             as ordinary text; only the template itself, and assistants' messages, make control
             tokens.
+        images: The model's processor of images; None refuses them.
         **template_kwargs: Extra variables for the template.
 
     Raises:
@@ -65,8 +68,10 @@ class ChatTemplate:
         *,
         chat_template: str | None = None,
         escape_special_tokens: bool = False,
+        images: ImageTokens | None = None,
         **template_kwargs: object,
     ) -> None:
+        self.images = images
         self.missing = ""  # sentence that says that there is no template; "" if there is one
         if not (chat_template or getattr(tokenizer, "chat_template", None)):
             name = getattr(tokenizer, "name_or_path", "the model")
@@ -117,7 +122,15 @@ class ChatTemplate:
         tools: Tools | None = None,
         add_generation_prompt: bool = True,
     ) -> list[int]:
-        """Return the ids of a whole conversation; raises what `render_text` does."""
+        """Return the ids of a whole conversation, `PromptIds` if it has images; raises what
+        `render_text` does."""
+        made = self._render(messages, tools, add_generation_prompt)
+        return self.with_images(made, messages)
+
+    def _render(
+        self, messages: Sequence[Message], tools: Tools | None, add_generation_prompt: bool = True
+    ) -> list[int]:
+        """Return the ids of a conversation, each of whose images is one marker."""
         if self.missing and not tools and len(messages) == 1:
             content = messages[0].get("content")
             if isinstance(content, str) and messages[0].get("role") == "user":
@@ -126,15 +139,38 @@ class ChatTemplate:
             self.render_text(messages, tools=tools, add_generation_prompt=add_generation_prompt)
         )
 
+    def with_images(self, ids: list[int], messages: Sequence[Message]) -> list[int]:
+        """Return rendered ids with those of the messages' images in the place of their markers.
+
+        Raises:
+            InputError: when the model takes no images, or one has not been read.
+            TrajectoryError: as `put_in_place`.
+        """
+        if not (parts := [*image_parts(messages)]):
+            return ids
+        if len(images := images_in(messages)) < len(parts):
+            raise InputError(
+                "a message of your own code has an image that has not been read: pass it through "
+                "turnwise.chat.images.read_parts first"
+            )
+        if self.images is None:
+            raise InputError(
+                "a message has an image, and this model takes text alone, or "
+                "engine.images_per_prompt is 0"
+            )
+        return put_in_place(ids, images, self.images)
+
     def render_first(self, messages: Sequence[Message], tools: Tools | None) -> list[int]:
         """Return what `render` does, made once for all conversations that begin with this."""
         key = None
         try:
-            text = json.dumps([list(messages), tools or None]).encode(errors="surrogatepass")
-            key = hashlib.blake2b(text, digest_size=16).digest()
+            text = json.dumps([list(messages), tools or None], default=as_json)
+            digest = hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=16)
+            key = digest.digest()
         except (TypeError, ValueError):  # not JSON: it is rendered each time
             pass
-        return self.first_prompts.get(key, partial(self.render, messages, tools=tools)).tolist()
+        made = self.first_prompts.get(key, partial(self._render, messages, tools)).tolist()
+        return self.with_images(made, messages)
 
     def render_text(
         self,
@@ -167,6 +203,10 @@ class ChatTemplate:
                     for part in content
                 ]
                 given[index] = {**message, "content": parts}
+        if self._in_parts:
+            for index, message in enumerate(given):
+                if isinstance(content := message.get("content"), str):
+                    given[index] = {**message, "content": [{"type": "text", "text": content}]}
         return str(
             self.tokenizer.apply_chat_template(
                 given,
@@ -176,6 +216,20 @@ class ChatTemplate:
                 **self._kwargs,
             )
         )
+
+    @cached_property
+    def _in_parts(self) -> bool:
+        """Whether the template shows texts in lists of parts alone, as some that show images do."""
+
+        def shows(content: object) -> bool:
+            asked = [{"role": "user", "content": content}]
+            try:
+                made = self.tokenizer.apply_chat_template(asked, tokenize=False, **self._kwargs)
+            except Exception:  # a template may raise anything
+                return False
+            return _PROBE in made
+
+        return not shows(_PROBE) and shows([{"type": "text", "text": _PROBE}])
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Return the ids of a text.

@@ -15,6 +15,7 @@ from itertools import pairwise
 from turnwise.core.optional import Foreign
 from turnwise.errors import TrajectoryError
 from turnwise.trajectory.calls import WORDS, divide_at_calls
+from turnwise.trajectory.images import PromptIds, extended, placed
 from turnwise.trajectory.trajectory import common_prefix
 
 
@@ -34,7 +35,8 @@ def replace_prefix_tokens(
     Args:
         tokenizer: Anything with `eos_token_id`, the id that ends an assistant turn, and `decode`.
         model_prefix_token_ids: The last call's prompt and completion, with or without the final
-            EOS; empty before the first call.
+            EOS; empty before the first call. With images these and the rendered ones are
+            `PromptIds`, as is the result.
         template_prefix_token_ids: The conversation rendered up to and including the last
             assistant message, without generation prompt.
         template_token_ids: The whole conversation rendered, with generation prompt.
@@ -53,7 +55,7 @@ def replace_prefix_tokens(
     model, prefix = list(model_prefix_token_ids), list(template_prefix_token_ids)
     template, eos = list(template_token_ids), tokenizer.eos_token_id
     if not model:
-        return template
+        return extended(template_token_ids)
     if eos is None or eos not in prefix:
         raise TrajectoryError(
             "no_turn_end", f"the rendered conversation holds no end-of-turn token {eos}"
@@ -78,7 +80,16 @@ def replace_prefix_tokens(
             f"the conversation was sent with {_short(sent[at:])} where the model's continues with "
             f"{_short(own[at:])}; start a new one for an edited history",
         )
-    return [*finished[:-1], *template[seam:]]
+    ids = [*finished[:-1], *template[seam:]]
+    images, shown = placed(model_prefix_token_ids), placed(template_token_ids)
+    kept = [one for one in shown if one.start < seam]
+    if [one.image for one in images] != [one.image for one in kept]:
+        raise TrajectoryError(
+            "history_changed", "the conversation was sent with other images than the model's"
+        )
+    moved = len(finished) - 1 - seam
+    new = [one._replace(start=one.start + moved) for one in shown[len(kept) :]]
+    return PromptIds(ids, [*images, *new]) if shown else ids
 
 
 def _find_turn_end(prefix: list[int], end: int, template: list[int], eos: int) -> int:

@@ -3,7 +3,8 @@
 A trace is JSON: `{"schema_version": 1, "turns": [...]}`, where a turn is one call of an engine with
 `node_id`, `prompt_token_ids`, `completion_token_ids`, `per_token_logps` and a `loss_mask` over
 both (`openenv.core.harness.training`, version 0.10). Fields that the format lacks are in
-`metadata`, under `turnwise`, unless another program wrote it, so that a trajectory comes back.
+`metadata`, under `turnwise`, unless another program wrote it, so that a trajectory comes back. So
+are images: their positions in each prompt, and their files once, in the first call's.
 """
 
 import json
@@ -15,8 +16,17 @@ from itertools import compress, groupby
 from pathlib import Path
 
 from turnwise.core.json_types import JsonObject
-from turnwise.errors import InputError, translate_unwritable
-from turnwise.trajectory.trajectory import Trajectory, read_jsonl, write_jsonl
+from turnwise.errors import InputError, TrajectoryError, translate_unwritable
+from turnwise.trajectory.files import read_jsonl, write_jsonl
+from turnwise.trajectory.images import (
+    Image,
+    PlacedImage,
+    PromptIds,
+    of_described,
+    placed,
+    restored,
+)
+from turnwise.trajectory.trajectory import Trajectory
 
 SCHEMA_VERSION = 1
 _OURS = "turnwise"
@@ -37,12 +47,15 @@ def to_training_trace(trajectory: Trajectory) -> JsonObject:
     """
     if not trajectory.turns:
         raise InputError(f"{trajectory.problem_id} has no turns, so it is no training trace")
+    tree = json.loads(trajectory.to_json(whole=True))
     turns: list[JsonObject] = []
     for index, turn in enumerate(trajectory.turns):
         prompt = trajectory.prompt_token_ids(index)
-        names = ("weight_versions", "finish_reason", "fork_reason", "adapter", "added_logprobs")
-        ours: JsonObject = {name: getattr(turn, name) for name in names}
-        ours["record"] = list(turn.record)
+        names = "weight_versions finish_reason fork_reason adapter added_logprobs record"
+        plain = tree["turns"][index]
+        ours: JsonObject = {name: plain[name] for name in names.split()}
+        if seen := placed(prompt):
+            ours["images"] = [[each.image.hash, each.start, each.length] for each in seen]
         if any(logprob > 0 for logprob in turn.logprobs):
             ours["logprobs"] = turn.logprobs
         turns.append(
@@ -52,13 +65,15 @@ def to_training_trace(trajectory: Trajectory) -> JsonObject:
                 "completion_token_ids": turn.completion_token_ids,
                 "per_token_logps": [min(logprob, 0.0) for logprob in turn.logprobs],
                 "loss_mask": [0] * len(prompt) + [1] * len(turn.completion_token_ids),
-                "request": {"messages": turn.messages} if turn.messages else {},
+                "request": {"messages": plain["messages"]} if turn.messages else {},
                 "response": {},
                 "metadata": {_OURS: ours},
             }
         )
-    kept = {name: getattr(trajectory, name) for name in _OF_TRAJECTORY}
-    turns[0]["metadata"][_OURS]["trajectory"] = kept | {"events": dict(trajectory.events)}
+    first = turns[0]["metadata"][_OURS]
+    first["trajectory"] = {name: tree[name] for name in _OF_TRAJECTORY}
+    if "images" in tree:
+        first["files"] = tree["images"]
     return {"schema_version": SCHEMA_VERSION, "turns": turns}
 
 
@@ -84,6 +99,7 @@ def from_training_trace(
     kept: JsonObject = {}
     trained: list[bool] = []
     trajectory = Trajectory(name, status="completed")
+    files: dict[str, Image] = {}
     for number, turn in enumerate(turns):
         where = f"{name}, turn {number}"
         if not isinstance(turn, dict) or not isinstance(turn.get("node_id"), str):
@@ -93,6 +109,13 @@ def from_training_trace(
         known.add(turn["node_id"])
         ours = (turn.get("metadata") or {}).get(_OURS) or {}
         kept = kept or ours.get("trajectory") or {}
+        try:
+            files |= of_described(ours.get("files") or {}, None)
+            seen = ours.get("images", ())
+            images = [PlacedImage(files[key], int(start), int(n)) for key, start, n in seen]
+            turn = {**turn, "images": images}
+        except (AttributeError, LookupError, TypeError, ValueError, TrajectoryError) as error:
+            raise InputError(f"{where}: its images are not those exported: {error!r}") from error
         trained.append(_add_turn(trajectory, turn, ours, weight_version, where))
     number = len(trained)
     for field in _OF_TURNS:
@@ -104,13 +127,17 @@ def from_training_trace(
         if field not in _OF_TRAJECTORY:
             raise InputError(f"{name}: a trajectory has no {field}")
         setattr(trajectory, field, Counter(value) if field == "events" else value)
+    trajectory.messages = restored(trajectory.messages, files)
+    for made in trajectory.turns:
+        made.messages[:] = restored(made.messages, files)
     return trajectory
 
 
 def _add_turn(
     trajectory: Trajectory, turn: JsonObject, ours: JsonObject, version: int, where: str
 ) -> bool:
-    """Add a call to a trajectory; returns False if its mask trains nothing."""
+    """Add a call to a trajectory, with the `images` of its prompt; returns False if its mask trains
+    nothing."""
     prompt = _ids(turn, "prompt_token_ids", where)
     completion = _ids(turn, "completion_token_ids", where)
     logprobs = ours.get("logprobs") or turn.get("per_token_logps")
@@ -136,7 +163,7 @@ def _add_turn(
         return False
     first = mask.index(1) if pieces else 0
     last = first + sum(mask)
-    prompt = [*prompt, *completion[:first]]
+    prompt = PromptIds([*prompt, *completion[:first]], turn["images"])
     added: Sequence[float | None] | None = ours.get("added_logprobs")
     unknown: list[float | None] = [None] * (len(prompt) - first - len(added or ()))
     made = trajectory.add_turn(
@@ -151,7 +178,8 @@ def _add_turn(
         messages=(turn.get("request") or {}).get("messages") or () if ours else (),
     )
     if all(mask) and "record" in ours and tuple(ours["record"]) != made.record:
-        raise InputError(f"{where}: its tokens, log-probs or versions are not those exported")
+        why = "its images, tokens, log-probs or versions are not those exported"
+        raise InputError(f"{where}: {why}")
     return True
 
 

@@ -14,13 +14,26 @@ import json
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
 
 from turnwise.core.json_types import JsonObject
-from turnwise.errors import TrajectoryError, translate_unwritable
+from turnwise.errors import TrajectoryError
+from turnwise.trajectory.images import (
+    Image,
+    PlacedImage,
+    PromptIds,
+    as_json,
+    as_seen,
+    described,
+    extended,
+    images_in,
+    of_described,
+    placed,
+    restored,
+)
 
 MAX_REWARD = 1e6
 """Largest absolute reward, so that squares and sums of rewards cannot overflow."""
@@ -66,6 +79,8 @@ class Turn:
     experts: bytes = b""
     """A row for each position from the last one of the parent's path on, except for the last one of
     this path; empty if the engine returned none."""
+    images: list[PlacedImage] = field(default_factory=list)
+    """Images among the added ids, at their positions on this path."""
 
     def __post_init__(self) -> None:
         names = ("completion_token_ids", "logprobs", "weight_versions")
@@ -98,14 +113,16 @@ class Branch:
     """Index of the turn that sampled each token; -1 where the response mask is 0."""
     experts: bytes = b""
     """T - 1 rows; empty if the engine returned none for some turn."""
+    images: list[PlacedImage] = field(default_factory=list)
+    """Images, in the order of their positions."""
 
     def masked(self, mask: Sequence[int]) -> "Branch":
         """Return the branch with a response mask of which each 1 is one of its own."""
         versions = [v if m else -1 for v, m in zip(self.weight_versions, mask, strict=True)]
         logprobs = [p if m else 0.0 for p, m in zip(self.logprobs, mask, strict=True)]
         turns = [turn if m else -1 for turn, m in zip(self.turns, mask, strict=True)]
-        return Branch(
-            self.leaf, self.token_ids, list(mask), logprobs, versions, turns, self.experts
+        return replace(
+            self, response_mask=list(mask), logprobs=logprobs, weight_versions=versions, turns=turns
         )
 
 
@@ -174,13 +191,14 @@ class Trajectory:
         """Append one call of the engine; its parent is the turn with the longest common prefix.
 
         Args:
-            prompt_token_ids: The whole prompt.
+            prompt_token_ids: The whole prompt; one with images is `PromptIds`.
             completion_token_ids: The sampled ids, with one log-prob and one version each. Ids with
                 a negative version were not sampled, but forced: they are context, and divide the
                 call into several turns, of which the last is returned.
             prompt_logprobs: One for each prompt id; None if they were not requested.
             fork_reason: Reason to record if the prompt does not continue its parent; None records
-                `branched` if it continues a turn before that, or else `new_conversation`.
+                `image_changed` if only an image differs, `branched` if it continues a turn before
+                that, or else `new_conversation`.
             messages: The messages that led to this turn, for people.
             experts: A row for each id of prompt and completion but the last.
 
@@ -192,14 +210,14 @@ class Trajectory:
             >>> turn.parent, turn.fork_reason
             (None, None)
         """
-        prompt = list(prompt_token_ids)
+        prompt, images = list(prompt_token_ids), placed(prompt_token_ids)
         row = _row_size(experts, len(prompt) + len(completion_token_ids) - 1)
         lengths = {len(completion_token_ids), len(logprobs), len(weight_versions)}
         if min(weight_versions, default=0) < 0 and len(lengths) == 1:
             for start, end in _sampled_parts(weight_versions):
                 known = None if prompt_logprobs is None else [*prompt_logprobs, *[None] * start]
                 turn = self.add_turn(
-                    [*prompt, *completion_token_ids[:start]],
+                    extended(prompt_token_ids, completion_token_ids[:start]),
                     *(completion_token_ids[start:end], logprobs[start:end]),
                     weight_versions[start:end],
                     finish_reason if end == len(weight_versions) else "stop",
@@ -211,13 +229,15 @@ class Trajectory:
                 )
                 prompt_logprobs, messages = None, ()
             return turn
-        parent, shared = self.find_parent(prompt)
+        parent, shared = self.find_parent(prompt_token_ids)
         added = prompt[shared:]
         continued = self.continued_turn(parent, shared)
         if not self.turns or (parent is not None and continued == parent):
             fork_reason = None
         elif fork_reason is None:
             fork_reason = "new_conversation" if continued is None else "branched"
+            if self.continued_turn(*self.find_parent(prompt, images=False)) != continued:
+                fork_reason = "image_changed"
         turn = Turn(
             added,
             completion_token_ids,
@@ -229,20 +249,23 @@ class Trajectory:
             shared,
             fork_reason,
             sums=checksums([*added, *completion_token_ids]),
-            record=fingerprint(prompt, completion_token_ids, logprobs, weight_versions),
+            record=fingerprint(prompt, completion_token_ids, logprobs, weight_versions, images),
             messages=list(messages),
             adapter=adapter,
             experts=experts[row * max(0, shared - 1) :],
+            images=[each for each in images if each.start >= shared],
         )
         self.turns.append(turn)
-        prompt += completion_token_ids
-        self._last_path = prompt
+        self._last_path = extended(prompt_token_ids, completion_token_ids)
         return turn
 
-    def find_parent(self, prompt: list[int]) -> tuple[int | None, int]:
-        """Return the parent's index, and the number of ids of its path the prompt begins with."""
-        last = self._last_path
-        if self.turns and prompt[: len(last)] == last:
+    def find_parent(self, prompt: Sequence[int], *, images: bool = True) -> tuple[int | None, int]:
+        """Return the parent's index, and the number of ids of its path the prompt begins with, with
+        the same images; `images=False` compares the ids alone."""
+        last, given = (
+            as_seen(ids, placed(ids) if images else ()) for ids in (self._last_path, prompt)
+        )
+        if self.turns and given[: len(last)] == last:
             return len(self.turns) - 1, len(last)
         shared: list[int] = []
         for turn in self.turns:
@@ -250,7 +273,8 @@ class Trajectory:
             above = 0 if turn.parent is None else min(shared[turn.parent], start)
             if above == start:
                 own = [*turn.added_token_ids, *turn.completion_token_ids]
-                above += common_prefix(prompt[start : start + len(own)], own)
+                own = as_seen(own, turn.images if images else (), start)
+                above += common_prefix(given[start : start + len(own)], own)
             shared.append(above)
         longest = max(shared, default=0)
         return (shared.index(longest) if longest else None), longest
@@ -331,7 +355,24 @@ class Trajectory:
         for turn, length in self._path(index):
             own = [*self.turns[turn].added_token_ids, *self.turns[turn].completion_token_ids]
             ids += self.turns[turn].added_token_ids if turn == index else own[:length]
-        return ids
+        images = self.images_of(index)
+        return PromptIds(ids, images) if images else ids
+
+    def images_of(self, index: int) -> list[PlacedImage]:
+        """Return the images on the path of a turn, in the order of their positions."""
+        images, end = list[PlacedImage](), 0
+        for turn, length in self._path(index):
+            end += length
+            images += [each for each in self.turns[turn].images if each.start < end]
+        return images
+
+    @property
+    def images(self) -> dict[str, Image]:
+        """All images of turns and messages, by hash."""
+        messages = [self.messages, *(turn.messages for turn in self.turns)]
+        found = [each.image for turn in self.turns for each in turn.images]
+        found += (image for each in messages for image in images_in(each))
+        return {image.hash: image for image in found}
 
     @property
     def sampled_tokens(self) -> int:
@@ -364,7 +405,7 @@ class Trajectory:
                 rows.clear()
                 break
             rows.append(turn.experts[: _row_size(turn.experts, count) * (length - first)])
-        branch = Branch(leaf, [], [], [], [], experts=b"".join(rows))
+        branch = Branch(leaf, [], [], [], [], experts=b"".join(rows), images=self.images_of(leaf))
         for index, length in path:
             turn = self.turns[index]
             added = turn.added_token_ids[:length]
@@ -393,33 +434,42 @@ class Trajectory:
             index = turn.parent
         return path[::-1]
 
-    def to_json(self) -> str:
-        """Return one line of JSON that `from_json` reads back without loss."""
+    def to_json(self, *, whole: bool = False) -> str:
+        """Return one line of JSON that `from_json` reads back without loss, with the bytes of the
+        images if it is `whole`; otherwise `save_images` writes them beside."""
         tree = _shallow_dict(self)
         tree["turns"] = [_shallow_dict(turn) for turn in self.turns]
         for turn in tree["turns"]:
             if rows := turn.pop("experts"):
                 turn["experts"] = base64.b64encode(rows).decode()
-        return json.dumps(tree, ensure_ascii=False, separators=(",", ":"))
+            if not turn["images"]:
+                del turn["images"]
+        if images := self.images:
+            tree["images"] = described(images, whole=whole)
+        return json.dumps(tree, ensure_ascii=False, separators=(",", ":"), default=as_json)
 
     @classmethod
-    def from_json(cls, line: str) -> "Trajectory":
-        """Read a line that `to_json` wrote; TrajectoryError when a turn's parent is not before
-        it."""
-        return cls.from_tree(json.loads(line))
+    def from_json(cls, line: str, folder: Path | None = None) -> "Trajectory":
+        """Read a line that `to_json` wrote; `folder` has the images that are not in it.
+        TrajectoryError when a turn's parent is not before it."""
+        return cls.from_tree(json.loads(line), folder)
 
     @classmethod
-    def from_tree(cls, tree: JsonObject) -> "Trajectory":
+    def from_tree(cls, tree: JsonObject, folder: Path | None = None) -> "Trajectory":
         """Make a trajectory of such a line's JSON object, which is left as it is."""
         tree = dict(tree)
+        images = of_described(tree.pop("images", {}), folder)
         turns = [
             Turn(
                 **turn
                 | {"sums": tuple(turn["sums"]), "record": tuple(turn["record"])}
                 | {"experts": base64.b64decode(turn.get("experts", ""))}
+                | {"images": [PlacedImage(images[k], *at) for k, *at in turn.get("images", ())]}
+                | {"messages": restored(turn.get("messages", []), images)}
             )
             for turn in tree.pop("turns")
         ]
+        tree["messages"] = restored(tree.get("messages", []), images)
         for index, turn in enumerate(turns):
             if turn.parent is not None and not 0 <= turn.parent < index:
                 raise TrajectoryError(
@@ -431,7 +481,7 @@ class Trajectory:
         trajectory = cls(turns=turns, **tree)
         if turns:
             prompt = trajectory.prompt_token_ids(len(turns) - 1)
-            trajectory._last_path = prompt + turns[-1].completion_token_ids
+            trajectory._last_path = extended(prompt, turns[-1].completion_token_ids)
         return trajectory
 
 
@@ -480,38 +530,11 @@ def fingerprint(
     completion_token_ids: Sequence[int],
     logprobs: Sequence[float],
     weight_versions: Sequence[int],
+    images: Iterable[PlacedImage] = (),
 ) -> tuple[int, int, int]:
-    """Return the prompt's length, the sum of its ids, and a checksum of the sampled tokens."""
-    sampled = array("q", [*completion_token_ids, *weight_versions]).tobytes()
+    """Return the prompt's length, the sum of its ids, and a checksum of its images, at their
+    positions, and of the sampled tokens."""
+    sampled = "".join(f"{each.image.hash}{each.start},{each.length};" for each in images).encode()
+    sampled += array("q", [*completion_token_ids, *weight_versions]).tobytes()
     sampled += array("d", logprobs).tobytes()
     return len(prompt_token_ids), sum(prompt_token_ids), zlib.crc32(sampled)
-
-
-def write_jsonl(path: Path, trajectories: Iterable[Trajectory]) -> None:
-    """Write one trajectory a line; the file appears whole, or not at all, which is a
-    TurnwiseError."""
-    temporary = path.with_suffix(".tmp")
-    with translate_unwritable(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("w", encoding="utf-8") as file:
-            for trajectory in trajectories:
-                file.write(trajectory.to_json() + "\n")
-        temporary.replace(path)
-
-
-def read_jsonl(path: Path) -> Iterator[Trajectory]:
-    """Yield the trajectories of a file; a last line that was never completed is left out.
-
-    Example:
-        for trajectory in read_jsonl(Path("runs/demo/trajectories/step-0001.jsonl")):
-            print(trajectory.problem_id, trajectory.reward)
-    """
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            try:
-                trajectory = Trajectory.from_json(line)
-            except json.JSONDecodeError:
-                if line.endswith("\n") or not line.startswith("{"):
-                    raise
-                return  # the program ended while it wrote the line, as in an evaluation
-            yield trajectory

@@ -34,13 +34,13 @@ from turnwise.observe.alarms import alarms_of_run
 from turnwise.observe.conversations import NO_TRAJECTORY
 from turnwise.observe.timeline import TIMELINE
 from turnwise.run.token_values import read_columns
-from turnwise.trajectory import Trajectory, audit
+from turnwise.trajectory import Image, Trajectory, audit
+from turnwise.trajectory.images import FILE, FOLDER
 from turnwise.viewer.template_diff import Comparison, comparison
 
 RECORDING = Path(__file__).with_name("demo_runs.zip")  # the archive of the recorded runs
 _EXCERPT = 160  # characters of a question or an answer in a summary
 _INDICES = 8  # files whose summaries are kept in memory, for each run
-_PLACE_BYTES = 4096  # bytes before a place in metrics.jsonl by which it is found again
 _OFFSET = re.compile(r"(0|\d{1,18}-[0-9a-f]{16})?")
 _NAME = re.compile(r"(step|eval)-\d+|eval|rollouts")
 _SEPARATE = ("eval", "rollouts")  # written by these commands, beside the files of the steps
@@ -199,6 +199,15 @@ class RunFiles:
             file.seek(start)
             return file.read(length)
 
+    def image(self, name: str, image: str) -> bytes:
+        """Return an image of a file's trajectories by its name, `HASH.FORMAT`; TrajectoryError
+        when its bytes have been changed."""
+        folder = self._file(name).parent / FOLDER
+        known = FILE.fullmatch(image)
+        if known is None or not _is_own(folder / image):
+            raise KeyError(image)
+        return Image(known[1], known[2], 0, 0, folder=folder).read()
+
     def search(self, name: str, text: str) -> JsonObject:
         """Return the trajectories in whose messages a text occurs, in any case."""
         wanted = text.casefold()
@@ -355,8 +364,9 @@ def _whole_lines(path: Path) -> Iterator[bytes]:
 
 
 def _place(data: bytes, offset: int) -> str:
-    before = data[max(0, offset - _PLACE_BYTES) : offset]
-    return f"{offset}-{hashlib.sha256(before).hexdigest()[:16]}" if offset <= len(data) else ""
+    # all bytes before it: an earlier line may be amended, and keep its length
+    before = hashlib.sha256(data[:offset]).hexdigest()[:16]
+    return f"{offset}-{before}" if offset <= len(data) else ""
 
 
 def _is_own(path: Path) -> bool:

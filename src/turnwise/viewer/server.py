@@ -12,7 +12,8 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from urllib.parse import quote, urlencode
@@ -26,10 +27,11 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from turnwise.core.json_types import JsonObject
-from turnwise.errors import InputError, translate_unwritable
+from turnwise.errors import InputError, TrajectoryError, translate_unwritable
 from turnwise.observe.conversations import trajectory_file
 from turnwise.serving.openai.address import listen
-from turnwise.trajectory import Trajectory
+from turnwise.trajectory import Image, Trajectory
+from turnwise.trajectory.images import data_url
 from turnwise.viewer.run_files import RunFiles, demo_runs, open_runs, parse
 
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
@@ -48,6 +50,8 @@ _HEADERS = {
 }
 
 _LARGEST = 100 * 2**20  # bytes of trajectories in one file; browsers are slow with more
+_IMAGES = 30 * 2**20  # bytes of images in one file; the others are left out
+_IMAGE = "files/{file}/images/{name}"
 _MODULES = (
     *("dom.js", "data.js", "chart.js", "overview.js", "chat.js", "tokens.js"),
     *("trajectory.js", "steps.js", "app.js"),
@@ -63,6 +67,7 @@ _ANSWERS: dict[str, Callable[..., object]] = {
     "files/{file}": lambda run, file: {"trajectories": run.index(file).summaries},
     "files/{file}/search": RunFiles.search,
     "files/{file}/timeline": RunFiles.timeline,
+    _IMAGE: RunFiles.image,
     "files/{file}/{index:int}": RunFiles.line,
     "files/{file}/{index:int}/tokens": RunFiles.vocabulary,
     "files/{file}/{index:int}/audit": RunFiles.audit,
@@ -70,7 +75,8 @@ _ANSWERS: dict[str, Callable[..., object]] = {
     "files/{file}/{index:int}/values": RunFiles.token_values,
     "files/{file}/{index:int}/template/{leaf:int}": RunFiles.compare_with_template,
 }
-"""The answers below /api/runs/RUN, from a run and the parts of the path; bytes are JSON already."""
+"""The answers below /api/runs/RUN, from a run and the parts of the path; bytes are JSON already, or
+an image."""
 _QUERIES = {"metrics": "offset", "problem": "name", "files/{file}/search": "q"}
 """A part of the query that is the last argument of an answer."""
 
@@ -92,6 +98,8 @@ def make_app(runs: Mapping[str, RunFiles], token: str, port: int) -> ASGIApp:
             if path in _QUERIES:
                 at.append(request.query_params.get(_QUERIES[path], ""))
             found = read(runs[run], *at)
+            if path == _IMAGE:
+                return Response(found, media_type=f"image/{at[-1].rpartition('.')[2]}")
             if isinstance(found, bytes) and (b"NaN" in found or b"Infinity" in found):
                 found = parse(found)  # JSON has no such numbers
             text = found if isinstance(found, bytes) else json.dumps(found, default=str)
@@ -106,7 +114,7 @@ def make_app(runs: Mapping[str, RunFiles], token: str, port: int) -> ASGIApp:
 
     routes = [Route("/", page), Route("/static/{name}", page), Route("/api/runs", list_runs)]
     routes += [route(path, read) for path, read in _ANSWERS.items()]
-    handlers = {InputError: explain, LookupError: explain}
+    handlers = dict.fromkeys((InputError, LookupError, TrajectoryError), explain)
     return _guarded(Starlette(routes=routes, exception_handlers=handlers), token, port)
 
 
@@ -218,15 +226,25 @@ def write_page(
         f"{prefix}/files/{file}/timeline": run.timeline(file),
         "tokens": run.vocabulary(file, *chosen),
     }
+    images: dict[str, Image] = {}
     for i in chosen:
         line = run.line(file, i)
         answers[f"{prefix}/files/{file}/{i}"] = parse(line)
-        for branch in Trajectory.from_json(line.decode()).branches():
+        trajectory = Trajectory.from_json(line.decode())
+        images |= trajectory.images
+        for branch in trajectory.branches():
             compared = run.compare_with_template(file, i, branch.leaf)
             answers[f"{prefix}/files/{file}/{i}/template/{branch.leaf}"] = compared
         answers[f"{prefix}/files/{file}/{i}/audit"] = run.audit(file, i)
         answers[f"{prefix}/files/{file}/{i}/judgements"] = run.judgements(file, i)
         answers[f"{prefix}/files/{file}/{i}/values"] = run.token_values(file, i)
+    room = _IMAGES
+    for image in images.values():
+        with suppress(LookupError, TrajectoryError):  # it is gone, or not the same
+            image = replace(image, data=run.image(file, image.name))
+            room -= len(image.data)
+            if room >= 0:
+                answers[f"{prefix}/files/{file}/images/{image.name}"] = data_url(image)
     start = f"#/run/{name}/{file}" + ("" if index is None else f"/{index}")
     with translate_unwritable(target):
         target.write_text(_page({"start": start, "answers": answers}), encoding="utf-8")

@@ -70,6 +70,8 @@ def comparison(tokenizer: Path | None, model: JsonObject | None = None) -> Compa
     def compare(trajectory: Trajectory, leaf: int) -> JsonObject:
         if not 0 <= leaf < len(trajectory.turns):
             raise IndexError(leaf)
+        if trajectory.images:
+            return {"error": "the comparison is of texts alone, and this trajectory has images"}
         ids = [*trajectory.prompt_token_ids(leaf), *trajectory.turns[leaf].completion_token_ids]
         with lock:
             try:

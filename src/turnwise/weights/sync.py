@@ -18,6 +18,7 @@ from turnwise.core.aio import task_group, together
 from turnwise.core.deadlines import deadline
 from turnwise.engine.protocol import FORCED, Engine, InFlight, Rendezvous, Request, generate
 from turnwise.errors import InputError, TurnwiseError, WeightUpdateError
+from turnwise.trajectory.images import placed
 from turnwise.weights.transport import Manifest, StateDictInfo, find_transport
 
 logger = logging.getLogger(__name__)
@@ -298,20 +299,23 @@ async def check_canary(
     tolerance: float,
     version: int,
 ) -> tuple[float, float]:
-    """Compare the engine's log-probs of the prompt's tokens 1..T-1 with the trainer's; return the
-    mean and the largest absolute difference, in nats.
+    """Compare the engine's log-probs of the prompt's tokens 1..T-1, but for those of an image, with
+    the trainer's; return the mean and the largest absolute difference, in nats.
 
     Raises:
         WeightUpdateError: when the largest exceeds the tolerance, or the engine samples from
             another version.
     """
-    request = Request(prompt_token_ids, _CANARY_SAMPLING, f"canary-{version}")
+    images = placed(prompt_token_ids)
+    request = Request(prompt_token_ids, _CANARY_SAMPLING, f"canary-{version}", images=images)
     completion = await generate(engine, request)
     if others := set(completion.weight_versions) - {version, FORCED}:
         raise WeightUpdateError(
             f"after the update to version {version} the engine samples from version {others.pop()}"
         )
-    scored = (completion.prompt_logprobs or [])[1:]
+    inside = {at for one in images for at in range(one.start, one.end)}
+    given = enumerate(completion.prompt_logprobs or [])
+    scored = [value for at, value in given if at and at not in inside]
     if len(scored) != len(expected_logprobs):
         raise WeightUpdateError(f"the canary of version {version} came back without log-probs")
     differences = [

@@ -103,9 +103,11 @@ class Manifest:
     buffer_bytes: int = 0
     """Maximum size of a chunk of a stream; 0 if the tensors are not sent in chunks."""
     prompt: Sequence[int] = ()
-    """Token ids of the canary, a fixed prompt; empty if the trainer scores none."""
+    """Token ids of the canary, a fixed prompt, maybe with an image; empty if the trainer scores
+    none."""
     logprobs: Sequence[float] = ()
-    """The log-probs that the trainer gives to the canary's tokens 1..T-1, in nats."""
+    """The log-probs that the trainer gives to the canary's tokens 1..T-1, but for those of images,
+    in nats."""
     checksum: int | None = None
     """Checksum of all tensors (`HeldWeights.sum`); None without `weights.delta`."""
     deltas: tuple[Delta, ...] = ()

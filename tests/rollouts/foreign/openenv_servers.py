@@ -1,4 +1,4 @@
-"""Servers of OpenEnv's own wheel: `python openenv_servers.py PORT calculator|echo SESSIONS`.
+"""Servers of OpenEnv's wheel: `python openenv_servers.py PORT calculator|echo|camera SESSIONS`.
 
 Runs in the environment that `make .venv-interop/.installed` makes.
 """
@@ -13,6 +13,7 @@ from openenv.core.env_server.interfaces import Environment
 from openenv.core.env_server.mcp_environment import MCPEnvironment
 from openenv.core.env_server.mcp_types import CallToolAction, CallToolObservation
 from openenv.core.env_server.types import Action, Observation, State
+from plain_png import png
 
 
 class Calculator(MCPEnvironment):
@@ -102,9 +103,25 @@ class Echo(Environment):
         return State(step_count=self.steps)
 
 
+class Picture(Observation):
+    text: str = ""
+    screenshot: str | None = None  # a PNG file in base64, as OpenEnv's own environments send it
+
+
+class Camera(Echo):
+    """Shows a picture at first, and another one after each message."""
+
+    def reset(self, seed: int | None = None, episode_id: str | None = None, **row: Any) -> Any:
+        return Picture(text="Look.", screenshot=png(255, 0, 0))
+
+    def step(self, action: Say, timeout_s: float | None = None, **rest: Any) -> Any:
+        return Picture(text=action.message, screenshot=png(0, 0, 255), reward=0.1)
+
+
 KINDS = {
     "calculator": (Calculator, CallToolAction, CallToolObservation),
     "echo": (Echo, Say, Heard),
+    "camera": (Camera, Say, Picture),
 }
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A server of OpenEnv's protocol in this process, with the two environments of `openenv_servers`.
+"""A server of OpenEnv's protocol in this process, with the environments of `openenv_servers`.
 
 It has what a foreign server has not: a step that waits for a gate, and a count of sessions.
 """
@@ -10,6 +10,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from aiohttp import web
+
+from tests.rollouts.foreign.plain_png import png
 
 INTEGER = {"type": "integer"}
 TOOLS = [
@@ -35,8 +37,11 @@ ACTION = {
 }
 
 
+PICTURES = (png(255, 0, 0), png(0, 0, 255))
+
+
 class PlainServer:
-    """Answers as OpenEnv 0.10 does; `kind` is calculator or echo."""
+    """Answers as OpenEnv 0.10 does; `kind` is calculator, echo or camera."""
 
     def __init__(self, kind: str, sessions: int) -> None:
         self.kind = kind
@@ -82,8 +87,12 @@ class PlainServer:
             case "reset", "calculator":
                 state["expected"] = data.get("expected", 0)
                 return seen({"metadata": {"seed": None}})
-            case "reset", _:
+            case "reset", "echo":
                 return seen({"echoed": "Say something.", "length": 0, "metadata": {}})
+            case "reset", "camera":
+                return seen({"text": "Look.", "screenshot": PICTURES[0]})
+            case "step", "camera":
+                return seen({"text": data["message"], "screenshot": PICTURES[1]}, 0.1)
             case "state", _:
                 return {"type": "state", "data": state}
             case "mcp", "calculator":

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import time
 from collections.abc import Iterator
@@ -15,7 +16,16 @@ from turnwise.trajectory import audit, read_jsonl
 
 VENV = ".venv-bench"
 FOLDER = "examples/verifiers"
-SERVICE = [f"{ROOT}/{VENV}/bin/python", f"{FOLDER}/service.py", f"{FOLDER}/env.toml"]
+SERVICE = [f"{ROOT}/{VENV}/bin/python", f"{FOLDER}/service.py"]
+PICTURES = """\
+[taskset]
+id = "pictures_v1"
+
+[agent]
+max_turns = 4
+harness = { id = "pictures_v1" }
+runtime = { type = "subprocess" }
+"""
 
 pytestmark = pytest.mark.slow
 
@@ -23,18 +33,21 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The rows of the example's taskset, in a folder of their own."""
+    return write_rows(f"{FOLDER}/env.toml", tmp_path_factory.mktemp("verifiers") / "rows.jsonl")
+
+
+def write_rows(env: str, path: Path) -> Path:
     subprocess.run(["make", "-s", f"{VENV}/.installed"], cwd=ROOT, check=True)
-    path = tmp_path_factory.mktemp("verifiers") / "rows.jsonl"
-    subprocess.run([*SERVICE, "--rows", str(path)], cwd=ROOT, check=True)
+    subprocess.run([*SERVICE, env, "--rows", str(path)], cwd=ROOT, check=True)
     return path
 
 
 @contextmanager
-def service(log: Path) -> Iterator[str]:
-    """Start the example's service; returns the address of its agent."""
+def service(log: Path, env: str = f"{FOLDER}/env.toml") -> Iterator[str]:
+    """Start the example's service of an environment; returns the address of its agent."""
     with (
         log.open("w") as output,
-        subprocess.Popen(SERVICE, cwd=ROOT, stdout=output, stderr=output) as process,
+        subprocess.Popen([*SERVICE, env], cwd=ROOT, stdout=output, stderr=output) as process,
     ):
         try:
             ends = time.monotonic() + 180
@@ -73,3 +86,42 @@ def test_a_taskset_and_a_harness_are_trained_exactly(rows: Path) -> None:
         assert audit(trajectory).first_violation is None
         assert trajectory.metrics["turns"] == len(trajectory.turns)
     assert any(len(t.turns) > 1 for t in trajectories), "no trajectory called the tool"
+
+
+def test_tasks_with_pictures_are_trained_exactly(vision_path: str, tmp_path: Path) -> None:
+    """In the task's prompt, as the eval client sends it, and in a later message."""
+    for name in ("pictures_v1.py", "plain_png.py"):
+        shutil.copy(Path(__file__).with_name(name), tmp_path)
+    env = tmp_path / "env.toml"
+    env.write_text(PICTURES)
+    rows = write_rows(str(env), tmp_path / "rows.jsonl")
+    assert json.loads(rows.read_text().splitlines()[0])["prompt"] == "Which colour?\n[image]"
+    config = {
+        "environment": "turnwise:AgentTask",
+        "model": {"path": vision_path, "max_length": 512},
+        "data": {"path": str(rows)},
+        "engine": {"kv_cache_gib": 0.0625},
+        "rollout": {"loop": "agent", "agent_rewards": True, "prompts_per_step": 2},
+        "sampling": {"n": 2, "max_tokens": 8},
+        "training": {"steps": 1},
+        "output_dir": str(tmp_path),
+        "name": "run",
+    }
+    (tmp_path / "config.yaml").write_text(json.dumps(config))
+    with service(tmp_path / "service.log", str(env)) as agent:
+        command = ["turnwise.cli", "train", str(tmp_path / "config.yaml"), f"rollout.agent={agent}"]
+        done = subprocess.run(
+            [*python(), "-m", *command],
+            cwd=ROOT,
+            env=command_environment(),
+            capture_output=True,
+            text=True,
+            timeout=900,
+        )
+    assert done.returncode == 0, done.stdout + done.stderr
+    trajectories = [*read_jsonl(tmp_path / "run" / "trajectories" / "step-0001.jsonl")]
+    assert len(trajectories) == 4
+    for trajectory in trajectories:
+        assert [len(turn.images) for turn in trajectory.turns] == [1, 1]
+        assert [turn.fork_reason for turn in trajectory.turns] == [None, None]
+        assert audit(trajectory).violations == 0

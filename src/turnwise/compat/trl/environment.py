@@ -10,10 +10,12 @@ import json
 from collections import defaultdict, deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from copy import deepcopy
-from functools import partial
+from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
 
+from turnwise.core.aio import run_in_thread
+from turnwise.core.images import decode
 from turnwise.core.run_files import RunFiles
 from turnwise.errors import InputError
 from turnwise.rollouts.agent_loop import RolloutContext
@@ -30,6 +32,7 @@ from turnwise.rollouts.problems import Row
 from turnwise.rollouts.rewards import UserCall
 from turnwise.tools import ToolFunction
 from turnwise.trajectory import Message, Trajectory
+from turnwise.trajectory.images import image_parts, replaced
 
 RewardFunction = Callable[..., object]
 """A reward function with TRL's signature, sync or async."""
@@ -112,7 +115,7 @@ class TrlEnvironment(Environment):
         """An entry for each call of the instance that has not returned, in whatever thread."""
         self.instance: Any = None
         """The user's object; None before `setup`, and without a factory."""
-        prompt = row.get("prompt", _NO_PROMPT)
+        prompt = _with_images(row.get("prompt", _NO_PROMPT), row)
         self.text: str | None = prompt if isinstance(prompt, str) else None
         """The prompt, if it is a plain text, which no chat template renders."""
         self.problem = prompt
@@ -165,6 +168,32 @@ class TrlEnvironment(Environment):
     def _group_ended(self) -> None:
         if self.instance is not None and not self._calls:
             self._environments.free[self._name].append(self.instance)
+
+
+def _with_images(prompt: Any, row: Row) -> Any:
+    """Return a row's prompt with the images of its column `images`, or else `image`, in its parts
+    `{"type": "image"}`; if it has none, they precede the user's first text."""
+    given = row["images"] if "images" in row else [row.get("image")]
+    images = [image for image in given or () if image is not None]
+    if not images:
+        return prompt
+    if isinstance(prompt, str):
+        raise InputError("prompt must be a list of messages where a row has images, not a text")
+    messages: list[Message] = deepcopy(list(prompt))
+    asked = [message for message in messages if message.get("role") != "tool"]
+    parts = (part for part in image_parts(asked) if part.get("type") == "image")
+    places = [part for part in parts if part.get("image") is None]
+    texts = (m for m in asked if m.get("role") == "user" and isinstance(m.get("content"), str))
+    if not places and (first := next(texts, None)) is not None:
+        places = [{"type": "image"} for _ in images]
+        first["content"] = [*places, {"type": "text", "text": first["content"]}]
+    if len(places) != len(images):
+        raise InputError(
+            f"the row has {len(images)} images, and its prompt has {len(places)} places for them"
+        )
+    for place, image in zip(places, images, strict=True):
+        place["image"] = image
+    return messages
 
 
 def methods_of(instance: Any) -> list[ToolFunction]:
@@ -274,7 +303,8 @@ async def judge_group(
             lines.append(json.dumps(known | columns, default=str))
         files.append("extra.jsonl", "".join(f"{line}\n" for line in lines))
 
-    arguments = _arguments(max_steps, trajectories, row, episodes)
+    # In a thread, because images are decoded.
+    arguments = await run_in_thread(_arguments, max_steps, trajectories, row, episodes)
     arguments |= {"log_extra": log_extra, "log_metric": log_metric}
     values = await call(partial(function, **arguments))
     for name, numbers in metrics.items():
@@ -288,7 +318,9 @@ async def judge_group(
 def _arguments(
     max_steps: int, trajectories: Sequence[Trajectory], row: Row, episodes: Mapping[int, Episode]
 ) -> dict[str, object]:
-    """Return the keyword arguments of a reward function."""
+    """Return the keyword arguments of a reward function, in which an image is one of PIL's."""
+    picture = cache(lambda image: decode(image.read(), str(image)))
+    with_pictures = partial(replaced, change=picture)
     played = [episodes[trajectory.sample_index] for trajectory in trajectories]
     prompts, completions, completion_ids = list[object](), list[object](), list[list[int]]()
     for trajectory, episode in zip(trajectories, played, strict=True):
@@ -297,12 +329,12 @@ def _arguments(
             prompts.append(environment.text)
             completions.append(trajectory.final_text)
         else:
-            messages = deepcopy(trajectory.messages[len(episode.problem) :])
+            messages = with_pictures(trajectory.messages[len(episode.problem) :])
             for message in messages:  # TRL's calls have no ids
                 message.pop("tool_call_id", None)
                 for call in message.get("tool_calls", ()):
                     call.pop("id", None)
-            prompts.append(deepcopy(episode.problem))
+            prompts.append(with_pictures(episode.problem))
             completions.append(messages or [dict(_NO_ANSWER)])
         ids: list[int] = []
         if turns:  # all ids after the first prompt, tool results included

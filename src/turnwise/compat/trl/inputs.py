@@ -19,6 +19,7 @@ from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
 from turnwise.errors import InputError
 from turnwise.rollouts.data import given_rows
+from turnwise.rollouts.problems import Lazy
 
 _CONTEXT = 4096
 """Context length where neither the model nor the configuration sets a smaller or larger one."""
@@ -90,12 +91,11 @@ def listed(rows: Rows, name: str, most: int | None = None) -> Sequence[JsonObjec
     if isinstance(rows, Mapping):
         refuse_argument(name, "give one dataset, not several by name")
     given = given_rows(cast("Iterable[JsonObject]", rows))
+    if isinstance(given, Lazy) and len(given) and {"image", "images"} & {*given[0]}:
+        return given  # a dataset, whose images are decoded when they are needed
     found = [dict(row) for row in islice(given, most)]
     if not found:
         raise InputError(f"{name} has no rows")
-    for column in ("image", "images"):
-        if column in found[0]:
-            refuse_argument(name, f"it has a column {column!r}, and only text is supported")
     return found
 
 
@@ -213,11 +213,17 @@ def saved_policy(model: Foreign, tokenizer: Foreign, folder: Path) -> dict[str, 
     """Return the paths of model and tokenizer; objects are saved below the run folder."""
     values: dict[str, object] = {}
     if tokenizer is not None:
-        if not hasattr(tokenizer, "save_pretrained") or hasattr(tokenizer, "image_processor"):
-            refuse_argument("processing_class", "it must be a tokenizer")
+        if not hasattr(tokenizer, "save_pretrained"):
+            refuse_argument("processing_class", "it must be a tokenizer or a processor")
         values["model.tokenizer"] = str(folder / "tokenizer")
         tokenizer.save_pretrained(values["model.tokenizer"])
+    processor = tokenizer if hasattr(tokenizer, "image_processor") else None
     if isinstance(model, str | Path):
+        if processor is not None:
+            own = getattr(_processor(str(model)), "image_processor", None)
+            if own is None or own.to_dict() != processor.image_processor.to_dict():
+                why = "its image processor has other settings than the model's own: save it there"
+                refuse_argument("processing_class", why)
         return values | {"model.path": str(model)}
     if not hasattr(model, "save_pretrained"):
         refuse_argument("model", "it must be a path, a name, or a model of Transformers or PEFT")
@@ -225,7 +231,16 @@ def saved_policy(model: Foreign, tokenizer: Foreign, folder: Path) -> dict[str, 
         values["model.tokenizer"] = str(getattr(model, "name_or_path", ""))
     plain = deepcopy(model).unload() if hasattr(model, "peft_config") else model
     plain.save_pretrained(str(folder / "initial_model"))
+    if hasattr(plain.config, "vision_config"):
+        processor = processor or _processor(str(getattr(model, "name_or_path", "")))
+        processor.save_pretrained(str(folder / "initial_model"))
     return values | {"model.path": str(folder / "initial_model")}
+
+
+def _processor(path: str) -> Foreign:
+    from transformers import AutoProcessor  # seconds to import
+
+    return AutoProcessor.from_pretrained(resolve_model(path))
 
 
 def context_length(values: Mapping[str, object], args: GRPOConfig) -> int:

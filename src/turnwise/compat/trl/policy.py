@@ -83,11 +83,16 @@ class Policy:
             model.load_state_dict(self._loaded(str(folder), "auto").state_dict())
 
     def _loaded(self, path: str, dtype: str) -> "PreTrainedModel":
-        from transformers import AutoModelForCausalLM  # seconds to import
+        from transformers import AutoConfig  # seconds to import
 
+        from turnwise.training.loading import language_model_class  # imports torch
+
+        trust = self.trust_remote_code
         try:
-            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-                resolve_model(path), dtype=dtype, trust_remote_code=self.trust_remote_code
+            found = resolve_model(path)
+            kind = language_model_class(AutoConfig.from_pretrained(found, trust_remote_code=trust))
+            model: PreTrainedModel = kind.from_pretrained(
+                found, dtype=dtype, trust_remote_code=trust
             )
         except (OSError, ValueError) as error:
             raise InputError(f"the model {path} cannot be loaded: {error}") from error

@@ -27,6 +27,7 @@ from starlette.datastructures import State
 from starlette.responses import Response
 
 from turnwise.chat import prompts
+from turnwise.chat.images import read_parts
 from turnwise.chat.messages import Answer, Conversation, in_thread_if_long, plain
 from turnwise.chat.messages import answer as canonical_answer
 from turnwise.chat.session import Session
@@ -50,6 +51,7 @@ from turnwise.errors import DeadlineError, EngineError, InputError, TrajectoryEr
 from turnwise.internals import vllm_server as vllm
 from turnwise.serving.openai.plain_request import PlainRequest, read
 from turnwise.trajectory import ChatTemplate
+from turnwise.trajectory.images import PlacedImage, extended, image_parts, images_in, placed
 from turnwise.trajectory.left_out import check_tools
 
 logger = logging.getLogger(__name__)
@@ -89,6 +91,8 @@ class RequestContext:
     asked: Conversation = field(default_factory=Conversation)
     """Messages and tools of a chat; empty for other requests."""
     prompt: prompts.NextPrompt = field(default_factory=lambda: prompts.NextPrompt(None))
+    images: Sequence[PlacedImage] = ()
+    """Images of the prompt, of which vLLM's application passes on the ids alone."""
     finished: dict[ChoiceKey, Completion] = field(default_factory=dict)
     texts: dict[ChoiceKey, str] = field(default_factory=dict)
     undelivered: list[Callable[[], None]] = field(default_factory=list)
@@ -313,7 +317,8 @@ class ChatService:
                 data_parallel_rank=None,
             ),
         )
-        asked = Request(prompt, sampling, name, request.seed, whole=True)
+        seen = placed(prompt)
+        asked = Request(prompt, sampling, name, request.seed, whole=True, images=seen)
         stop_reason: int | str | None = None
         async with aclosing(self.sample(context, (name, 0), asked)) as chunks:
             async for chunk in chunks:
@@ -397,9 +402,43 @@ class ChatService:
             if echoed.token_ids is not None:
                 return echoed.token_ids
             context.prompt = echoed
-        if not self._config.model.escape_special_tokens:
+        return await self.own_ids(asked, request)
+
+    async def own_ids(self, asked: Conversation, request: vllm.SamplingRequest) -> list[int] | None:
+        """Return the ids of a whole conversation, or None if vLLM has to render it."""
+        if not self._config.model.escape_special_tokens and not images_in(asked.messages):
             return None
-        return await in_thread_if_long(messages, lambda: prompts.escaped_prompt(template, asked))
+        template, shown = self._template_of(request), asked.messages
+        generation = getattr(request, "add_generation_prompt", True)
+        return await in_thread_if_long(
+            shown, lambda: prompts.own_prompt(template, asked, generation=generation)
+        )
+
+    async def read_images(
+        self, request: vllm.SamplingRequest, messages: Sequence[JsonObject]
+    ) -> list[JsonObject]:
+        """Return messages with the images of their parts, as we keep them; refuse a request whose
+        images cannot be read, are too many, or are nothing that this server takes."""
+
+        def read() -> list[JsonObject]:
+            return [
+                read_parts(message, f"messages[{index}]", files=False)
+                if vllm.has_non_text_content([message])
+                else message
+                for index, message in enumerate(messages)
+            ]
+
+        for name in ("echo", "continue_final_message", "required_prefix_token_ids"):
+            if getattr(request, name, False):
+                why = f"{name} is not served where a message has an image"
+                raise prompts.RefusedParameter(name, why)
+        most = self._config.engine.images_per_prompt
+        if not most or not self._chat.model_config.supports_multimodal_inputs:
+            raise InputError("this server takes text alone: a request has an image or another file")
+        if len([*image_parts(messages)]) > most:  # before any is decoded
+            why = f"more than {most} images (engine.images_per_prompt)"
+            raise InputError(f"the messages have {why}")
+        return await run_in_thread(read)
 
     def _template_of(self, request: vllm.SamplingRequest) -> ChatTemplate:
         """Return the template with a request's variables; all share the tokenizer."""
@@ -475,7 +514,7 @@ class ChatService:
         times = TurnTimes(0, context.began, first, now, completion.worker, completion.queued)
         record = partial(
             context.session.record,
-            list(request.prompt),
+            extended(request.prompt),
             completion,
             asked=context.asked,
             answer=answer,

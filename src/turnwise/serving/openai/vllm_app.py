@@ -22,7 +22,6 @@ from pydantic import BaseModel, ValidationError
 from starlette.datastructures import State
 
 from turnwise.chat.messages import Answer, Conversation, answer
-from turnwise.chat.prompts import RefusedParameter
 from turnwise.chat.session import StoredResponse
 from turnwise.chat.session_store import SessionStore
 from turnwise.chat.tool_parser import is_object, silence
@@ -46,6 +45,7 @@ from turnwise.serving.openai.chat_service import (
 from turnwise.serving.openai.errors import UNKNOWN, explain
 from turnwise.serving.openai.requests import settle
 from turnwise.serving.scheduler import Scheduler
+from turnwise.trajectory.images import PromptIds, placed
 
 Create = Callable[..., Awaitable[object]]  # a method of vLLM's that answers or renders a request
 ROUTES = {
@@ -127,6 +127,18 @@ async def build(
     return app
 
 
+def _listed(message: JsonObject) -> JsonObject:
+    """Return a copy of a message whose parts can be read again: vLLM's may be an iterator that is
+    read once, or its own objects."""
+    if (content := message.get("content")) is None or isinstance(content, str):
+        return dict(message)
+    parts = [
+        part.model_dump(exclude_none=True) if isinstance(part, BaseModel) else part
+        for part in content
+    ]
+    return {**message, "content": parts}
+
+
 async def _preprocess(
     preprocess_chat: Create,
     service: ChatService,
@@ -137,19 +149,27 @@ async def _preprocess(
     tool_dicts: list[JsonObject] | None = None,
     **options: object,
 ) -> object:
-    """Render a conversation by vLLM's method; its ids are exact if the session knows them."""
-    context = CURRENT.get()
-    if context is not None:
-        messages = [dict(message) for message in messages]
-        context.request, context.asked = request, Conversation(messages, tool_dicts)
-        with _refusing():
+    """Render a conversation by vLLM's method; its ids are exact if the session knows them. Those of
+    one with images are always ours: vLLM would also fetch the images of URLs."""
+    context, ids = CURRENT.get(), None
+    with _refusing():
+        messages = [_listed(message) for message in messages]
+        if seen := vllm.has_non_text_content(messages):
+            messages = await service.read_images(request, messages)
+        asked = Conversation(messages, tool_dicts)
+        if context is not None:
+            context.request, context.asked = request, asked
             settle(request, context.session.sampling, config)
             if not getattr(request, "tools", None) and request.tool_choice is None:
                 request.tool_choice = "none"  # or vLLM removes calls from the text
             ids = await service.exact_prompt(context, request)
-        if ids is not None:
-            kept = getattr(request, "kv_transfer_params", None) or {}
-            request.kv_transfer_params = {**kept, "prompt_token_ids": ids}
+            context.images = placed(ids or ())
+        elif seen:
+            ids = await service.own_ids(asked, request)
+    if ids is not None:
+        kept = getattr(request, "kv_transfer_params", None) or {}
+        request.kv_transfer_params = {**kept, "prompt_token_ids": ids}
+        messages = [] if seen else messages  # vLLM takes no ids for messages with images
     try:
         return await preprocess_chat(request, messages, *args, tool_dicts=tool_dicts, **options)
     except ValidationError:  # parts of messages may be read for the first time here
@@ -175,7 +195,7 @@ def _refusing() -> Iterator[None]:
         yield
     except vllm.VLLMError:
         raise
-    except (RefusedParameter, TrajectoryError) as error:
+    except (InputError, TrajectoryError) as error:
         parameter = getattr(error, "parameter", "messages")
         raise vllm.VLLMValidationError(str(error), parameter=parameter) from error
     except Exception as error:  # a client's messages may be anything
@@ -403,6 +423,7 @@ class EngineClient:
         request = self.input_processor.process_inputs(
             request_id, prompt, params, supported_tasks=self.tasks, **options
         )
+        assert not request.mm_features  # `_preprocess` lets vLLM see no image
         self.input_processor.assign_request_id(request)
         text = vllm.extract_prompt_components(self.model_config, prompt).text
         queue = vllm.RequestOutputCollector(params.output_kind, request.request_id)
@@ -440,7 +461,9 @@ class EngineClient:
         detokenizer = self._outputs.request_states[request.request_id].detokenizer
         try:
             streamed = params.output_kind == vllm.RequestOutputKind.DELTA
-            prompt, sampling = list(request.prompt_token_ids), copy.copy(params)
+            asking = CURRENT.get()  # of a search of beams, too
+            images, ids = () if asking is None else asking.images, list(request.prompt_token_ids)
+            prompt, sampling = PromptIds(ids, images) if images else ids, copy.copy(params)
             sampling.stream_interval = 1 if streamed else STREAM_INTERVAL
             stream: Callable[[Request], AsyncGenerator[Chunk, None]] = self._generator.stream
             if context is not None:
@@ -468,6 +491,7 @@ class EngineClient:
                 params.seed,
                 Route(adapter=lora.lora_name if lora is not None else POLICY),
                 whole=not streamed,
+                images=images,
             )
             with_logprobs = params.num_logprobs is not None
             scored = params.prompt_logprobs is not None  # a session may record them unasked

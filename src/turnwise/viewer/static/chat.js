@@ -1,6 +1,7 @@
 // The tree of a trajectory's turns, and what was said on one of its branches, with calls and results.
 
 import { counted, h, mean, short } from "./dom.js";
+import { imageAddress } from "./data.js";
 
 function pathLength(turn) {
   return turn.prefix_length + turn.added_token_ids.length + turn.completion_token_ids.length;
@@ -61,6 +62,17 @@ function contentOf(message) {
   return content === null || content === undefined ? "" : String(content);
 }
 
+// A function that shows an image of a trajectory, by its hash.
+export function picturesOf(trajectory, run, file) {
+  return (hash) => {
+    const { format, width, height } = trajectory.images?.[hash] ?? {};
+    const name = `image, ${width} × ${height} pixels`;
+    const src = format && imageAddress(run, file, `${hash}.${format}`);
+    const missing = h("span", { class: "quiet" }, `[${name}, is not here]`);
+    return src ? h("img", { src, alt: name, loading: "lazy", width, height, onerror: (event) => event.target.replaceWith(missing) }) : missing;
+  };
+}
+
 // The arguments of a call; malformed ones are the text as it is.
 function argumentsOf({ arguments: given }) {
   try {
@@ -105,12 +117,13 @@ function isError(message) {
   return message.role === "tool" && contentOf(message).toLowerCase().startsWith("error");
 }
 
-export function messageCard(message, notes) {
+// `picture(hash)` shows an image in its place among the texts.
+export function messageCard(message, notes, picture) {
   const role = ["system", "user", "assistant", "tool"].includes(message.role) ? message.role : "other";
   const said = contentOf(message);
   return h("article", { class: `message ${role}${isError(message) ? " failed" : ""}`, "aria-label": `${message.role} message` },
     h("header", null, h("b", null, message.role), isError(message) && h("span", { class: "error" }, "error"), isUnread(message) && h("span", { class: "error" }, "not read as a call"), message.name && h("span", null, message.name), notes ?? null),
-    said && h("div", { class: said.length > 3000 ? "said long" : "said" }, said),
+    said && h("div", { class: said.length > 3000 ? "said long" : "said" }, Array.isArray(message.content) ? message.content.map((part) => (part.type === "image" ? picture(part.image) : contentOf({ content: [part] }))) : said),
     (message.tool_calls ?? []).map(callOf),
     !said && !(message.tool_calls ?? []).length && h("div", { class: "quiet small" }, "empty"));
 }
@@ -159,22 +172,30 @@ function messagesByTurn(trajectory, leaf, textOf) {
 }
 
 // The conversation of one branch: `path` has the indices of its turns.
-export function chatView(trajectory, path, textOf, openTurn) {
+export function chatView(trajectory, path, textOf, openTurn, picture) {
   const { turns } = trajectory;
+  const lengths = new Map(path.flatMap((index) => (turns[index].images ?? []).map(([hash, , length]) => [hash, length])));
+  // An image with its size.
+  const figure = (hash) => {
+    const { format, width, height } = trajectory.images?.[hash] ?? {};
+    const size = `${width} × ${height} ${format}${lengths.has(hash) ? ` · ${counted(lengths.get(hash), "token", "tokens")}` : ""}`;
+    return h("figure", { class: "picture" }, picture(hash), h("figcaption", { class: "quiet small" }, size));
+  };
+  const card = (message, notes) => messageCard(message, notes, figure);
   const note = (index) => (index === null ? null : turnLink(index, turns[index], openTurn));
   const feed = (cards) => h("div", { role: "feed", "aria-label": "Conversation" }, cards);
   if (turns.some((turn) => turn.messages?.length)) {
-    return feed(messagesByTurn(trajectory, path.at(-1), textOf).map(([message, index]) => messageCard(message, note(index))));
+    return feed(messagesByTurn(trajectory, path.at(-1), textOf).map(([message, index]) => card(message, note(index))));
   }
   // Answers of an opening conversation come first.
   const answers = trajectory.messages.flatMap((message, at) => (message.role === "assistant" ? [at] : [])).slice(-turns.length);
   if (answers.length === turns.length) {
     const upTo = path.at(-1) === turns.length - 1 ? trajectory.messages.length : answers[path.at(-1)] + 1;
-    return feed(trajectory.messages.slice(0, upTo).map((message, at) => messageCard(message, note(answers.includes(at) ? answers.indexOf(at) : null))));
+    return feed(trajectory.messages.slice(0, upTo).map((message, at) => card(message, note(answers.includes(at) ? answers.indexOf(at) : null))));
   }
-  return feed([...trajectory.messages.map((message) => messageCard(message, null)),
+  return feed([...trajectory.messages.map((message) => card(message, null)),
     h("p", { class: "quiet small" }, "The messages are those of the whole trajectory; its turns sampled:"),
-    ...path.map((index) => messageCard(sampledMessage(textOf(turns[index].completion_token_ids)), note(index)))]);
+    ...path.map((index) => card(sampledMessage(textOf(turns[index].completion_token_ids)), note(index)))]);
 }
 
 function turnLink(index, turn, openTurn) {

@@ -70,3 +70,9 @@ export function link(run, file, index, query) {
 export function trajectoryPath(run, file, index) {
   return runPath(run, `/files/${encodeURIComponent(file)}${index === undefined ? "" : `/${index}`}`);
 }
+
+// The address of an image in a file's folder; undefined if an exported page has left it out.
+export function imageAddress(run, file, name) {
+  const path = `${trajectoryPath(run, file)}/images/${encodeURIComponent(name)}`;
+  return inside ? inside.answers[path] : path;
+}

@@ -2,7 +2,7 @@
 
 import { chip, counted, deviation, h, mean, rewardColor, runColor, select, short, svg, VirtualList } from "./dom.js";
 import { exported, fetchNow, keep, link, runPath, startPlace, trajectoryPath } from "./data.js";
-import { messageCard } from "./chat.js";
+import { messageCard, picturesOf } from "./chat.js";
 
 // The address has the file that is compared with in each run: "beside:RUN=FILE", or nothing for none.
 const BESIDE = "beside:";
@@ -52,7 +52,7 @@ function samplesOf({ name, file, members, color }, several, low, high) {
     for (const entry of seen.filter((each) => each.isIntersecting)) {
       watcher.unobserve(entry.target);
       keep(trajectoryPath(name, file, Number(entry.target.dataset.index))).then(
-        (trajectory) => entry.target.append(h("div", { style: { "margin-top": "0.6rem" } }, trajectory.messages.map((message) => messageCard(message)))),
+        (trajectory) => entry.target.append(h("div", { style: { "margin-top": "0.6rem" } }, trajectory.messages.map((message) => messageCard(message, null, picturesOf(trajectory, name, file))))),
         (error) => entry.target.append(h("p", { class: "error" }, error.message)));
     }
   });

@@ -34,6 +34,8 @@ export function tokensOf(trajectory, path, texts, values) {
       const token = { id, text, bytes, special, turn: index, at, sampled, position: tokens.length,
         logprob: sampled ? turn.logprobs[at] : turn.added_logprobs?.[i] ?? undefined,
         version: sampled ? turn.weight_versions[at] : undefined };
+      const placed = turn.images?.find(([, start, count]) => start <= token.position && token.position < start + count);
+      if (placed && !sampled) token.image = { hash: placed[0], at: token.position - placed[1], length: placed[2] };
       const line = lines.get(`${index}:${at}`);
       if (sampled && turns) token.trained = line !== undefined;
       if (sampled && line !== undefined) {
@@ -52,6 +54,13 @@ export function glyphs(text) {
   return shown === "" ? "∅" : shown;
 }
 
+// A token as a row shows it: of an image, all look the same.
+function shownAs(token) {
+  return token.image ? "▦" : glyphs(token.text);
+}
+
+const PICTURE = 9; // characters that are as wide as an image in a row
+
 function widthOf(text) {
   let width = 0;
   for (const character of text) width += character.codePointAt(0) > 0x1100 && character !== "↵" && character !== "⇥" && character !== "␍" && character !== "∅" ? 2 : 1;
@@ -60,12 +69,14 @@ function widthOf(text) {
 
 export class TokenView {
   // `select(token)` is called when a token is chosen, so that the address can name it; `proof(token)`
-  // returns lines on the call that the token belongs to, and `address(token)` a link to it.
-  constructor(tokens, choice, { select, proof, address }) {
+  // returns lines on the call that the token belongs to, `address(token)` a link to it, and
+  // `picture(hash)` an image.
+  constructor(tokens, choice, { select, proof, address, picture }) {
     this.tokens = tokens;
     this.select = select;
     this.proof = proof;
     this.address = address;
+    this.picture = picture;
     this.current = null;
     this.wanted = null;
     this.measure = choice in MEASURES && this.has(choice) ? choice : "logprob";
@@ -147,13 +158,13 @@ export class TokenView {
       width = 0;
     };
     for (const token of this.tokens) {
-      const size = Math.min(fits, widthOf(glyphs(token.text)) + 1 / character);
+      const size = Math.min(fits, widthOf(shownAs(token)) + 1 / character + (token.image?.at === 0 ? PICTURE : 0));
       const before = this.tokens[token.position - 1];
       if (width + size > fits || (before && before.turn !== token.turn)) end();
       row.push(token.position);
       width += size;
       this.rowOf[token.position] = this.rows.length;
-      if (token.text.includes("\n")) end();
+      if (!token.image && token.text.includes("\n")) end();
     }
     end();
     this.list.reset(this.rows.length);
@@ -175,12 +186,12 @@ export class TokenView {
     const [, value, color] = MEASURES[this.measure];
     for (const position of positions) {
       const token = this.tokens[position];
-      const shown = glyphs(token.text);
+      const shown = shownAs(token);
       const number = value(token);
       const name = `token ${token.sampled ? "" : "context"}${token.special ? " special" : ""}${position === this.current ? " on" : ""}`;
       row.append(h("span", { class: name, id: `token-${position}`, role: "option", "aria-selected": String(position === this.current),
         "data-at": position, style: { background: number === undefined || number === null || !(token.sampled || this.measure === "logprob" || this.measure === "turn") ? "transparent" : color(number, this) } },
-      shown.length > WIDEST ? `${shown.slice(0, WIDEST)}…` : shown));
+      token.image?.at === 0 && this.picture(token.image.hash), shown.length > WIDEST ? `${shown.slice(0, WIDEST)}…` : shown));
     }
     return row;
   }
@@ -240,7 +251,7 @@ export class TokenView {
     if (token.sampled) lines.push(["trained", token.trained === undefined ? "not recorded" : token.trained ? "yes" : "no"]);
     const list = (pairs) => h("dl", null, pairs.map(([name, value]) => [h("dt", null, name), h("dd", null, typeof value === "number" ? value.toLocaleString("en", { maximumFractionDigits: 6 }) : value)]));
     this.live.replaceChildren(h("div", { class: "row spread" }, h("h2", null, "Token"), h("a", { class: "small", href: this.address(token) }, "Link to it")),
-      h("div", { class: "glyph" }, glyphs(token.text)), list(lines));
+      h("div", { class: "glyph" }, glyphs(token.text)), token.image ? this.picture(token.image.hash) : "", list(lines));
   }
 
   // Describe the chosen token again, after more is known of it.

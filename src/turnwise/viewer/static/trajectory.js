@@ -3,7 +3,7 @@
 import { chip, counted, h, runColor, short, svg } from "./dom.js";
 import { exported, fetchNow, keep, link, trajectoryPath } from "./data.js";
 import { ticks } from "./chart.js";
-import { branchesOf, branchOf, chatView, treeView } from "./chat.js";
+import { branchesOf, branchOf, chatView, picturesOf, treeView } from "./chat.js";
 import { glyphs, tokensOf, TokenView } from "./tokens.js";
 
 const AROUND = 8;
@@ -136,6 +136,7 @@ export async function showTrajectory(main, runs, place, go) {
   // The text of an answer, without the token that ended it.
   const textOf = (ids) => ids.filter((id, at) => at < ids.length - 1 || !texts[id]?.[2]).map((id) => texts[id]?.[0] ?? `⟨${id}⟩`).join("");
   const address = (query) => link(run, file, index, query);
+  const picture = picturesOf(trajectory, run, file);
   const content = h("div", { class: "body", role: "tabpanel", id: "view" });
   const side = h("div");
   const tabs = h("div", { class: "tabs", role: "tablist", "aria-label": "View", onkeydown: (event) => {
@@ -157,7 +158,9 @@ export async function showTrajectory(main, runs, place, go) {
     const turn = turns[token.turn];
     const worker = timeline.calls[index]?.find(([number]) => number === token.turn)?.[4];
     const [prompt, , checksum] = turn.record;
-    return [["call", token.sampled ? `turn ${token.turn}, token ${token.at + 1}` : `prompt of turn ${token.turn}`],
+    const { format, width, height } = trajectory.images?.[token.image?.hash] ?? {};
+    return [...(token.image ? [["image", `${width} × ${height} ${format}`], ["its token", `${token.image.at + 1} of ${token.image.length}`], ["its hash", token.image.hash]] : []),
+      ["call", token.sampled ? `turn ${token.turn}, token ${token.at + 1}` : `prompt of turn ${token.turn}`],
       ["engine", worker || "not recorded"], ...(token.sampled ? [["weight version", token.version]] : []),
       ["call's prompt", counted(prompt, "id", "ids")], ["its checksum", checksum.toString(16)],
       ["audit", !report ? "running" : report.violations ? "not exact" : "exact"]];
@@ -186,7 +189,7 @@ export async function showTrajectory(main, runs, place, go) {
     if (!turns.length) {
       content.replaceChildren(h("p", { class: "quiet" }, "This trajectory has no turn."));
     } else if (state.tab === "chat") {
-      content.replaceChildren(chatView(trajectory, branch.path.map(([each]) => each), textOf, (turn) => address({ tab: "tokens", turn, token: 0 })));
+      content.replaceChildren(chatView(trajectory, branch.path.map(([each]) => each), textOf, (turn) => address({ tab: "tokens", turn, token: 0 }), picture));
     } else if (state.tab === "template") {
       const tokens = tokensOf(trajectory, branch.path, texts, values);
       const waiting = h("p", { class: "quiet", role: "status" }, "Rendering; the tokenizer is loaded once, in seconds …");
@@ -203,7 +206,7 @@ export async function showTrajectory(main, runs, place, go) {
     } else {
       const tokens = tokensOf(trajectory, branch.path, texts, values);
       const addressOf = (token) => address({ tab: "tokens", turn: token.turn, token: token.at, ...(view.measure === "logprob" ? {} : { color: view.measure }) });
-      const view = new TokenView(tokens, query.color, { select: (token) => { history.replaceState(null, "", addressOf(token)); mark(token.turn); }, proof: proofOf, address: addressOf });
+      const view = new TokenView(tokens, query.color, { select: (token) => { history.replaceState(null, "", addressOf(token)); mark(token.turn); }, proof: proofOf, address: addressOf, picture });
       tokenView = view;
       content.replaceChildren(view.element);
       const wanted = query.token === undefined ? tokens.find((token) => token.turn === state.turn && token.sampled) : tokens.find((token) => token.turn === state.turn && token.at === Number(query.token));
@@ -225,6 +228,7 @@ export async function showTrajectory(main, runs, place, go) {
       trajectory.environment && chip("environment", trajectory.environment),
       chip("status", trajectory.status, trajectory.status !== "completed"),
       Object.entries(trajectory.events ?? {}).map(([name, value]) => chip(name, value, name !== "tool_call")),
+      trajectory.images && chip("images", Object.keys(trajectory.images).length),
       Object.entries(trajectory.metrics ?? {}).map(([name, value]) => chip(name, short(value))),
       exact));
   main.replaceChildren(head, h("div", { class: "trajectory" }, side, h("div", { class: "stack" }, tabs, content)));

@@ -1,0 +1,161 @@
+"""Images in messages: the forms in which users and clients give them, and the one that we keep.
+
+A part of a message's content is `{"type": "image", "image": Image}` from here on. Its `image` may
+be given as a PIL image, bytes, a data URL, a path, or the `{"bytes", "path"}` of Hugging Face's
+datasets; `{"type": "image_url", "image_url": {"url": ...}}` and Responses' `input_image` are the
+same. Equal bytes are one `Image`, decoded once while any trajectory has it.
+"""
+
+import base64
+import binascii
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from weakref import WeakValueDictionary
+
+from turnwise.core.images import MAX_BYTES, MAX_IMAGES, check_image, encode, is_picture
+from turnwise.core.json_types import JsonObject
+from turnwise.core.optional import Foreign
+from turnwise.errors import InputError
+from turnwise.trajectory import Image, Message
+from turnwise.trajectory.images import KINDS, data_url, hash_of
+
+_TEXTS = ("text", "input_text", "output_text")
+_MAX_LOOKED_AT = 1000  # number of parts of a tool's result of which one is an image, or none is
+_known: WeakValueDictionary[str, Image] = WeakValueDictionary()  # by hash
+
+
+def read_image(value: Foreign, what: str, *, files: bool = True) -> Image:
+    """Return an image that is given in any form.
+
+    Args:
+        what: Its name in errors.
+        files: Whether a text may be the path of a file: only where the text is the user's own.
+
+    Raises:
+        InputError: when it has another form, or is beyond the limits of `core.images`.
+    """
+    if isinstance(value, Image):
+        return value
+    if isinstance(value, Mapping):  # of Hugging Face's datasets, or of OpenAI's `image_url`
+        given = (value.get(key) for key in ("bytes", "url", "path"))
+        value = next((one for one in given if one), None)
+    if isinstance(value, str) and value.startswith("data:"):
+        data = _of_data_url(value, what)
+    elif isinstance(value, str) and "://" in value[:16]:
+        raise InputError(
+            f"{what} is a URL, and none is fetched but those in rows that data.allow_urls allows: "
+            "give the file, or a data: URL"
+        )
+    elif isinstance(value, Path) or (isinstance(value, str) and files):
+        data = _of_file(Path(value).expanduser(), what)
+    elif isinstance(value, bytes):
+        data = value
+    elif is_picture(value):
+        data = encode(value, what)
+    else:
+        kinds = "a PIL image, bytes, a path or a data: URL" if files else "a data: URL"
+        raise InputError(f"{what} is no image: it may be {kinds}, not {repr(value)[:60]}")
+    if (image := _known.get(hash_of(data))) is None:
+        image = Image.of(data, *check_image(data, what))
+        _known[image.hash] = image
+    return image
+
+
+def read_parts(message: Message, what: str, *, files: bool = True) -> Message:
+    """Return a message whose images have the form that we keep; raises as `read_image`, and
+    InputError for a part that is neither text nor an image, and for too many images."""
+    if not isinstance(content := message.get("content"), Sequence) or isinstance(content, str):
+        return message
+    parts: list[JsonObject] = []
+    if (count := sum(_kind(part) in KINDS for part in content)) > MAX_IMAGES:
+        raise InputError(f"{what} has {count:,} images; at most {MAX_IMAGES} are read")
+    for part in content:
+        part = {"type": "text", "text": part} if isinstance(part, str) else part
+        kind = _kind(part)
+        if kind in KINDS:
+            if message.get("role") == "assistant":
+                raise InputError(f"{what} has an image that an assistant said")
+            image = read_image(_given(part), f"an image of {what}", files=files)
+            parts.append({"type": "image", "image": image})
+        elif kind in _TEXTS:
+            parts.append({"type": "text", "text": str(part.get("text") or "")})
+        elif kind is None:
+            parts.append(part)
+        else:
+            raise InputError(f"{what} has a part of type {kind}: it may be text or image")
+    return {**message, "content": parts}
+
+
+def with_urls(value: Foreign) -> Foreign:
+    """Return a value of a row or of messages with its images as data URLs, in messages as OpenAI's
+    `image_url` parts, so that it can be JSON; InputError for bytes that are no image."""
+    if isinstance(value, Mapping) and not isinstance(value.get("bytes"), bytes):
+        if value.get("type") == "image" and "image" in value:
+            return {"type": "image_url", "image_url": {"url": with_urls(value["image"])}}
+        return {key: with_urls(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [with_urls(part) for part in value]
+    if isinstance(value, Image | bytes | Mapping) or is_picture(value):
+        return data_url(read_image(value, "an image of the row"))
+    return value
+
+
+def parts_of(value: object) -> list[JsonObject] | None:
+    """Return what a tool returned as parts of a message, if there is an image in it; else None.
+
+    It is a PIL image or an `Image`, a part with an image, or a list of these, texts and parts with
+    text. A part whose image is a text is meant if that is a data URL: results may describe images.
+    """
+    given: Sequence[Foreign] = value if isinstance(value, list | tuple) else [value]
+    if not any(map(_shows, islice(given, _MAX_LOOKED_AT))):  # a list may have no end
+        return None
+    parts = [
+        {"type": "text", "text": part}
+        if isinstance(part, str)
+        else {"type": "image", "image": part}
+        if isinstance(part, Image) or is_picture(part)
+        else part
+        for part in given
+    ]
+    return parts if all(_kind(part) == "text" or _shows(part) for part in parts) else None
+
+
+def _shows(part: Foreign) -> bool:
+    """Return whether a part of a tool's result is an image."""
+    if _kind(part) not in KINDS:
+        return isinstance(part, Image) or is_picture(part)
+    given = _given(part)
+    return given.startswith("data:") if isinstance(given, str) else given is not None
+
+
+def _kind(part: Foreign) -> object:
+    if not isinstance(part, Mapping):
+        return None
+    return part.get("type", "image_url" if "image_url" in part else None)
+
+
+def _given(part: Mapping[str, Foreign]) -> Foreign:
+    """Return the image of a part, in the form in which it is given."""
+    keys = (*KINDS, "url", "path")
+    return next((part[key] for key in keys if part.get(key) is not None), None)
+
+
+def _of_data_url(url: str, what: str) -> bytes:
+    head, comma, body = url.partition(",")
+    if not comma or not head.endswith(";base64"):
+        raise InputError(f"{what} is no data: URL in base64")
+    if len(body) > MAX_BYTES * 4 // 3 + 4:
+        raise InputError(f"{what} has more than {MAX_BYTES:,} bytes")
+    try:
+        return base64.b64decode(body, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise InputError(f"{what} is no data: URL in base64") from error
+
+
+def _of_file(path: Path, what: str) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{what}: {path} cannot be read: {error}") from error

@@ -1,0 +1,79 @@
+"""Files from URLs in data, which is not trusted: over HTTP or HTTPS, from public addresses only.
+
+The address that was checked is the one that is connected to, also after a redirect, so that no name
+leads into this network. A proxy of the environment is not used.
+"""
+
+import socket
+import ssl
+from contextlib import closing, suppress
+from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from ipaddress import ip_address
+from urllib.parse import urljoin, urlsplit
+
+from turnwise.core.aio import call_within
+from turnwise.core.untrusted import IDENTITY
+from turnwise.errors import InputError
+
+_MAX_HOPS = 4  # maximum number of requests for one file, of which all but the last are redirected
+_REFUSED = ("168.63.129.16",)  # public addresses of metadata services: Azure's
+
+
+def fetch(url: str, most: int, seconds: float) -> bytes:
+    """Return the file at a URL, of at most `most` bytes and within `seconds`; blocks meanwhile.
+
+    Raises:
+        InputError: when it may not be fetched, does not come in time, or is too long.
+    """
+    opened: list[socket.socket] = []
+    try:
+        return call_within(lambda: _fetched(url, most, seconds, opened), seconds)
+    except TimeoutError:
+        with suppress(OSError, IndexError):  # else a host that sends a byte now and then keeps it
+            opened[-1].shutdown(socket.SHUT_RDWR)
+        raise InputError(f"{url[:200]} did not come within {seconds:g} s") from None
+    except (OSError, HTTPException, ValueError) as error:  # of a certificate, too
+        raise InputError(f"{url[:200]} cannot be fetched: {error}") from error
+
+
+def _fetched(url: str, most: int, seconds: float, opened: list[socket.socket]) -> bytes:
+    for _ in range(_MAX_HOPS):
+        parts = urlsplit(url)
+        host, secure = parts.hostname or "", parts.scheme == "https"
+        if not host or parts.scheme not in ("http", "https"):
+            raise InputError(f"{url[:200]} is no URL that is fetched: it may be http or https")
+        port = parts.port or (443 if secure else 80)
+        talk = socket.create_connection((_address(host, port), port), seconds)
+        connection = (HTTPSConnection if secure else HTTPConnection)(host, port)
+        with closing(connection):
+            connection.sock = talk
+            if secure:
+                context = ssl.create_default_context()
+                connection.sock = context.wrap_socket(talk, server_hostname=host)
+            opened.append(connection.sock)
+            target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+            connection.request("GET", target, headers=IDENTITY)
+            answer = connection.getresponse()
+            if answer.status in (301, 302, 303, 307, 308):
+                url = urljoin(url, answer.headers.get("location", ""))
+                continue
+            if answer.status != 200:
+                raise InputError(f"{url[:200]} answered with status {answer.status}")
+            if len(data := answer.read(most + 1)) > most:
+                raise InputError(f"{url[:200]} has more than {most:,} bytes")
+            return data
+    raise InputError(f"{url[:200]} is redirected more than {_MAX_HOPS - 1} times")
+
+
+def _address(host: str, port: int) -> str:
+    """Return an address of a host; InputError when one of its addresses is not public."""
+    found = [str(one[4][0]) for one in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+    for address in found:
+        if not _is_public(address):
+            why = f"its address {address} is not public"
+            raise InputError(f"{host} may not be asked for an image: {why}")
+    return found[0]
+
+
+def _is_public(address: str) -> bool:
+    return ip_address(address.partition("%")[0]).is_global and address not in _REFUSED

@@ -1,0 +1,109 @@
+"""Images of prompts in vLLM's terms.
+
+vLLM expands prompts itself: it replaces a marker by the ids of an image. Here a prompt has these
+ids already, and has to keep them, also where a sampled token is a marker by chance. So vLLM's
+processor sees each image alone, once; what it makes of it is put at the prompt's own positions, and
+the ids must be the same.
+"""
+
+from asyncio import Lock
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from turnwise.core.aio import run_in_thread
+from turnwise.core.images import decode
+from turnwise.errors import InputError, TrajectoryError
+from turnwise.trajectory.images import Image, PlacedImage
+
+if TYPE_CHECKING:
+    from turnwise.internals import vllm
+
+_KEPT_BYTES = 1 << 30  # maximum size of the processed images that are kept
+
+
+class ImageInputs:
+    """The images of one engine's requests, of which the last are kept as vLLM processed them.
+
+    Args:
+        most: `engine.images_per_prompt`.
+    """
+
+    def __init__(self, llm: "vllm.AsyncLLM", most: int) -> None:
+        self._llm, self._most = llm, most
+        self._kept: OrderedDict[str, vllm.MultiModalInput] = OrderedDict()
+        self._size = 0  # bytes of all of them
+        self._processing = Lock()  # vLLM processes one after another
+
+    async def prepare(
+        self, prompt: Sequence[int], images: Sequence[PlacedImage]
+    ) -> "dict[str, vllm.MultiModalInput]":
+        """Process the images of a prompt, and return what vLLM makes of each, by hash.
+
+        Raises:
+            TrajectoryError: `too_many_images`, when the engine takes fewer of them.
+            InputError: when it takes none, or vLLM expands one to other ids than the prompt has.
+        """
+        from turnwise.internals import vllm  # seconds to import
+
+        if not self._llm.model_config.supports_multimodal_inputs:
+            raise InputError(
+                "a prompt has an image, which this engine does not take: the model is one of text, "
+                "or engine.images_per_prompt is 0"
+            )
+        if self._llm.model_config.is_mm_prefix_lm and vllm.current_platform.is_cpu():
+            raise InputError(
+                "a prompt has an image, whose tokens see each other in this model, but not in "
+                "vLLM's attention on a CPU; engine.images_per_prompt: 0 makes it a model of text"
+            )
+        if len(images) > self._most:
+            why = f"a prompt has {len(images)} images; engine.images_per_prompt is {self._most}"
+            raise TrajectoryError("too_many_images", why)
+        made = {one.image.hash: await self._processed(one.image) for one in images}
+        for one in images:
+            if made[one.image.hash]["prompt_token_ids"] != list(prompt[one.start : one.end]):
+                raise InputError(
+                    f"vLLM makes other tokens of {one.image} than the model's own processor, so "
+                    "prompts with it cannot be exact"
+                )
+        return made
+
+    def put_in(
+        self,
+        inputs: "vllm.TokensInput",
+        images: Sequence[PlacedImage],
+        made: "Mapping[str, vllm.MultiModalInput]",
+    ) -> "vllm.MultiModalInput":
+        """Return a prompt's input with its images, which `prepare` has processed."""
+        from turnwise.internals import vllm  # seconds to import
+
+        pieces, ranges = [made[one.image.hash] for one in images], []
+        for one, piece in zip(images, pieces, strict=True):
+            (place,) = piece["mm_placeholders"]["image"]
+            ranges.append(replace(place, offset=one.start + place.offset))
+        items = vllm.MultiModalKwargsItems({"image": [p["mm_kwargs"]["image"][0] for p in pieces]})
+        prompt, salt = inputs["prompt_token_ids"], inputs.get("cache_salt")
+        # vLLM keeps what the model made of an image, by its name: other weights make something else
+        names = [f"{one.image.hash} {salt}" if salt else one.image.hash for one in images]
+        return vllm.mm_input(prompt, items, {"image": names}, {"image": ranges}, cache_salt=salt)
+
+    async def _processed(self, image: Image) -> "vllm.MultiModalInput":
+        from turnwise.internals import vllm
+
+        async with self._processing:
+            if (found := self._kept.get(image.hash)) is None:
+                picture = await run_in_thread(lambda: decode(image.read(), str(image)))
+                found = await vllm.process_image(self._llm, picture, image.hash)
+                self._kept[image.hash] = found
+                self._size += _bytes(found)
+                while self._size > _KEPT_BYTES and len(self._kept) > 1:
+                    self._size -= _bytes(self._kept.popitem(last=False)[1])
+            self._kept.move_to_end(image.hash)
+            return found
+
+
+def _bytes(made: "vllm.MultiModalInput") -> int:
+    """Return the size of the tensors of an image."""
+    tensors = made["mm_kwargs"]["image"][0].get_data().values()
+    return sum(getattr(tensor, "nbytes", 0) for tensor in tensors)

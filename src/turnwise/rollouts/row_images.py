@@ -1,0 +1,83 @@
+"""Images that rows of files name: by paths relative to the file, or by URLs that may be fetched.
+
+Such a name is the value of `image`, `images` or `image_url`, at any depth, or `path` or `url` in
+it. Nothing here reads an image of this disk.
+"""
+
+import base64
+import logging
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from turnwise.core.fetch import fetch
+from turnwise.core.images import MAX_BYTES, is_picture
+from turnwise.core.optional import Foreign
+from turnwise.errors import InputError
+from turnwise.rollouts.problems import Row
+from turnwise.trajectory.images import FOLDER
+
+logger = logging.getLogger(__name__)
+
+_NAMES = ("image", "images", "image_url")
+
+
+def with_own_paths(row: Row, folder: Path) -> Row:
+    """Return a row of a file in `folder` whose relative paths of images begin there, where such
+    files are. The images of a trajectory are in the folder beside its file."""
+    if "problem_id" in row and "turns" in row and isinstance(images := row.get("images"), dict):
+        own = {"folder": str(folder / FOLDER)}
+        return {**row, "images": {key: {**known, **own} for key, known in images.items()}}
+
+    def found(name: str) -> str:
+        if name.startswith("data:"):  # it may be long
+            return name
+        path = os.path.abspath(os.path.join(folder, name))
+        return path if os.path.isfile(path) else name
+
+    return _changed(row, found)
+
+
+def with_urls(row: Row, seconds: float) -> Row:
+    """Return a row with the images at its URLs in their place, as data: URLs, within `seconds`. A
+    URL that cannot be fetched stays, and fails what reads it as an image; the log has the reason.
+    """
+    ends = time.monotonic() + seconds
+
+    def fetched(name: str) -> str:
+        if not name.startswith(("http://", "https://")):
+            return name
+        try:
+            data = fetch(name, MAX_BYTES, max(0.1, ends - time.monotonic()))
+        except InputError as error:
+            logger.warning("an image of a row is not fetched: %s", error)
+            return name
+        return f"data:image;base64,{base64.b64encode(data).decode()}"
+
+    return _changed(row, fetched)
+
+
+def holds_images(value: Foreign) -> bool:
+    """Return whether a value of a row has images themselves, not their names."""
+    if isinstance(value, dict | list):
+        return any(map(holds_images, value.values() if isinstance(value, dict) else value))
+    is_url = isinstance(value, str) and value.startswith("data:")
+    return is_url or isinstance(value, bytes) or is_picture(value)
+
+
+def _changed(row: Row, change: Callable[[str], str]) -> Row:
+    """Return a row in which the names of images are changed."""
+
+    def below(value: Foreign, named: bool) -> Foreign:
+        if isinstance(value, str):
+            return change(value) if named else value
+        if isinstance(value, list):
+            return [below(one, named) for one in value]
+        if isinstance(value, dict):
+            inside = named or value.get("type") in _NAMES
+            keys = (*_NAMES, "path", "url") if inside else _NAMES
+            return {key: below(one, key in keys) for key, one in value.items()}
+        return value
+
+    return {key: below(value, key in _NAMES) for key, value in row.items()}

@@ -1,0 +1,252 @@
+"""Images in prompts: an image is the bytes of its file, known by their hash, at token positions.
+
+A chat template marks an image by one id, and the model's own processor says which ids stand for it
+(`ImageTokens`). They are put in place once, when a prompt is made: engine, audit and trainer see
+the same ids. A prompt continues a turn only if its images are the same at the same positions.
+Nothing here decodes an image.
+"""
+
+import base64
+import copy
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+from uuid import uuid4
+
+from turnwise.core.images import FORMATS
+from turnwise.core.json_types import JsonObject
+from turnwise.errors import TrajectoryError
+
+FOLDER = "images"
+"""Folder beside files of trajectories that holds the bytes of their images, each once."""
+KINDS = ("image", "image_url", "input_image")
+"""Types of a message's parts that are images."""
+FILE = re.compile(rf"([0-9a-f]{{32}})\.({'|'.join(FORMATS)})")
+"""Names of the files there: hash and format."""
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class Image:
+    """The file of an image; two are equal if their bytes are.
+
+    Example:
+        >>> image = Image.of(b"GIF89a", "gif", 28, 28)
+        >>> str(image), image == Image.of(b"GIF89a", "gif", 28, 28)
+        ('image:f2ca00a345ee31f7f51f7d68ff8b0325', True)
+    """
+
+    hash: str
+    """32 hexadecimal digits: BLAKE2b of the bytes."""
+    format: str = field(compare=False)
+    """png, jpeg, webp or gif: the end of its file's name."""
+    width: int = field(compare=False)
+    height: int = field(compare=False)
+    """Size in pixels, before the model's processor resizes it."""
+    data: bytes = field(default=b"", repr=False, compare=False)
+    """The bytes; empty if `folder` has them."""
+    folder: Path | None = field(default=None, repr=False, compare=False)
+
+    @classmethod
+    def of(cls, data: bytes, format: str, width: int, height: int) -> "Image":
+        """Return the image of a file's bytes, which `chat.images.read_image` reads first."""
+        return cls(hash_of(data), format, width, height, data)
+
+    def __str__(self) -> str:
+        return f"image:{self.hash}"
+
+    @property
+    def name(self) -> str:
+        """Name of its file in a folder of images."""
+        return f"{self.hash}.{self.format}"
+
+    def read(self) -> bytes:
+        """Return the bytes; TrajectoryError (`image_lost`) when its folder has them no longer, or
+        nothing but its hash is known."""
+        if self.data:
+            return self.data
+        if self.folder is None:
+            raise TrajectoryError("image_lost", f"the file of {self} is not here")
+        try:
+            data = (self.folder / self.name).read_bytes()
+        except OSError as error:
+            why = error.strerror
+            raise TrajectoryError("image_lost", f"{self.folder / self.name}: {why}") from error
+        if hash_of(data) != self.hash:
+            raise TrajectoryError("image_lost", f"{self.folder / self.name} has been changed")
+        return data
+
+
+def hash_of(data: bytes) -> str:
+    return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+class PlacedImage(NamedTuple):
+    """An image, and the positions of the ids that stand for it."""
+
+    image: Image
+    start: int
+    """Position of the first, counted from the prompt's first id."""
+    length: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.length
+
+
+class PromptIds(list[int]):
+    """The ids of a prompt with images; a plain list of ids has none.
+
+    A copy by `list` or a slice is a plain list: `extended` adds ids and keeps the images.
+
+    Example:
+        >>> image = Image.of(b"GIF89a", "gif", 28, 28)
+        >>> prompt = extended([11], PromptIds([9, 9, 12], [PlacedImage(image, 0, 2)]))
+        >>> prompt, placed(prompt)[0].start
+        ([11, 9, 9, 12], 1)
+    """
+
+    def __init__(self, ids: Iterable[int] = (), images: Iterable[PlacedImage] = ()) -> None:
+        super().__init__(ids)
+        self.images = tuple(images)
+
+
+class ImageTokens(Protocol):
+    """The model's own processor, as prompts need it."""
+
+    @property
+    def takes_images(self) -> bool:
+        """Whether the model takes images; the first question may load its processor."""
+
+    @property
+    def marker(self) -> int:
+        """The id by which the chat template marks an image."""
+
+    def ids_of(self, image: Image) -> PromptIds:
+        """Return the ids that stand for an image, in the place of the marker, with it;
+        TrajectoryError (`image_refused`) when the model refuses it."""
+
+
+def placed(prompt: Sequence[int]) -> tuple[PlacedImage, ...]:
+    """Return the images of a prompt, in the order of their positions."""
+    found: tuple[PlacedImage, ...] = getattr(prompt, "images", ())
+    return found
+
+
+def extended(prompt: Sequence[int], *more: Sequence[int]) -> list[int]:
+    """Return a prompt followed by more ids, with the images of all."""
+    ids, images = [*prompt], [*placed(prompt)]
+    for part in more:
+        images += (each._replace(start=each.start + len(ids)) for each in placed(part))
+        ids += part
+    return PromptIds(ids, images) if images else ids
+
+
+def put_in_place(ids: list[int], images: Sequence[Image], tokens: ImageTokens) -> list[int]:
+    """Return rendered ids with the ids of each image in the place of its marker.
+
+    Raises:
+        TrajectoryError: `image_marker`, when the rendering has not one marker for each image: the
+            template leaves an image out, or a text holds the marker; as `ids_of`.
+    """
+    places = [at for at, token in enumerate(ids) if token == tokens.marker]
+    if len(places) != len(images):
+        raise TrajectoryError(
+            "image_marker",
+            f"the chat template renders {len(images)} images with {len(places)} markers (token "
+            f"{tokens.marker}): it leaves out an image, or the text of a message holds the marker",
+        )
+    parts, end = list[Sequence[int]](), 0
+    for at, image in zip(places, images, strict=True):
+        parts += [ids[end:at], tokens.ids_of(image)]
+        end = at + 1
+    return extended([], *parts, ids[end:])
+
+
+def as_seen(ids: Sequence[int], images: Iterable[PlacedImage], start: int = 0) -> list[int]:
+    """Return ids, the first of which is at position `start`, with numbers below 0 for those of
+    images: two prompts are the same as far as these lists are."""
+    seen = [*ids]
+    for one in images:
+        first = -(int(one.image.hash, 16) << 32) - one.length
+        seen[one.start - start : one.end - start] = range(first, first + one.length)
+    return seen
+
+
+def images_in(messages: Iterable[Mapping[str, object]]) -> list[Image]:
+    """Return the images of messages, `{"type": "image", "image": Image}`, in their order."""
+    given = (part.get("image") for part in image_parts(messages))
+    return [image for image in given if isinstance(image, Image)]
+
+
+def image_parts(messages: Iterable[Mapping[str, object]]) -> Iterator[JsonObject]:
+    """Yield the parts of messages that are images, also those that nobody has read so far."""
+    for message in messages:
+        if isinstance(content := message.get("content"), list):
+            for part in content:
+                if isinstance(part, dict) and ("image_url" in part or part.get("type") in KINDS):
+                    yield part
+
+
+def replaced(messages: Iterable[JsonObject], change: Callable[[Any], object]) -> list[JsonObject]:
+    """Return a copy of messages, whose images are what `change` makes of them."""
+    made = copy.deepcopy([*messages])
+    for part in image_parts(made):
+        if "image" in part:
+            part["image"] = change(part["image"])
+    return made
+
+
+def restored(messages: list[JsonObject], images: Mapping[str, Image]) -> list[JsonObject]:
+    """Return messages of JSON, in which an image is its hash, with the images themselves."""
+    return replaced(messages, lambda key: images.get(str(key), key)) if images else messages
+
+
+def as_json(value: object) -> str:
+    """Return an image in a message as JSON: its hash; for `json.dumps(default=as_json)`."""
+    if isinstance(value, Image):
+        return value.hash
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+
+
+def data_url(value: object) -> str:
+    """Return an image in a message as a data: URL; for `json.dumps(default=data_url)`."""
+    if isinstance(value, Image):
+        return f"data:image/{value.format};base64,{base64.b64encode(value.read()).decode()}"
+    raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
+
+
+def described(images: Mapping[str, Image], *, whole: bool) -> JsonObject:
+    """Return images by hash as JSON, with their bytes if `whole`."""
+    names = ("format", "width", "height")
+    tree = {key: {name: getattr(image, name) for name in names} for key, image in images.items()}
+    for key, image in images.items() if whole else ():
+        tree[key]["data"] = base64.b64encode(image.read()).decode()
+    return tree
+
+
+def of_described(tree: JsonObject, folder: Path | None) -> dict[str, Image]:
+    """Return the images that `described` wrote; `folder` has the bytes of those without, unless
+    they name one. TrajectoryError (`image_lost`) when one is not named by the hash of its bytes."""
+    images = {}
+    for key, known in tree.items():
+        image = Image(key, str(known["format"]), int(known["width"]), int(known["height"]))
+        data = base64.b64decode(known.get("data", ""))
+        if not FILE.fullmatch(image.name) or (data and hash_of(data) != key):
+            raise TrajectoryError("image_lost", f"{image.name[:80]!r} is not the name of its bytes")
+        own = Path(known["folder"]) if "folder" in known else folder
+        images[key] = replace(image, data=data, folder=None if data else own)
+    return images
+
+
+def save_images(folder: Path, images: Iterable[Image]) -> None:
+    """Write images into a folder of theirs, each once; OSError when one cannot be written."""
+    for image in images:
+        if not (path := folder / image.name).exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            # A step and evaluations, maybe of other processes, may write the same image at once.
+            new = folder / f"{uuid4().hex}.tmp"
+            new.write_bytes(image.read())
+            new.replace(path)
