@@ -27,7 +27,7 @@ from turnwise.tinker.losses import Inputs, TinkerLoss, loss_named
 from turnwise.tinker.requests import AdamStep, AdapterSpec
 from turnwise.tinker.wire import Array, Datum, TrainingRequest
 from turnwise.training.batching import Columns, micro_batch_tokens, plan_micro_batches
-from turnwise.training.layout_check import ModelCheck, agreed_layout
+from turnwise.training.layout_check import check_run
 from turnwise.training.loading import load_models, path_of
 from turnwise.training.lora import (
     ADAPTER_TENSORS,
@@ -97,9 +97,8 @@ class AdapterRank:
         self.device = begin_process(config, rank, ranks, address)
         check_room(config, self.device, ranks)
         self._models = models = load_models(config, self.device)
-        checks = [ModelCheck(models, m, config.model.max_length) for m in models.modules()]
-        preferred = layout_of(config.training, self.device)
-        self.layout, self.layout_warning = agreed_layout(checks, config.training, preferred)
+        found = check_run(models, config, layout_of(config.training, self.device))
+        self.layout, self.patches, self.layout_warning, self._no_images = found
         self._model = models.policy.get_submodule("model")
         self._layers = adapted_layers(self._model)
         remove_adapter(self._model, "default")  # of `load_models`, which found the layers
