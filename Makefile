@@ -5,6 +5,7 @@
 # make gsm8k  set up, then train a small model on GSM8K's rows (DATA=FOLDER, train.jsonl and test.jsonl)
 # make envs   set up .venv-envs, with packages of environments (reasoning-gym, TextArena, BFCL ...)
 # make agents set up .venv-agents, with the frameworks of examples/agents
+# make tinker set up .venv-tinker, with Tinker's SDK and cookbook
 # make retool set up, then train a small model to write Python, which runs in a sandbox
 # make quick  set up, then the tests that need neither vLLM nor Ray, for people who edit
 # make test   set up, then lint, type-check and test, with real vLLM and Ray
@@ -32,6 +33,7 @@ REAL := .venv/.real
 AGENTS := .venv-agents/.installed
 INTEROP := .venv-interop/.installed
 ENVS := .venv-envs/.installed
+TINKER := .venv-tinker/.installed
 PIP := $(BIN)/python -m pip
 # Where CPU torch is found when the machine's own pip configuration does not know it.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
@@ -39,7 +41,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # Bytecode is written when a module is first imported: not at install, and once only.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo real guess gsm8k retool algorithms agents envs quick test test-all bench soak \
+.PHONY: setup demo real guess gsm8k retool algorithms agents envs tinker quick test test-all bench soak \
   gpu-check gpu-pack docs lint lock clean
 
 setup: $(STAMP)
@@ -63,15 +65,18 @@ $(STAMP): requirements/cpu.txt
 	@.venv-$*/bin/python -m pip install -qq --no-deps --no-compile -r $<
 	@touch $@
 
-# Packages of environments, which run in turnwise's process: a folder for PYTHONPATH, with what .venv lacks.
-$(ENVS): requirements/envs.txt $(STAMP)
-	@rm -rf .venv-envs
-	@$(PIP) install -qq --no-deps --no-compile --target .venv-envs -r requirements/envs.txt
+# Packages of environments, which run in turnwise's process, and Tinker's SDK: folders for PYTHONPATH,
+# with what .venv lacks.
+$(ENVS) $(TINKER): .venv-%/.installed: requirements/%.txt $(STAMP)
+	@rm -rf .venv-$*
+	@$(PIP) install -qq --no-deps --no-compile --target .venv-$* -r $<
 	@touch $@
 
 envs: $(ENVS)
 
 agents: $(AGENTS)
+
+tinker: $(TINKER)
 
 demo: setup
 	$(BIN)/python -m examples.calculator.demo --seed $(SEED)
@@ -118,7 +123,7 @@ test-all: quick
 	@$(MAKE) --no-print-directory bench QUICK=1
 
 bench:
-	@$(MAKE) -j2 --no-print-directory setup $(PEERS)
+	@$(MAKE) -j2 --no-print-directory setup $(PEERS) $(TINKER)
 	$(BIN)/python -m benchmarks $(if $(QUICK),--quick) $(if $(ROW),--only $(ROW))
 
 MINUTES ?= 60
@@ -140,8 +145,8 @@ docs: $(INTEROP)
 	@echo "build/docs/index.html"
 
 lock:
-	for name in cpu bench agents interop envs; do \
-	  only=; [ $$name = envs ] && only=--no-deps; \
+	for name in cpu bench agents interop envs tinker; do \
+	  only=; case $$name in envs|tinker) only=--no-deps;; esac; \
 	  $(PIP) install -q --dry-run --ignore-installed $$only --report - -r requirements/$$name.in \
 	    | $(PYTHON) requirements/lock.py $$name.in > requirements/$$name.txt.new \
 	    && mv requirements/$$name.txt.new requirements/$$name.txt || exit 1; \

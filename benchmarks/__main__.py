@@ -49,7 +49,7 @@ SCRIPTS = (
     "training",
     "images",
 )
-LONG = ("learning", "lora", "real", "fleet", "rows")
+LONG = ("learning", "lora", "real", "tinker", "fleet", "rows")
 """Scripts of minutes each, which a full run leaves out unless they are named."""
 DEADLINE, LONG_DEADLINE = 600.0, 3600.0
 """Deadlines of one script, in seconds."""

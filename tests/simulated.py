@@ -63,6 +63,8 @@ class _Request:
     stream_interval: int
     scored: bool
     """Whether log-probs of the prompt are asked for."""
+    likeliest: tuple[int, int] = (0, 0)
+    """Numbers of likeliest tokens that are asked for at prompt and completion: always 1, 2 ..."""
     sampled: int = 0
     delivered: int = 0
     cached: int = 0
@@ -156,6 +158,8 @@ class SimulatedEngine:
         asked = _Request(
             prompt, *self._sample([*seen, *prompt], sampling.max_tokens), interval, scored
         )
+        if not isinstance(sampling, SamplingConfig):
+            asked.likeliest = sampling.prompt_logprobs or 0, sampling.logprobs or 0
         self._waiting[asked] = None
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._serve())
@@ -202,6 +206,10 @@ class SimulatedEngine:
         new = slice(request.delivered, request.sampled)
         first = request.scored and not request.delivered
         scores = [(token, -1e-3 * token, 1) for token in request.prompt[1:]] if first else []
+        at_prompt, at_token = (
+            [(token, -0.5 * token, token) for token in range(1, count + 1)]
+            for count in request.likeliest
+        )
         chunk = Chunk(
             request.token_ids[new],
             request.logprobs[new],
@@ -209,7 +217,12 @@ class SimulatedEngine:
             finish,
             cached_tokens=request.cached,
             prompt_logprobs=[None, *(score for _, score, _ in scores)] if first else None,
-            prompt_alternatives=[[each] for each in scores],
+            alternatives=[
+                [(*pair, 1), *at_token]
+                for pair in zip(request.token_ids[new], request.logprobs[new], strict=True)
+                if at_token
+            ],
+            prompt_alternatives=[[each, *at_prompt] for each in scores],
         )
         request.delivered, request.versions = request.sampled, []
         request.chunks.put_nowait(chunk)

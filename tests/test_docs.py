@@ -27,6 +27,7 @@ from turnwise.config import Config, RolloutConfig, known_keys, load_config
 from turnwise.rollouts.environment import load_object
 from turnwise.rollouts.episode import Episode
 from turnwise.rollouts.problems import Problem
+from turnwise.tinker.backend import server_config
 
 TABLE = ROOT / "docs" / "coming-from.md"
 _SECTIONS = "|".join(
@@ -235,6 +236,9 @@ def test_shell_blocks_name_commands_files_and_targets_that_exist(page: str) -> N
                         assert target.endswith(".jsonl"), (block, line)
                         continue
                     context = command.make_context(name, options)
+                    if name == "tinker":
+                        server_config(*(context.params[key] for key in ("model", "config")))
+                        continue
                     if name in ("init", "scale", "show", "stuck", "view"):
                         continue  # a folder that a reader makes or has
                     file, overrides = (context.params.get(key) for key in ("file", "overrides"))

@@ -2,7 +2,9 @@
 
 import base64
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from turnwise.chat.prompts import next_prompt
 from turnwise.chat.template import load_template, load_tokenizer
 from turnwise.chat.vision import ModelImages
 from turnwise.config import Config
+from turnwise.core.images import check_image
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.trajectory import ChatTemplate
 from turnwise.trajectory.images import placed
@@ -42,6 +45,22 @@ def test_one_image_has_many_forms(tmp_path: Path) -> None:
     part = {"type": "image_url", "image_url": {"url": url}}
     (kept,) = read_parts({"role": "user", "content": [part]}, "a message", files=False)["content"]
     assert kept == {"type": "image", "image": images[0]}
+
+
+def test_threads_that_read_equal_bytes_at_once_get_one_object(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    meeting = Barrier(2, timeout=30)
+
+    def checked(data: bytes, what: str) -> tuple[str, int, int]:
+        meeting.wait()  # neither thread knows the image yet
+        return check_image(data, what)
+
+    monkeypatch.setattr("turnwise.chat.images.check_image", checked)
+    data = encoded(picture(seed=99))
+    with ThreadPoolExecutor(2) as threads:
+        first, second = threads.map(lambda _: read_image(data, "an image"), range(2))
+    assert first is second
 
 
 @pytest.mark.parametrize(

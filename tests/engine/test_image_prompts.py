@@ -203,7 +203,7 @@ async def test_requests_at_the_same_time_process_an_image_once(
 
 
 def test_weights_of_another_version_make_something_else_of_an_image() -> None:
-    """Where updates keep the prefix cache, only new names tell vLLM."""
+    """Updates may keep vLLM's caches, which know an image by its name: it has to be a new one."""
     from turnwise.internals import vllm
 
     (image,) = images_in([read(picture())])

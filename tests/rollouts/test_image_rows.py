@@ -54,7 +54,7 @@ def test_paths_in_rows_begin_at_their_file(tmp_path: Path, monkeypatch: pytest.M
         assert text["text"] == "What?"
         assert [shows(part["image"]) for part in images] == [True] * 3
     assert second == {"image": "a cat", "n": 1}
-    own = {"turns": 3, "images": {"before": "pictures/1.png"}}  # no trajectory of ours
+    own = {"turns": 3, "images": {"before": "pictures/1.png"}}  # a row, not a trajectory
     file.write_text(json.dumps(own))
     assert list(load_rows(str(file), split="train")) == [own]
 

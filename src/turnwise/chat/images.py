@@ -11,6 +11,7 @@ import binascii
 from collections.abc import Mapping, Sequence
 from itertools import islice
 from pathlib import Path
+from threading import Lock
 from weakref import WeakValueDictionary
 
 from turnwise.core.images import MAX_BYTES, MAX_IMAGES, check_image, encode, is_picture
@@ -23,6 +24,7 @@ from turnwise.trajectory.images import KINDS, data_url, hash_of
 _TEXTS = ("text", "input_text", "output_text")
 _MAX_LOOKED_AT = 1000  # number of parts of a tool's result of which one is an image, or none is
 _known: WeakValueDictionary[str, Image] = WeakValueDictionary()  # by hash
+_known_lock = Lock()  # requests are read in threads
 
 
 def read_image(value: Foreign, what: str, *, files: bool = True) -> Image:
@@ -58,7 +60,8 @@ def read_image(value: Foreign, what: str, *, files: bool = True) -> Image:
         raise InputError(f"{what} is no image: it may be {kinds}, not {repr(value)[:60]}")
     if (image := _known.get(hash_of(data))) is None:
         image = Image.of(data, *check_image(data, what))
-        _known[image.hash] = image
+        with _known_lock:  # another thread may have read it meanwhile
+            image = _known.setdefault(image.hash, image)
     return image
 
 

@@ -55,7 +55,10 @@ _NO_SIGNAL = (
     "; the problems may be too easy or too hard for this model, or the reward may not tell its "
     "answers apart"
 )
-_ON_LINUX = ("train", "sft", "pipeline", "eval", "rollout", "serve", "scale", "doctor", "stuck")
+_ON_LINUX = (
+    *("train", "sft", "pipeline", "eval", "rollout", "serve", "scale", "doctor", "stuck"),
+    "tinker",
+)
 """Commands that need processes, engines or their stacks; the others read files on any system."""
 _ROLLOUT_SECONDS = 900.0
 _ROLLOUT_PROBLEMS = 4
@@ -234,6 +237,28 @@ async def serve(command: Command, file: ConfigFile, overrides: Overrides = None)
         print_text(f"base URL {server.base_url}")
         for name, url in server.workers().items():
             print_text(f"{name} {url}")
+        await asyncio.Event().wait()  # until interrupted
+
+
+@command_of(app)
+async def tinker(
+    command: Command,
+    overrides: Overrides = None,
+    model: Annotated[
+        str | None, typer.Option(help="Folder or Hugging Face name; default: the file's.")
+    ] = None,
+    config: Annotated[Path | None, typer.Option(help="A YAML configuration.")] = None,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="By default serving.port; 0: a free one.")
+    ] = None,
+) -> None:
+    """Serve programs that are written for Tinker's SDK: train and sample adapters of a model."""
+    changes = [*(overrides or ()), *([] if port is None else [f"serving.port={port}"])]
+    from turnwise.tinker import backend  # seconds to import
+
+    chosen = command.of(await run_in_thread(lambda: backend.server_config(model, config, changes)))
+    async with commands.serving(chosen, Console(), backend.open_tinker) as url:
+        print_text(f"TINKER_BASE_URL={url}")
         await asyncio.Event().wait()  # until interrupted
 
 

@@ -123,6 +123,8 @@ class AdapterTable:
         self.older: list[LoadedAdapter] = []
         """Versions of the trained adapter before the newest, oldest first."""
         self._by_name: dict[str, LoadedAdapter] = {}
+        self._brought: dict[str, LoadedAdapter] = {}
+        """Those that were loaded when a request needed them, the least recently used first."""
         self._numbers = 0
 
     def new(self, name: str, version: int | None = None) -> LoadedAdapter:
@@ -139,6 +141,29 @@ class AdapterTable:
         if (before := self._by_name.get(name)) is not None:
             self.older.append(before)
         self._by_name[name] = adapter
+
+    def bring(self, name: str, adapter: LoadedAdapter) -> None:
+        """Add an adapter that a request needs, and that may make room for another one later."""
+        self._by_name[name] = self._brought[name] = adapter
+
+    def touch(self, name: str) -> bool:
+        """Return whether there is an adapter of a name, which is used now."""
+        if (adapter := self._brought.pop(name, None)) is not None:
+            self._brought[name] = adapter
+        return name in self._by_name
+
+    def take(self) -> tuple[str, LoadedAdapter] | None:
+        """Remove and return an adapter that makes room for another one: the one that was not needed
+        for the longest time, if there is one that no request uses among these; None if all have to
+        stay."""
+        idle = (name for name, each in self._brought.items() if not each.users)
+        if (name := next(idle, next(iter(self._brought), None))) is None:
+            return None
+        del self._by_name[name]
+        return name, self._brought.pop(name)
+
+    def __len__(self) -> int:
+        return len(self._by_name) + len(self.older)
 
     def excess(self) -> list[LoadedAdapter]:
         """Remove and return the versions to drop: those that no request uses, and the oldest ones

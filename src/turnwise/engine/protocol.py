@@ -54,6 +54,9 @@ class Route:
     """Name of the group of trajectories that begin with one prompt; "" for none."""
     adapter: str = ""
     """Name in `serving.adapters` of the adapter that samples; "" for the policy."""
+    folder: str = ""
+    """Folder in PEFT's format of an adapter under a name of its own, from which an engine loads it
+    when it needs it; "" for those that an engine holds."""
 
 
 class Request(NamedTuple):
@@ -134,6 +137,10 @@ class Completion:
     worker: str = field(default="", compare=False)
     """Name of the worker that sampled the last token; "" if there is only an engine."""
     experts: bytes = b""
+    """As in `Chunk`."""
+    alternatives: Alternatives = field(default_factory=list)
+    """As in `Chunk`."""
+    prompt_alternatives: Alternatives = field(default_factory=list)
     """As in `Chunk`."""
 
     def __post_init__(self) -> None:
@@ -280,6 +287,8 @@ def completion_of(chunks: Sequence[Chunk], request_id: str) -> Completion:
         whole.queued,
         whole.worker,
         whole.experts,
+        whole.alternatives,
+        whole.prompt_alternatives,
     )
 
 

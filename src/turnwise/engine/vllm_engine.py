@@ -45,6 +45,7 @@ from turnwise.engine.protocol import (
     PauseMode,
     Rendezvous,
     Request,
+    Route,
     WeightUpdate,
 )
 from turnwise.engine.vllm_images import ImageInputs
@@ -130,6 +131,7 @@ class VllmEngine:
         self._unloaded = dict(adapters.paths)  # paths of adapters that are not loaded yet, by name
         self._loading = asyncio.Lock()
         self._has_adapters = bool(adapters.rank)
+        self._slots = 0  # number of adapters that it can hold
         self._captures = engine.routing_replay and vllm.current_platform.is_cpu()
         """Whether the workers must be asked to capture the choice of experts."""
         self._ready = False  # whether all adapters are loaded, and choices are captured
@@ -138,6 +140,8 @@ class VllmEngine:
         if model.adapter is not None and POLICY not in adapters.paths:
             raise InputError("model.adapter: an engine needs adapters=EngineAdapters.of(config)")
         arguments = engine_arguments(model, engine, deterministic, adapters) | {"seed": seed}
+        if self._has_adapters:  # on a CPU the last slot stays empty
+            self._slots = arguments["max_loras"] - vllm.current_platform.is_cpu()
         if extension := combined(worker_extension, arguments.get("worker_extension_cls", "")):
             arguments["worker_extension_cls"] = extension
         if worker_extension:
@@ -165,6 +169,8 @@ class VllmEngine:
             async with self._deadline(f"processing the images of {request.id}", self._timeout):
                 seen = await self._images.prepare(request.prompt, request.images)
         await self.load_adapters()
+        if request.route.folder:
+            await self._bring(request.route)
         await self._llm.get_supported_tasks()  # from here to vLLM's queue nothing may wait
         vllm = self._vllm
         with self._adapters.using(request.route.adapter, request.id) as adapter:
@@ -210,6 +216,41 @@ class VllmEngine:
                 self._adapters.add(name, adapter)
                 del self._unloaded[name]
             self._ready = True
+
+    async def _bring(self, route: Route) -> None:
+        """Load the adapter of a route, unless the engine holds it. If all slots are taken, another
+        one makes room."""
+        if self._adapters.touch(route.adapter):
+            return
+        what = f"a wait for one of {self._slots} slots of adapters (engine.vllm_args.max_loras)"
+        async with self._moving(f"with {what}"), self._loading:
+            if self._adapters.touch(route.adapter):
+                return
+            while len(self._adapters) >= self._slots:
+                await self._make_room()
+            adapter = self._adapters.new(route.adapter)
+            key = f"the adapter {route.adapter}"
+            try:
+                await self._ask("put_adapter", adapter.number, route.folder, key)
+            except BaseException:  # if it arrives after all, its slot would never be free again
+                with suppress(Exception):
+                    await self._ask("remove_adapter", adapter.number)
+                raise
+            self._adapters.bring(route.adapter, adapter)
+
+    async def _make_room(self) -> None:
+        """Remove an adapter. If requests use all of them, it is one that gets no new requests from
+        here on: else a client that always has some would keep its slot for ever."""
+        if (taken := self._adapters.take()) is None:
+            raise InputError(f"engine.vllm_args.max_loras: no slot of {self._slots} is left")
+        name, leaving = taken
+        try:
+            while leaving.users:  # noqa: ASYNC110 (no event says that a request has ended)
+                await asyncio.sleep(_POLL_SECONDS)
+        except BaseException:
+            self._adapters.bring(name, leaving)
+            raise
+        await self._ask("remove_adapter", leaving.number)
 
     def _moving(self, waiting: str) -> AbstractAsyncContextManager[object]:
         """Raise `DeadlineError` from a wait when the engine samples no token of any request."""

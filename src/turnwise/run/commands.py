@@ -8,7 +8,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, a
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from rich.console import Console
 
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     """Problems to train on, and held-out ones."""
     Join = Callable[[Runtime, Datasets], AbstractAsyncContextManager[Datasets]]
 
+_Server = TypeVar("_Server")
 _LOADING = "importing libraries and reading the data"
 _LOAD_SECONDS = 6 * 3600.0  # deadline for opening the data, which may be a download of hours
 _PROVIDED = (*NEEDED_KEYS, "data.eval_path")  # those that a program may have given as objects
@@ -401,15 +402,30 @@ def _opened(
 @asynccontextmanager
 async def serve(config: Config, console: Console) -> AsyncIterator["OpenAIServer"]:
     """Serve the model to OpenAI and Anthropic clients for the length of an `async with` block."""
+
+    def opened(config: Config, display: "Display") -> AbstractAsyncContextManager["OpenAIServer"]:
+        with display.part("importing libraries"):
+            from turnwise.run.fleet import open_server
+
+        return open_server(config, display)
+
+    async with serving(config, console, opened) as server:
+        yield server
+
+
+@asynccontextmanager
+async def serving(
+    config: Config,
+    console: Console,
+    opened: "Callable[[Config, Display], AbstractAsyncContextManager[_Server]]",
+) -> AsyncIterator[_Server]:
+    """Hold a server open for the length of an `async with` block, with its processes' logs."""
     listen(config.serving.host, config.serving.port).close()  # before anything slow
     check_sources(config)
     async with AsyncExitStack() as stack:
         stack.enter_context(logs.open_logs(config))
         with _display(config, console) as display:
-            with display.part("importing libraries"):
-                from turnwise.run.fleet import open_server
-
-            server = await stack.enter_async_context(open_server(config, display))
+            server = await stack.enter_async_context(opened(config, display))
         yield server
 
 

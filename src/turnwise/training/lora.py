@@ -8,7 +8,7 @@ layer; only PEFT's layers and its file formats are used, not its own model class
 import json
 import re
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -41,40 +41,83 @@ def add_adapters(model: Foreign, lora: LoraConfig, roles: Sequence[ModelName]) -
 
     An adapter changes nothing before its first update: its second factor starts at 0.
     """
-    peft = optional("peft", "lora", "model.lora")
     targets: Foreign = lora.target_modules
     names = [_ADAPTERS[role] for role in roles if role in _ADAPTERS]
-    beside = None
-    if sees(model.config):  # the part that reads images may have layers of the same names
-        decoder = model.get_decoder()
-        text = next(name for name, part in model.named_modules() if part is decoder)
-        beside = rf"(?!{re.escape(text)}\.).*"
     state = torch.get_rng_state()  # what is drawn until then depends on where the model is
     for name in names:
-        where: Foreign = {"target_modules": targets, "exclude_modules": beside}
-        settings = peft.LoraConfig(**peft_settings(lora), **where, task_type="CAUSAL_LM")
-        try:
-            with warnings.catch_warnings(action="ignore"):  # of a second adapter
-                peft.inject_adapter_in_model(settings, model, name)
-        except ValueError as error:
-            raise InputError(f"model.lora.target_modules: {error}") from error
-        targets = settings.target_modules  # the names that all-linear stands for
+        targets = _inject(model, lora, name, targets)  # the names that all-linear stands for
     torch.set_rng_state(state)
     layers = adapted_layers(model)
     for name in names:
-        for layer in layers.values():  # the same first values, with weights and without
-            factors = [f[name] for f in (layer.lora_A, layer.lora_B) if name in f]
-            if any(factor.weight.is_meta for factor in factors):
-                for factor in factors:
-                    factor.to_empty(device="cpu")
-            if factors:
-                layer.reset_lora_parameters(name, True)
+        _draw(layers, name)
     for name, layer in layers.items():
         if not isinstance(layer.base_layer, nn.Linear) or layer is model.get_output_embeddings():
             raise InputError(
                 f"model.lora.target_modules: {name} can have no adapter; only linear layers "
                 "other than the output head can"
             )
+    _train_adapters(model)
+
+
+def add_adapter(
+    model: Foreign, lora: LoraConfig, name: str, targets: Sequence[str], seed: int
+) -> None:
+    """Give some of the layers that have adapters one more, of its own rank and scaling.
+
+    Args:
+        name: PEFT's name of it, without dots.
+        targets: Names of the layers in the model.
+        seed: Seed of its first factor.
+    """
+    with torch.random.fork_rng():
+        _inject(model, lora, name, list(targets))
+        torch.manual_seed(seed)
+        _draw(adapted_layers(model), name)
+    _train_adapters(model)
+
+
+def remove_adapter(model: Foreign, name: str) -> None:
+    """Remove an adapter; the others stay as they are."""
+    for layer in adapted_layers(model).values():
+        if name in layer.lora_A:
+            active = layer.active_adapters
+            layer.delete_adapter(name)
+            activate([layer], [each for each in active if each != name])
+    model.peft_config.pop(name, None)
+    _train_adapters(model)
+
+
+def _inject(model: Foreign, lora: LoraConfig, name: str, targets: Foreign) -> Foreign:
+    """Add an adapter's factors to the layers; return the names of these layers."""
+    peft = optional("peft", "lora", "model.lora")
+    beside = None
+    if sees(model.config):  # the part that reads images may have layers of the same names
+        decoder = model.get_decoder()
+        text = next(name for name, part in model.named_modules() if part is decoder)
+        beside = rf"(?!{re.escape(text)}\.).*"
+    where: Foreign = {"target_modules": targets, "exclude_modules": beside}
+    settings = peft.LoraConfig(**peft_settings(lora), **where, task_type="CAUSAL_LM")
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of a second adapter
+            peft.inject_adapter_in_model(settings, model, name)
+    except ValueError as error:
+        raise InputError(f"model.lora.target_modules: {error}") from error
+    return settings.target_modules
+
+
+def _draw(layers: Mapping[str, Foreign], name: str) -> None:
+    """Draw an adapter's first values, the same with the model's weights and without."""
+    for layer in layers.values():
+        factors = [f[name] for f in (layer.lora_A, layer.lora_B) if name in f]
+        if any(factor.weight.is_meta for factor in factors):
+            for factor in factors:
+                factor.to_empty(device="cpu")
+        if factors:
+            layer.reset_lora_parameters(name, True)
+
+
+def _train_adapters(model: nn.Module) -> None:
+    """Freeze everything but the adapters, which are kept in float32."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name)
         if parameter.requires_grad:
@@ -145,16 +188,17 @@ def add_product(
 
 
 @torch.no_grad()
-def adapter_tensors(model: nn.Module) -> NamedTensors:
-    """Yield the policy's adapter whole, under PEFT's names; every rank must iterate over all."""
+def adapter_tensors(model: nn.Module, adapter: str = _POLICY) -> NamedTensors:
+    """Yield an adapter whole, by default the policy's, under PEFT's names; every rank must iterate
+    over all."""
     for name, parameter in model.named_parameters():
-        if f".{_POLICY}." in name and ".lora_" in name:
-            yield PREFIX + name.replace(f".{_POLICY}.", "."), whole(parameter)
+        if f".{adapter}." in name and ".lora_" in name:
+            yield PREFIX + name.replace(f".{adapter}.", "."), whole(parameter)
 
 
-def adapter_config(model: Foreign, base: str) -> dict[str, object]:
-    """Return the contents of PEFT's `adapter_config.json` for the policy's adapter."""
-    settings = model.peft_config[_POLICY]
+def adapter_config(model: Foreign, base: str, adapter: str = _POLICY) -> dict[str, object]:
+    """Return the contents of PEFT's `adapter_config.json` for an adapter."""
+    settings = model.peft_config[adapter]
     return {
         **settings.to_dict(),
         "base_model_name_or_path": base,

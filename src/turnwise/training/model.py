@@ -299,7 +299,8 @@ def score_hidden(
     sampling: SamplingConfig,
     entropy_gradient: bool = False,
 ) -> Scores:
-    """Score tokens by the last hidden states at the positions before them.
+    """Score tokens by the last hidden states at the positions before them; targets [N, K] are K
+    tokens for each position.
 
     Where they are many, the logits are computed in chunks, and again for the backward pass, so that
     no [B, T, V] tensor exists.
@@ -386,43 +387,47 @@ def _score(
     sampling: SamplingConfig,
     entropy_gradient: bool,
 ) -> Scores:
-    logits_NV = _processed(logits_of(model, hidden_NH), targets_N, sampling)
+    targets_NK = targets_N if targets_N.dim() == 2 else targets_N[:, None]
+    logits_NV = _processed(logits_of(model, hidden_NH), targets_NK, sampling)
     if entropy_gradient:
         total_N = torch.logsumexp(logits_NV, dim=-1)
-        logprobs_N = logits_NV.gather(-1, targets_N[:, None])[:, 0] - total_N
+        logprobs_NK = logits_NV.gather(-1, targets_NK) - total_N[:, None]
         share_NV, known_NV = (logits_NV - total_N[:, None]).exp_(), logits_NV.clamp(min=-1e9)
-        return logprobs_N, total_N - (share_NV * known_NV).sum(dim=-1)
-    logprobs_N, total_N = _LogProbs.apply(logits_NV, targets_N)  # type: ignore[no-untyped-call]
+        entropy_N = total_N - (share_NV * known_NV).sum(dim=-1)
+        return logprobs_NK.reshape(targets_N.shape), entropy_N
+    logprobs_NK, total_N = _LogProbs.apply(logits_NV, targets_NK)  # type: ignore[no-untyped-call]
     with torch.no_grad():
         share_NV = (logits_NV - total_N[:, None]).exp_()
-        return logprobs_N, torch.special.entr(share_NV, out=share_NV).sum(dim=-1)
+        entropy_N = torch.special.entr(share_NV, out=share_NV).sum(dim=-1)
+    return logprobs_NK.reshape(targets_N.shape), entropy_N
 
 
 class _LogProbs(torch.autograd.Function):
-    """Log-probs of targets, and the logarithm of the sum of all exponentials.
+    """Log-probs of targets, [N, K], and the logarithm of the sum of all exponentials.
 
     The gradient takes one tensor of the logits' size beside them, where autograd's takes three.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, logits_NV: torch.Tensor, targets_N: torch.Tensor
+        ctx: Any, logits_NV: torch.Tensor, targets_NK: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         total_N = torch.logsumexp(logits_NV, dim=-1)
-        ctx.save_for_backward(logits_NV, targets_N, total_N)
+        ctx.save_for_backward(logits_NV, targets_NK, total_N)
         ctx.mark_non_differentiable(total_N)
-        return logits_NV.gather(-1, targets_N[:, None])[:, 0] - total_N, total_N
+        return logits_NV.gather(-1, targets_NK) - total_N[:, None], total_N
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        logits_NV, targets_N, total_N = ctx.saved_tensors
-        gradient_N1 = gradients[0][:, None]
-        gradient_NV = (logits_NV - total_N[:, None]).exp_().mul_(-gradient_N1)
-        return gradient_NV.scatter_add_(-1, targets_N[:, None], gradient_N1), None
+        logits_NV, targets_NK, total_N = ctx.saved_tensors
+        gradient_NK = gradients[0]
+        all_N1 = gradient_NK.sum(dim=-1, keepdim=True)
+        gradient_NV = (logits_NV - total_N[:, None]).exp_().mul_(-all_N1)
+        return gradient_NV.scatter_add_(-1, targets_NK, gradient_NK), None
 
 
 def _processed(
-    logits_NV: torch.Tensor, targets_N: torch.Tensor, sampling: SamplingConfig
+    logits_NV: torch.Tensor, targets_NK: torch.Tensor, sampling: SamplingConfig
 ) -> torch.Tensor:
     """Apply temperature, min-p, top-k and top-p as the engine does."""
     if sampling.temperature == 0.0:
@@ -446,5 +451,5 @@ def _processed(
         outside_NV[:, -1] = False
         dropped_NV |= torch.zeros_like(dropped_NV).scatter(-1, order_NV, outside_NV)
     # A target that has fallen out under newer weights stays: its ratio is small but not zero.
-    dropped_NV.scatter_(-1, targets_N[:, None], False)
+    dropped_NV.scatter_(-1, targets_NK, False)
     return logits_NV.masked_fill(dropped_NV, float("-inf"))

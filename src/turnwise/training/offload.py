@@ -123,6 +123,11 @@ class Offload:
             del self._away[kind]
             file.close()
 
+    def forget(self, kind: str) -> None:
+        """Drop the values of a kind, if they are away."""
+        if (away := self._away.pop(kind, None)) is not None:
+            away[1].close()
+
 
 def _bytes(storage: Any) -> torch.Tensor:
     """Return a storage's contents: [nbytes], uint8."""

@@ -84,15 +84,7 @@ class TrainerRank:
         self._config = config
         self._training = training = config.training
         self._rank, self._ranks = rank, ranks
-        torch.manual_seed(config.seed)
-        if config.deterministic:
-            torch.use_deterministic_algorithms(True)
-        torch.set_num_threads(threads_of(training))
-        self.device = torch.device("cpu")
-        if torch.cuda.is_available():
-            self.device = torch.device("cuda", torch.cuda.current_device())
-        if address:
-            join_ranks(address, rank, ranks, self.device, training.step_timeout)
+        self.device = begin_process(config, rank, ranks, address)
         group = None
         if (size := training.context_parallel) > 1:
             group = ContextGroup.of_this_rank(size, timedelta(seconds=training.step_timeout))
@@ -471,3 +463,18 @@ class TrainerRank:
         self._entropy.resume(state.get("entropy", {}))
         torch.set_rng_state(state["rng"])
         return self.version
+
+
+def begin_process(config: Config, rank: int, ranks: int, address: str) -> torch.device:
+    """Set up torch in a rank's process, and the process group of several; return its device."""
+    training = config.training
+    torch.manual_seed(config.seed)
+    if config.deterministic:
+        torch.use_deterministic_algorithms(True)
+    torch.set_num_threads(threads_of(training))
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+    if address:
+        join_ranks(address, rank, ranks, device, training.step_timeout)
+    return device

@@ -10,7 +10,7 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import ray
 from ray.actor import ActorHandle as RayActor
@@ -21,6 +21,7 @@ from turnwise.core import logs
 from turnwise.core.actor import ActorHandle, create_placement_group, is_death, killed_on_failure
 from turnwise.core.aio import run_in_thread
 from turnwise.core.json_types import JsonObject
+from turnwise.core.optional import Foreign
 from turnwise.errors import DeadlineError, TrainerError, TurnwiseError
 from turnwise.serving.colocated.host import WorkerHost
 from turnwise.training.batching import (
@@ -66,11 +67,15 @@ class TrainerActor:
     ) -> tuple[int, Layouts, str]:
         """Build the rank; return its process's id, and the ranks' layouts of micro-batches with a
         sentence about them."""
-        from turnwise.training.rank import TrainerRank  # with Transformers' models
-
-        policy = TrainerRank(config, Path(folder), rank=rank, ranks=ranks, address=address)
+        policy = self.rank_class()(config, Path(folder), rank=rank, ranks=ranks, address=address)
         self._policy = policy
         return os.getpid(), policy.layouts, policy.layouts_said
+
+    def rank_class(self) -> Foreign:
+        """Return the class of the rank, which is imported with Transformers' models."""
+        from turnwise.training.rank import TrainerRank
+
+        return TrainerRank
 
     def call(self, method: str, *args: object) -> object:
         result: object = getattr(self._policy, method)(*args)
@@ -91,6 +96,9 @@ class TrainerGroup:
     the one that did not answer within `training.step_timeout` seconds.
     """
 
+    actor_class: ClassVar[type[TrainerActor]] = TrainerActor
+    """Class of the ranks' actors, unless they share processes with engines."""
+
     def __init__(self, config: Config, ranks: Sequence[ActorHandle], on_gpu: bool = False) -> None:
         self.pids: list[int] = []
         self.version = 0
@@ -103,10 +111,10 @@ class TrainerGroup:
         self._timeout = config.training.step_timeout
 
     @classmethod
-    async def start(cls, config: Config, folder: Path, *, num_gpus: float = 0) -> "TrainerGroup":
+    async def start(cls, config: Config, folder: Path, *, num_gpus: float = 0) -> Self:
         """Start all ranks, each in an actor with `training.resources` and a number of GPUs."""
         training = config.training
-        kind = ColocatedTrainerActor if training.colocated else TrainerActor
+        kind = ColocatedTrainerActor if training.colocated else cls.actor_class
         check_transport(config)  # a wrong one is an error before ranks start
         group = await create_placement_group(
             training.ranks,

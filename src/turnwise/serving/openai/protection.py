@@ -13,6 +13,7 @@ import hmac
 import resource
 import select
 import socket
+from base64 import urlsafe_b64decode
 from collections.abc import Callable
 from contextlib import suppress
 from ipaddress import IPv4Address, IPv6Address, ip_address
@@ -31,6 +32,7 @@ from turnwise.serving.openai.address import EVERYWHERE, reachable
 from turnwise.serving.openai.errors import refusal
 
 ANY = "*"  # entry of `serving.allowed_hosts` or `serving.cors_origins` that stands for all
+FILES = "/api/v1/files/"  # beginning of the paths of links to files, which end in a secret
 TICKET = "ticket"  # parameter of a URL with the `ticket` of its session
 _HEAD_SECONDS = 30.0
 _BODY_SECONDS = 120.0  # time for a whole body: any network transfers serving.max_body_mb faster
@@ -170,6 +172,16 @@ def guarded(app: ASGIApp, serving: ServingConfig, key: str | None, store: Sessio
     )
 
 
+def key_in(token: str) -> str:
+    """Return the key in a token of Tinker's clients, HEADER.CLAIMS.KEY in base64: what proves who
+    sends it. A key is returned as it is."""
+    parts = token.split(".")
+    with suppress(ValueError):  # of what is no base64
+        if token.startswith("eyJ") and len(parts) == 3:
+            return urlsafe_b64decode(f"{parts[2]}==").decode()
+    return token
+
+
 class Gate:
     """Refuses what is not meant for the server, may not be asked, or is too large.
 
@@ -178,7 +190,7 @@ class Gate:
       `serving.allowed_hosts`. A request without a `Host`, which no browser sends, may have any.
     - 415 and 403: a POST request without JSON, or of a page of another site.
     - 401: no API key. Every route but /health and /ping needs it. Sessions of rollouts need none:
-      their paths are random secrets, known only to their agents.
+      their paths are random secrets, known only to their agents; likewise links to files.
     - 413 and 503: a body that is too large, or all bodies in flight are.
 
     HEAD is answered as GET, without the body. Without a `key` every request passes.
@@ -261,8 +273,9 @@ class Gate:
                     "or add the name to serving.allowed_hosts",
                 )
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        is_json = kind.startswith("application/") and kind.endswith("json")
-        if scope["method"] != "POST" or is_json:
+        # A browser asks before it sends these.
+        is_asked = kind.startswith("application/") and kind.endswith(("json", "x-protobuf"))
+        if scope["method"] != "POST" or is_asked:
             return
         no_body = kind == "application/octet-stream" and headers.get("content-length") == "0"
         if kind and not no_body:  # clients, such as aiohttp, give no body a type, too
@@ -278,11 +291,12 @@ class Gate:
     def _open(self, scope: Scope, headers: Headers) -> bool:
         """Return whether a request has the key, or needs none."""
         path: str = scope["path"]
-        if self._key is None or path in ("/health", "/ping"):
+        if self._key is None or path in ("/health", "/ping") or path.startswith(FILES):
             return True
         sent = headers.get("authorization", "")
-        if "/v1/messages" in path and (own := headers.get("x-api-key")):
-            sent = f"Bearer {own}"  # the header of Anthropic's clients
+        takes_header = "/v1/messages" in path or path.startswith("/api/v1/")
+        if takes_header and (own := headers.get("x-api-key")):
+            sent = f"Bearer {key_in(own)}"  # the header of Anthropic's clients, and of Tinker's
         if _equal(sent, f"Bearer {self._key}"):
             return True
         if not path.startswith("/sessions/"):

@@ -1,0 +1,148 @@
+"""Engines, a trainer of adapters and a server for clients of Tinker: started and stopped as one."""
+
+import fcntl
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from functools import partial
+from pathlib import Path
+
+from transformers import AutoConfig
+
+from turnwise.chat.template import load_tokenizer
+from turnwise.config import Config, load_config, make_config
+from turnwise.config.base import NEEDED_KEYS, Tree
+from turnwise.core.aio import run_in_thread, task_group
+from turnwise.core.gguf import resolve_model
+from turnwise.core.optional import Foreign
+from turnwise.core.ray import watching_ray
+from turnwise.errors import InputError, translate_unwritable
+from turnwise.run.commands import run_folder
+from turnwise.run.display import SILENT, Display, show_part
+from turnwise.run.fleet import SERVER, begin_imports, make_manager, ray_running, starting_engines
+from turnwise.serving.openai import import_server
+from turnwise.serving.openai.address import api_key
+from turnwise.serving.placement import gpu_share
+from turnwise.tinker.routes import add_routes
+from turnwise.tinker.service import TinkerService
+from turnwise.tinker.wire import message_classes
+from turnwise.training.trainer_group import TrainerActor, TrainerGroup
+
+KEY_PREFIX = "tml-"
+"""Beginning of every key that the SDK accepts."""
+DEFAULTS: Tree = {
+    "name": "tinker",
+    "model": {"lora": {"rank": 128}},
+    "weights": {"lora": "adapter"},
+    "engine": {"vllm_args": {"max_loras": 8, "max_cpu_loras": 8}},
+}
+"""Defaults of the configuration of a server: the largest rank of an adapter, and the number of
+adapters that sample at once."""
+
+
+class AdapterActor(TrainerActor):
+    """The process of one rank of the adapters' trainer."""
+
+    def rank_class(self) -> Foreign:
+        from turnwise.tinker.rank import AdapterRank
+
+        return AdapterRank
+
+
+class AdapterGroup(TrainerGroup):
+    """All ranks of the adapters' trainer."""
+
+    actor_class = AdapterActor
+
+    async def ask(self, method: str, name: str, *arguments: object) -> Foreign:
+        """Call a method of `AdapterRank` with the name of an adapter; return rank 0's answer."""
+        return (await self._same(f"{method} {name}", method, name, *arguments))[0]
+
+
+def server_config(
+    model: str | None, file: Path | None = None, overrides: Sequence[str] = ()
+) -> Config:
+    """Return the configuration of a server: that of a file, or the defaults, for a model.
+
+    Raises:
+        InputError: when there is no model, or the server cannot work as configured.
+    """
+    settings = {} if model is None else {"model.path": model}
+    if file is None:
+        config = make_config({}, overrides, DEFAULTS, settings, NEEDED_KEYS)
+    else:
+        config = load_config(file, overrides, DEFAULTS, settings, NEEDED_KEYS)
+    if not config.model.lora.rank or config.weights.lora != "adapter":
+        raise InputError(
+            "a Tinker server trains adapters: model.lora.rank must be the largest rank that "
+            "clients may ask for, and weights.lora must be adapter"
+        )
+    if config.training.colocated or config.training.ranks > 1:
+        raise InputError(
+            "a Tinker server trains on one rank beside its engines: leave out training.colocated "
+            "and training.ranks"
+        )
+    key = api_key(config)
+    if key is not None and not key.startswith(KEY_PREFIX):
+        raise InputError(
+            f"serving.api_key (or TURNWISE_API_KEY) must begin with {KEY_PREFIX}: Tinker's SDK "
+            "sends no other key"
+        )
+    message_classes()  # an error, if protobuf is missing, before anything slow
+    return config
+
+
+@asynccontextmanager
+async def open_tinker(config: Config, progress: Display = SILENT) -> AsyncIterator[str]:
+    """Start everything, and stop it on exit; yield the URL that TINKER_BASE_URL has to be."""
+    begin_imports(config)
+    folder = await run_in_thread(run_folder(config).absolute)
+    async with AsyncExitStack() as stack:
+        stack.enter_context(_alone_in(folder))
+        gpus = await stack.enter_async_context(ray_running(config, progress))
+        share = gpu_share(config, gpus, training=True)
+        manager = make_manager(config, share)
+        stack.push_async_callback(manager.shutdown)
+        start = partial(AdapterGroup.start, config, folder, num_gpus=share)
+        trainers = show_part(progress, "starting the trainer", start)
+        async with task_group() as starting:
+            starting.create_task(show_part(progress, starting_engines(config), manager.start))
+            started = starting.create_task(trainers)
+            words = starting.create_task(run_in_thread(partial(_vocabulary, config)))
+            texts = starting.create_task(run_in_thread(load_tokenizer, config))
+        trainer = started.result()
+        stack.push_async_callback(trainer.close)
+        engines = manager.scheduler
+        decode = texts.result().decode
+        service = TinkerService(config, engines, trainer.ask, words.result(), folder, decode)
+        await run_in_thread(service.restore)
+        server_class = await import_server()
+        server = server_class(
+            config, manager.scheduler, extend=lambda app: add_routes(app, service)
+        )
+        stack.push_async_callback(server.stop)
+        await show_part(progress, SERVER, server.start)
+        async with task_group() as tasks, watching_ray(config.ray_address):
+            watching = [tasks.create_task(one) for one in (trainer.watch(), service.watch())]
+            yield server.base_url.removesuffix("/v1")
+            for task in watching:
+                task.cancel()
+
+
+@contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """Refuse a second server of a folder, which would take the first for one that was killed."""
+    with translate_unwritable(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / "tinker.lock").open("w")
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(f"{folder} is another server's: choose another name=...") from None
+        yield
+
+
+def _vocabulary(config: Config) -> int:
+    path, trust = resolve_model(config.model.path), config.model.trust_remote_code
+    shape = AutoConfig.from_pretrained(path, trust_remote_code=trust)
+    return int(shape.get_text_config().vocab_size)

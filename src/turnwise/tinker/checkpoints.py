@@ -1,0 +1,190 @@
+"""States that clients save: folders of a run, named by addresses `tinker://RUN/KIND/NAME`.
+
+A folder has an adapter in PEFT's format and `meta.json`, appears whole or not at all, and belongs
+to the owner of the session that saved it. Nothing else knows what there is, so whatever was saved
+outlives the server.
+"""
+
+import json
+import re
+import shutil
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Literal
+
+from turnwise.core.files import put_in_place, recover, temporary, write_file
+from turnwise.core.json_types import JsonObject
+from turnwise.errors import InputError, translate_unwritable, visible
+from turnwise.tinker.futures import Missing
+
+Kind = Literal["weights", "sampler_weights", "external_weights", "snapshots"]
+"""`weights` to train on from, `sampler_weights` to sample from, `external_weights` to download;
+`snapshots` have no name that a client knows, and end with their session."""
+_TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+_RUN, _KIND, _NAME = r"[\w:-]{1,200}", "|".join(_TYPES), r"\w[\w.-]{0,199}(?<!\.tmp)(?<!\.old)"
+_ADDRESS = re.compile(rf"tinker://({_RUN})/({_KIND})/({_NAME})", re.ASCII)
+_META = "meta.json"
+_HALVES = (".tmp", ".old")
+
+
+def expiry(seconds: int | None) -> str | None:
+    """Return the time after some seconds, in ISO 8601; None for None."""
+    return None if seconds is None else (datetime.now(UTC) + timedelta(seconds=seconds)).isoformat()
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """One saved state of a model."""
+
+    run: str
+    """Id of the model that was saved: its training run."""
+    kind: Kind
+    name: str
+    owner: str
+    base_model: str
+    version: int
+    """Number of optimizer steps in the weights."""
+    spec: JsonObject
+    """The keys of `AdapterSpec`."""
+    created: str = field(default_factory=lambda: str(expiry(0)))
+    expires: str | None = None
+    """Time from which it does not exist any more; None keeps it."""
+    user_metadata: dict[str, str] | None = None
+    run_metadata: JsonObject | None = None
+    """The `user_metadata` of the model."""
+
+    @property
+    def address(self) -> str:
+        return f"tinker://{self.run}/{self.kind}/{self.name}"
+
+    @property
+    def expired(self) -> bool:
+        return self.expires is not None and self.expires <= str(expiry(0))
+
+
+class Checkpoints:
+    """The checkpoints in a folder of the run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root = folder
+
+    def begin(self, new: Checkpoint, *, overwrite: bool = False) -> Path:
+        """Return the empty folder that a new checkpoint is written to, until `commit`.
+
+        Raises:
+            InputError: when its name cannot be used, or is taken, unless `overwrite`.
+        """
+        if not re.fullmatch(_NAME, new.name, re.ASCII):
+            raise InputError(
+                f"the name {visible(new.name)[:80]!r} of a checkpoint must have letters, digits, "
+                "_, - and . only, 200 at most"
+            )
+        place = self.folder(new)
+        if not overwrite and self._read(place) is not None:
+            raise InputError(f"{new.address} exists already: choose another name")
+        with translate_unwritable(place):
+            shutil.rmtree(temporary(place), ignore_errors=True)
+            temporary(place).mkdir(parents=True)
+        return temporary(place)
+
+    def commit(self, new: Checkpoint, *, flush: bool = True) -> None:
+        """Complete a checkpoint, which with `flush` survives a loss of power from then on."""
+        place = self.folder(new)
+        with translate_unwritable(place):
+            (temporary(place) / _META).write_text(json.dumps(asdict(new), indent=1) + "\n")
+            put_in_place(place, flush=flush)
+
+    def find(self, address: str, owner: str) -> Checkpoint:
+        """Return an owner's checkpoint by its address.
+
+        Raises:
+            InputError: when the address is none.
+            Missing: when there is no such checkpoint, or it is another owner's.
+        """
+        if (parts := _ADDRESS.fullmatch(address)) is None:
+            raise InputError(f"{visible(address)[:200]!r} is no address tinker://RUN/KIND/NAME")
+        found = self._read(self.root / parts[1] / parts[2] / parts[3])
+        if found is None or found.owner != owner or found.expired:
+            raise Missing(f"there is no checkpoint {address} of yours")
+        return found
+
+    def check_unchanged(self, checkpoint: Checkpoint) -> None:
+        """Raise an `InputError` when a checkpoint is gone, or another has taken its name."""
+        if self.find(checkpoint.address, checkpoint.owner).created != checkpoint.created:
+            raise InputError(
+                f"{checkpoint.address} was overwritten: make a new sampling client for it"
+            )
+
+    def of(self, owner: str, run: str = "*") -> list[Checkpoint]:
+        """Return an owner's checkpoints, of all runs or of one, the newest first."""
+        if run != "*" and not re.fullmatch(_RUN, run, re.ASCII):
+            return []
+        found = (self._read(p) for kind in _TYPES for p in self.root.glob(f"{run}/{kind}/*"))
+        own = [c for c in found if c and c.owner == owner and not c.expired]
+        return sorted(own, key=lambda each: each.created, reverse=True)
+
+    def update(self, changed: Checkpoint) -> None:
+        """Write what is known of a checkpoint again."""
+        with translate_unwritable(self.folder(changed)):
+            write_file(self.folder(changed) / _META, json.dumps(asdict(changed), indent=1) + "\n")
+
+    def copy(self, source: Checkpoint, copied: Checkpoint) -> None:
+        """Make a checkpoint of another's files, unless it is made already."""
+        if self._read(self.folder(copied)) is None:
+            begun = self.begin(copied)
+            with translate_unwritable(begun):
+                shutil.copytree(self.folder(source), begun, dirs_exist_ok=True)
+            self.commit(copied)
+
+    def remove(self, checkpoint: Checkpoint) -> None:
+        """Remove a checkpoint, and the folders that are empty then."""
+        place = self.folder(checkpoint)
+        (place / _META).unlink(missing_ok=True)  # from here on it does not exist
+        shutil.rmtree(place, ignore_errors=True)
+        with suppress(OSError):
+            place.parent.rmdir()
+            place.parent.parent.rmdir()
+
+    def tidy(self, snapshots: Collection[Path] | None = None) -> None:
+        """Remove what has expired; and, with the snapshots that are still used, what a server left
+        that was killed."""
+        for kind in (*_TYPES, "snapshots"):
+            for place in list(self.root.glob(f"*/{kind}/*")):
+                found, half = self._read(place), place.suffix in _HALVES
+                if found is not None and found.expired and not half:
+                    self.remove(found)
+                if snapshots is None:
+                    continue
+                if place.suffix == ".old":
+                    recover(place.with_suffix(""), lambda new: self._read(new) is not None)
+                # One that is there, but cannot be read, may be another version's.
+                half = half or not (place / _META).exists()
+                if half or (kind == "snapshots" and place not in snapshots):
+                    shutil.rmtree(place, ignore_errors=True)
+
+    def describe(self, checkpoint: Checkpoint) -> JsonObject:
+        """Return a checkpoint in the protocol's form."""
+        sizes = (each.stat().st_size for each in self.folder(checkpoint).iterdir())
+        return {
+            "checkpoint_id": f"{checkpoint.kind}/{checkpoint.name}",
+            "checkpoint_type": _TYPES[checkpoint.kind],
+            "time": checkpoint.created,
+            "tinker_path": checkpoint.address,
+            "size_bytes": sum(sizes),
+            "public": False,
+            "user_metadata": checkpoint.user_metadata,
+            "expires_at": checkpoint.expires,
+        }
+
+    def folder(self, checkpoint: Checkpoint) -> Path:
+        return self.root / checkpoint.run / checkpoint.kind / checkpoint.name
+
+    def _read(self, place: Path) -> Checkpoint | None:
+        try:
+            found = Checkpoint(**json.loads((place / _META).read_text()))
+        except (OSError, ValueError, TypeError):  # also keys that this version does not know
+            return None
+        return replace(found, run=place.parent.parent.name, name=place.name)

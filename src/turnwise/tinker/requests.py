@@ -1,0 +1,307 @@
+"""Tinker's requests in JSON, and the checks of what they ask for.
+
+Keys that are not known are ignored, as the protocol grows. A mistake is an `InputError`, in the
+words of the protocol.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Annotated, ClassVar, Literal
+
+import numpy as np
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+
+from turnwise.config import SamplingConfig
+from turnwise.core.json_types import JsonObject
+from turnwise.engine.protocol import Request, Route, Sampling
+from turnwise.engine.vllm_requests import sampling_params
+from turnwise.errors import InputError
+from turnwise.tinker.losses import NOT_STABLE, TinkerLoss, loss_named
+from turnwise.tinker.wire import Datum, TrainingRequest
+
+_Id = Annotated[str, Field(max_length=300)]
+_Count = Annotated[int, Field(ge=0, lt=2**63)]
+_Finite = Annotated[float, Field(allow_inf_nan=False)]
+_Tokens = Annotated[list[int], Field(max_length=2**21)]
+_MOST_STOPS = 1000
+MOST_SAMPLES = 4096
+"""Largest `num_samples` of one request."""
+TURN_TOKENS = 32_768
+"""Tokens of one client that the trainer computes before it turns to the next client."""
+
+
+class _Request(BaseModel):
+    model_config = ConfigDict(protected_namespaces=(), extra="allow")
+    absent: ClassVar[Mapping[str, str]] = {}
+    """Keys that this server has nothing for, each with the reason."""
+
+    def check(self) -> None:
+        """Raise an `InputError` for what this server has not."""
+        asked = self.model_extra or {}
+        for key, why in self.absent.items():
+            if asked.get(key):
+                raise InputError(f"{key}: {why}")
+        kind = asked.get("optimizer_config") or "adamw"
+        kind = kind.get("type", "adamw") if isinstance(kind, dict) else kind
+        if kind != "adamw":
+            raise InputError(f"optimizer {str(kind)[:80]!r}: this server has adamw")
+
+
+class OfSession(_Request):
+    session_id: _Id
+
+
+class AdapterSpec(_Request):
+    """An adapter as a client asks for it; none is trained in the output head."""
+
+    model_config = ConfigDict(extra="ignore")
+    rank: int
+    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    train_mlp: bool = True
+    train_attn: bool = True
+
+
+class OfNewModel(OfSession):
+    model_seq_id: _Count
+
+
+class CreateModel(OfNewModel):
+    base_model: str
+    user_metadata: JsonObject | None = None
+    lora_config: AdapterSpec | None = None
+
+
+class GetInfo(_Request):
+    model_id: _Id
+
+
+class OfModel(GetInfo):
+    seq_id: Annotated[int, Field(ge=1, lt=2**31)]
+
+
+class AdamStep(_Request):
+    """The settings of one step of AdamW; a `grad_clip_norm` of 0 does not clip."""
+
+    type: Literal["adamw"] = "adamw"
+    learning_rate: Annotated[_Finite, Field(ge=0)] = 1e-4
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    eps: Annotated[_Finite, Field(gt=0)] = 1e-12
+    weight_decay: Annotated[_Finite, Field(ge=0)] = 0.0
+    grad_clip_norm: _Finite = 0.0
+
+
+class OptimStep(OfModel):
+    adam_params: AdamStep = Field(validation_alias=AliasChoices("adam_params", "optimizer_params"))
+
+
+class Expiring(_Request):
+    ttl_seconds: Annotated[int, Field(ge=3600, le=3653 * 86_400)] | None = None
+    """Time for which a checkpoint is kept, 1 hour to 10 years; None keeps it for ever."""
+
+
+class Saving(Expiring):
+    user_metadata: dict[str, str] | None = None
+    overwrite: bool = False
+
+
+class SaveForSampler(Saving):
+    path: str | None = None
+    sampling_session_seq_id: _Count | None = None
+
+
+class SaveWeights(Saving):
+    absent = {
+        "age_encryption_recipients": "this server encrypts no files; download those that "
+        "save_weights_external saved without it"
+    }
+    path: str
+
+
+class LoadWeights(_Request):
+    absent = {
+        "weights_access_token": "this server has none, and its checkpoints belong to the key that "
+        "saved them"
+    }
+    path: str
+    optimizer: bool = False
+    base_model: str | None = None
+    user_metadata: JsonObject | None = None
+
+
+class CopyWeights(Expiring):
+    source_path: str
+    idempotency_key: _Id = ""
+    """The header of this name: a copy is made once for each."""
+
+
+class Page(_Request):
+    limit: Annotated[int, Field(ge=0)] = 100
+    offset: _Count = 0
+
+
+class CreateSamplingSession(OfSession):
+    sampling_session_seq_id: _Count
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+class _Chunk(_Request):
+    type: str = "encoded_text"
+    tokens: _Tokens = []
+
+
+class _ModelInput(_Request):
+    chunks: list[_Chunk]
+
+
+class _Sampling(_Request):
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
+    stop: str | list[str] | _Tokens | None = None
+    temperature: Annotated[_Finite, Field(ge=0, le=2)] = 1.0
+    top_k: Annotated[int, Field(ge=-1)] = -1
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+
+class Sample(_Request):
+    """A request for samples of one prompt."""
+
+    absent = {
+        "record_stability_info": NOT_STABLE,
+        "prompt_alt_tokens_k": "vLLM draws no tokens at positions of the prompt",
+        "target_prompt_logprobs": "engines score the prompt's own tokens and the likeliest ones; a "
+        "training client's forward(cross_entropy) scores any, [N, K] of them",
+    }
+    num_samples: Annotated[int, Field(ge=1, le=MOST_SAMPLES)] = 1
+    prompt: _ModelInput
+    sampling_params: _Sampling
+    sampling_session_id: _Id | None = None
+    seq_id: _Count | None = None
+    prompt_logprobs: bool | None = None
+    topk_prompt_logprobs: Annotated[int, Field(ge=0)] = 0
+    topk_sample_logprobs: Annotated[int, Field(ge=0)] = 0
+    prompt_logprobs_last_n: int | None = None
+
+    def tokens(self, vocabulary: int) -> list[int]:
+        """Return the prompt's ids, checked."""
+        if odd := {c.type for c in self.prompt.chunks if c.type != "encoded_text"}:
+            raise InputError(f"prompt: this server reads tokens, not chunks of type {min(odd)!r}")
+        ids = [token for chunk in self.prompt.chunks for token in chunk.tokens]
+        if not ids:
+            raise InputError("prompt: it has no tokens")
+        if not 0 <= min(ids) <= max(ids) < vocabulary:
+            raise InputError(f"prompt: ids must be from 0 to {vocabulary - 1:,}")
+        return ids
+
+    def scored(self, length: int) -> int:
+        """Return the number of tokens at the end of a prompt whose log-probs are asked for."""
+        if not (self.prompt_logprobs or self.topk_prompt_logprobs):
+            return 0
+        last = self.prompt_logprobs_last_n
+        if last is not None and not 1 <= last < length:
+            raise InputError(f"prompt_logprobs_last_n: {last} is not from 1 to {length - 1}")
+        return last or length
+
+    def requests(self, ids: list[int], name: str, route: Route, longest: int) -> list[Request]:
+        """Return the request of each sample of a prompt, in a context of `longest` tokens; the
+        first also brings what is asked for of the prompt."""
+        self.check()
+        first = self._sampling(len(ids), longest)
+        other = first.model_copy(update={"prompt_logprobs": False})
+        return [
+            Request(
+                ids,
+                self._with_likeliest(other if number else first, number),
+                f"{name}:{number}",
+                self._seed(number),
+                route,
+            )
+            for number in range(self.num_samples)
+        ]
+
+    def _sampling(self, length: int, longest: int) -> SamplingConfig:
+        if length >= longest:
+            raise InputError(f"prompt: {length:,} tokens leave no room for another in {longest:,}")
+        # One less than there is room for: what was sampled can be scored, with one token after it.
+        room = max(1, longest - 1 - length)
+        given = self.sampling_params
+        stop = [given.stop] if isinstance(given.stop, str) else given.stop or []
+        texts = [each for each in stop if isinstance(each, str)]
+        ids = [each for each in stop if isinstance(each, int)]
+        odd = any(not 1 <= len(text) <= _MOST_STOPS for text in texts)
+        if odd or len(stop) > _MOST_STOPS or any(not 0 <= each < 2**31 for each in ids):
+            raise InputError(
+                f"sampling_params: stop may have {_MOST_STOPS:,} ids from 0 on, or texts of 1 to "
+                f"{_MOST_STOPS:,} characters"
+            )
+        return SamplingConfig(
+            n=1,
+            temperature=given.temperature,
+            top_p=given.top_p,
+            top_k=given.top_k,
+            max_tokens=min(given.max_tokens or room, room),
+            stop=texts,
+            stop_token_ids=ids,
+            ignore_eos=given.stop == [],
+            prompt_logprobs=bool(self.scored(length)),
+        )
+
+    def _with_likeliest(self, sampling: SamplingConfig, number: int) -> Sampling:
+        """Return vLLM's own parameters if likeliest tokens are asked for."""
+        top = self.topk_prompt_logprobs if sampling.prompt_logprobs else None
+        if not (top or self.topk_sample_logprobs):
+            return sampling
+        params = sampling_params(sampling, self._seed(number))
+        params.prompt_logprobs, params.logprobs = top, self.topk_sample_logprobs
+        return params
+
+    def _seed(self, number: int) -> int | None:
+        first = self.sampling_params.seed
+        return None if first is None else (first + number) % 2**63
+
+
+def check_training(request: TrainingRequest, vocabulary: int, longest: int) -> None:
+    """Raise an `InputError` for the first datum that the model or the loss cannot read."""
+    if request.mistake:
+        raise InputError(request.mistake)
+    loss = loss_named(request.loss, request.loss_config)
+    if not request.data:
+        raise InputError("forward_backward: there are no data")
+    for number, datum in enumerate(request.data):
+        _check_datum(datum, f"datum {number}", loss, vocabulary, longest)
+
+
+def _check_datum(datum: Datum, what: str, loss: TinkerLoss, vocabulary: int, longest: int) -> None:
+    ids, length = datum.token_ids_T, len(datum.token_ids_T)
+    if not 1 <= length < longest:
+        raise InputError(f"{what}: it has {length:,} tokens, and may have 1 to {longest - 1:,}")
+    shape: tuple[int, ...] = (length,)
+    for name in ("target_tokens", *loss.needs, *loss.defaults):
+        if (values := datum.inputs.get(name)) is None:
+            if name in loss.defaults:
+                continue
+            raise InputError(f"{what}: the loss needs loss_fn_inputs[{name!r}]")
+        if name == "target_tokens" and loss.several and values.size:
+            shape = (length, *values.shape[1:2])
+        if values.shape != shape:
+            own, needed = list(values.shape), list(shape)
+            raise InputError(f"{what}: {name} is {own}, and the {length} tokens need {needed}")
+        if not np.isfinite(values).all():
+            raise InputError(f"{what}: {name} has a value that is no finite number")
+    for name, tokens in (("model_input", ids), ("target_tokens", datum.inputs["target_tokens"])):
+        if tokens.dtype.kind != "i" or tokens.min() < 0 or tokens.max() >= vocabulary:
+            raise InputError(f"{what}: {name} must have ids from 0 to {vocabulary - 1:,}")
+
+
+def turns_of(request: TrainingRequest) -> Iterator[TrainingRequest]:
+    """Divide a pass: other clients' requests may run between two parts of it, whose results add
+    up to those of the whole."""
+    part, tokens = list[Datum](), 0
+    for datum in request.data:
+        if part and tokens + len(datum.token_ids_T) > TURN_TOKENS:
+            yield replace(request, data=part)
+            part, tokens = [], 0
+        part.append(datum)
+        tokens += len(datum.token_ids_T)
+    yield replace(request, data=part)

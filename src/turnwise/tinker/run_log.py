@@ -1,0 +1,233 @@
+"""The run folder of a client's model: metrics, trajectories and token values of its steps.
+
+No claim of a client makes a trajectory: what engines sampled lately is found again in its data, by
+the ids of prompt and completion together. So a turn is exactly what an engine had and sampled, also
+of programs that do not say where their tokens come from.
+"""
+
+import asyncio
+import logging
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from turnwise.config import Config
+from turnwise.core.aio import run_in_thread
+from turnwise.engine.protocol import Completion
+from turnwise.observe.metrics import StepMetrics
+from turnwise.run.run_dir import RunDir
+from turnwise.run.token_values import columns_of
+from turnwise.tinker.losses import LOSSES
+from turnwise.tinker.wire import Array, TrainingRequest
+from turnwise.training.reports import TrainedSample
+from turnwise.training.sample import Sample
+from turnwise.trajectory import Trajectory
+
+logger = logging.getLogger(__name__)
+
+_FACTOR = 0x9E3779B97F4A7C15  # of the hashes; odd, so that none of its powers is 0
+_MOST_SAMPLED = 2**25  # tokens of samples that are kept; beyond, the oldest are dropped
+_MOST_TRAINED = 2**24  # tokens of all models' passes that are kept until their steps are taken
+
+
+class _Sampled(NamedTuple):
+    prompt: Array
+    ids: Array
+    logprobs: Array
+    finish_reason: str
+    version: int
+
+
+_Trained = tuple[dict[str, Array], Array]
+"""A datum's inputs, with all of its `ids` and the `value` by which each target counts, and the
+trainer's log-probs."""
+
+
+class SampleIndex:
+    """Samples of the engines of late, of all clients, by owner and ids.
+
+    Args:
+        longest: Maximum number of ids of a prompt and its completion.
+        decode: Returns the text of ids.
+    """
+
+    def __init__(self, longest: int, decode: Callable[[list[int]], str]) -> None:
+        self.decode = decode
+        self.trained = 0
+        """Tokens of passes that models keep until their steps are taken."""
+        self._powers = np.cumprod(np.full(longest + 1, _FACTOR, np.uint64))
+        self._kept: dict[tuple[str, int, int], _Sampled] = {}
+        self._size = 0
+
+    def add(
+        self, owner: str, prompt: Sequence[int], done: Sequence[Completion], version: int
+    ) -> None:
+        first = np.asarray(prompt, np.int32)
+        start = int(self._terms(first).sum())
+        for each in filter(lambda one: one.token_ids, done):
+            ids, logprobs = np.asarray(each.token_ids, np.int32), np.asarray(each.logprobs)
+            end = int(self._terms(ids, len(first)).sum())
+            key = owner, len(first) + len(ids), (start + end) % 2**64
+            self._size += key[1] if self._kept.pop(key, None) is None else 0
+            self._kept[key] = _Sampled(first, ids, logprobs, each.finish_reason, version)
+        while self._size > _MOST_SAMPLED:
+            self._size -= (oldest := next(iter(self._kept)))[1]
+            del self._kept[oldest]
+
+    def turns(self, owner: str, ids: Array) -> list[_Sampled]:
+        """Return the samples that make up a sequence, in their order: the longest that it begins
+        with, then the longest that the prompt of this one begins with ..."""
+        hashes = np.cumsum(self._terms(ids)).tolist()  # of each beginning
+        found, length = list[_Sampled](), len(ids)
+        while length:
+            kept = self._kept.get((owner, length, hashes[length - 1]))
+            if kept and np.array_equal(np.concatenate([kept.prompt, kept.ids]), ids[:length]):
+                found.insert(0, kept)
+                length = len(kept.prompt)
+            else:
+                length -= 1
+        return found
+
+    def _terms(self, ids: Array, start: int = 0) -> Array:
+        """Return the terms whose sum, modulo 2**64, is the hash of a sequence that has these ids
+        from a position on."""
+        terms: Array = (ids.astype(np.uint64) + np.uint64(1)) * self._powers[start:][: len(ids)]
+        return terms
+
+
+class RunLog:
+    """Writes the run folder of one model; nothing is written before its first step."""
+
+    def __init__(
+        self, config: Config, folder: Path, name: str, owner: str, index: SampleIndex
+    ) -> None:
+        self._config = config.model_copy(update={"output_dir": str(folder), "name": name})
+        self._owner, self._index = owner, index
+        self._step, self._since = 0, time.monotonic()
+        self._held = 0
+        self.drop()
+        self._run: RunDir | None = None
+        self._writing: asyncio.Task[None] | None = None
+
+    def drop(self) -> None:
+        """Forget the passes since the last step."""
+        self._index.trained -= self._held
+        self._trained, self._held = list[_Trained](), 0
+        self._loss, self._tokens, self._left_out = 0.0, 0, 0
+
+    def add(self, request: TrainingRequest, logprobs: Sequence[Array], loss: float) -> None:
+        """Add a pass to the next step, unless it is one without gradient."""
+        if request.forward_only:
+            return
+        self._loss += loss
+        factor = LOSSES[request.loss].factor or "advantages"
+        for datum, logprobs_T in zip(request.data, logprobs, strict=True):
+            length = len(datum.token_ids_T)
+            value = datum.inputs.get(factor, np.ones(logprobs_T.shape, np.float32))
+            self._tokens += int(value.reshape(length, -1).any(axis=1).sum())
+            if logprobs_T.ndim > 1 or self._index.trained + length > _MOST_TRAINED:
+                self._left_out += 1
+                continue
+            given = {k: v for k, v in datum.inputs.items() if v.shape == logprobs_T.shape}
+            ids = np.concatenate([datum.token_ids_T[:1], given["target_tokens"]])
+            self._trained.append((given | {"ids": ids, "value": value}, logprobs_T))
+            self._index.trained += length
+            self._held += length
+
+    async def step(self, version: int, learning_rate: float, metrics: Mapping[str, float]) -> None:
+        """Write a step that began with the weights of a version, beside what comes next."""
+        await self._written()
+        self._step, now = max(self._step, version) + 1, time.monotonic()
+        row = StepMetrics(step=self._step, learning_rate=learning_rate)
+        row.grad_norm, row.step_seconds = metrics.get("grad_norm"), now - self._since
+        row.weight_version, row.trained_tokens = version + 1, self._tokens
+        row.loss = self._loss / max(1, self._tokens)
+        if self._left_out:
+            logger.info(
+                "%s: step %d has no values of the tokens of %d data, with several targets a token "
+                "or too many in all",
+                *(self._config.name, self._step, self._left_out),
+            )
+        self._writing = asyncio.create_task(self._record(row, self._trained, version))
+        self._since = now
+        self.drop()
+
+    async def close(self) -> None:
+        self.drop()
+        await self._written()
+        if self._run is not None:
+            await run_in_thread(self._run.metrics.close)
+
+    async def _written(self) -> None:
+        if self._writing is not None:
+            await asyncio.wait([self._writing])  # which a cancelled step does not end
+
+    async def _record(self, row: StepMetrics, data: Sequence[_Trained], version: int) -> None:
+        try:
+            await run_in_thread(self._write, row, data, version)
+        except Exception as error:
+            logger.warning("the run folder of %s lacks a step: %s", self._config.name, error)
+
+    def _write(self, row: StepMetrics, data: Sequence[_Trained], version: int) -> None:
+        self._run = self._run or RunDir(self._config)
+        origins, samples, groups = dict[int, Trajectory](), list[TrainedSample](), Counter[str]()
+        differences, exact = [np.zeros(0)], 0
+        for given, logprobs_T in data:
+            sample, value_T = None, given["value"]
+            if made := self._trajectory(given["ids"], groups):
+                sample, values_KN = _values(made, value_T, logprobs_T)
+                samples.append((sample, values_KN))
+                origins[id(sample)] = made
+            if "logprobs" in given:
+                differences.append(np.subtract(logprobs_T, given["logprobs"])[value_T != 0])
+                exact += sample.trained if sample else 0
+        trajectories, joined = list(origins.values()), np.concatenate(differences)
+        row.add_trajectories(trajectories)
+        row.reward_mean = row.reward_std = None  # which only the client knows
+        if len(joined):
+            row.logprob_diff_mean = float(np.abs(joined).mean())
+            row.logprob_diff_max = float(np.abs(joined).max())
+            row.ratio, row.exact_percent = float(np.exp(joined).mean()), 100 * exact / len(joined)
+        if trajectories:
+            columns, step = columns_of(samples, origins, trajectories, version), row.step or 0
+            ages = Counter(columns["staleness"].tolist())
+            row.staleness = {str(age): ages[age] for age in sorted(ages)}
+            row.staleness_max = max(ages, default=0)
+            self._run.write_trajectories(step, trajectories)
+            self._run.write_token_values(step, columns)
+        self._run.metrics.write(row.to_json())
+
+    def _trajectory(self, ids: Array, groups: Counter[str]) -> Trajectory | None:
+        """Return what engines sampled of a sequence; with one first prompt they are a group."""
+        if not (turns := self._index.turns(self._owner, ids)):
+            return None
+        name = f"prompt-{zlib.crc32(turns[0].prompt.tobytes()):08x}"
+        made = Trajectory(name, groups[name])
+        groups[name] += 1
+        made.status = "length" if turns[-1].finish_reason == "length" else "completed"
+        for turn in turns:
+            prompt, own, logprobs = (each.tolist() for each in turn[:3])
+            versions = [turn.version] * len(own)
+            added = made.add_turn(prompt, own, logprobs, versions, turn.finish_reason)
+            for role, said in (("user", added.added_token_ids), ("assistant", own)):
+                made.messages.append({"role": role, "content": self._index.decode(said)})
+        return made
+
+
+def _values(made: Trajectory, value_T: Array, logprobs_T: Array) -> TrainedSample:
+    """Return the sample of a trajectory that has one branch, with the values of its trained tokens:
+    of `T` targets the advantages, or weights, and the trainer's log-probs."""
+    branch, is_trained = made.branches()[-1], [False, *(value_T != 0)]
+    mask = [m and t for m, t in zip(branch.response_mask, is_trained, strict=False)]
+    parts = branch.token_ids, mask, branch.logprobs, branch.weight_versions
+    sample = Sample.of(*parts, 0.0, 0, turns=branch.turns)
+    at = np.flatnonzero(sample.response_mask_T)
+    own, ones = logprobs_T[at - 1], np.ones(len(at))
+    ratio = np.exp(np.subtract(own, sample.logprobs_T[at]))
+    values = [own, ones * np.nan, value_T[at - 1], ones, ratio, ones * 0]
+    return sample, np.stack(values).astype(np.float32)

@@ -1,0 +1,563 @@
+"""The server's state and verbs: sessions, models, sampling sessions and their requests.
+
+Each method in `verbs` answers one route: it gets the caller's owner and the body's values, and
+returns plain values. Whatever takes a while becomes a request of `Futures`. Ids of sessions are
+random; those of models and sampling sessions are made of them, so that a client can repeat any
+request. Nothing is found with another owner's key. Sessions of clients that have vanished end.
+"""
+
+import asyncio
+import json
+import logging
+import time
+import uuid
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from turnwise.config import Config
+from turnwise.core.aio import run_in_thread, together
+from turnwise.core.json_types import JsonObject
+from turnwise.core.optional import Foreign
+from turnwise.core.run_files import RunFiles
+from turnwise.engine.protocol import Generator, Route, generate
+from turnwise.errors import EngineError, InputError, TurnwiseError
+from turnwise.tinker import requests
+from turnwise.tinker.checkpoints import Checkpoint, Checkpoints, Kind, expiry
+from turnwise.tinker.futures import SMALLEST, Busy, Futures, Gone, Missing, Reply, Turns, Work
+from turnwise.tinker.run_log import RunLog, SampleIndex
+from turnwise.tinker.wire import Array, TrainingRequest, sample_reply, training_reply
+
+logger = logging.getLogger(__name__)
+
+_Kind = TypeVar("_Kind", bound=BaseModel)
+_SILENT_SECONDS = 900.0
+"""Time without a heartbeat, which clients send every 10 s, after which a session ends."""
+_LOOK_SECONDS = 30.0
+_MOST_SESSIONS = 1000
+"""Sessions of one owner, beyond which those that are silent for `_QUIET_SECONDS` end."""
+_QUIET_SECONDS = 120.0
+_UNUSED_SECONDS = 3600.0
+"""Time without a sample after which weights that have no name are removed, if there are newer ones
+of their model: a loop saves some at every step."""
+_HEAD = (
+    "this server trains no adapter of the output head: train_unembed has no effect, because "
+    "engines could not score prompts beside it"
+)
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One client, until it ends or is silent for too long."""
+
+    id: str
+    owner: str
+    seen: float = field(default_factory=time.monotonic)
+    """Time of the last request or heartbeat."""
+
+
+@dataclass(slots=True, eq=False)
+class Model:
+    """An adapter in training."""
+
+    id: str
+    session: Session
+    spec: requests.AdapterSpec
+    user_metadata: JsonObject | None
+    log: RunLog
+    turns: Turns = field(default_factory=Turns)
+    version: int = 0
+    """Number of optimizer steps."""
+
+
+@dataclass(slots=True, eq=False)
+class Sampler:
+    """A sampling session: the base model, or a saved adapter on it."""
+
+    id: str
+    session: Session
+    checkpoint: Checkpoint | None = None
+    seen: float = field(default_factory=time.monotonic)
+    """Time of the last request."""
+
+    @property
+    def snapshot(self) -> Checkpoint | None:
+        """The checkpoint if it has no name that a client knows, and ends with the session."""
+        saved = self.checkpoint
+        return saved if saved is not None and saved.kind == "snapshots" else None
+
+
+OfModel = Callable[["TinkerService", Model, JsonObject], Awaitable[Reply]]
+"""Answers a request of a model in its turn."""
+Ask = Callable[..., Awaitable[Foreign]]
+"""Calls a method of `AdapterRank` by its name, with the name of an adapter; one call at a time."""
+
+
+class TinkerService:
+    """One server's sessions, models and samplers.
+
+    Args:
+        generator: The engines.
+        ask: The trainer.
+        vocabulary: Number of ids that the model knows.
+        folder: The run's folder; checkpoints are in `tinker` below it, and the files of each
+            client's training run.
+        decode: The tokenizer's text of ids, for the files of runs.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        generator: Generator,
+        ask: Ask,
+        vocabulary: int,
+        folder: Path,
+        decode: Callable[[list[int]], str] = str,
+    ) -> None:
+        path = config.model.path
+        self.model_name = config.serving.served_model_name or path
+        self.futures = Futures()
+        self.checkpoints = Checkpoints(folder / "tinker")
+        self.links: dict[str, Path] = {}
+        """Files that anyone may read who knows their secret."""
+        self._names = {self.model_name, path, Path(path).name}
+        self._tokenizer = config.model.tokenizer or path
+        self._config = config
+        self._generator, self._trainer, self._vocabulary = generator, ask, vocabulary
+        self._trainer_turn = asyncio.Lock()
+        self._sessions: dict[str, Session] = {}
+        self._models: dict[str, Model] = {}
+        self._samplers: dict[str, Sampler] = {}
+        self._files = RunFiles(folder / "tinker_sessions")
+        self._sampled = SampleIndex(config.model.max_length, decode)
+
+    def restore(self) -> None:
+        """Go on with the sessions and samplers of a server that was killed, from their files."""
+        held = set[Path]()
+        for path in self._files.path("").glob("*.jsonl"):
+            lines = path.read_text().rpartition("\n")[0].splitlines()  # the last may be half of one
+            with suppress(ValueError, TypeError):
+                first, *others = map(json.loads, lines)
+                session = self._sessions[first["id"]] = Session(**first)
+                for name, tree in others:
+                    saved = tree and Checkpoint(**tree)
+                    if saved and not self.checkpoints.folder(saved).exists():
+                        continue
+                    made = self._samplers[name] = Sampler(name, session, saved or None)
+                    held |= {self.checkpoints.folder(made.snapshot)} if made.snapshot else set()
+        self.checkpoints.tidy(held)
+
+    async def _note(self, session: Session, line: object) -> None:
+        await self._files.add(f"{session.id}.jsonl", json.dumps(line) + "\n")
+
+    def models_of(self, owner: str) -> list[Model]:
+        """Return an owner's models, the newest first."""
+        return [each for each in reversed(self._models.values()) if each.session.owner == owner]
+
+    def sessions_of(self, owner: str) -> list[str]:
+        """Return the ids of an owner's sessions, the newest first."""
+        return [each.id for each in reversed(self._sessions.values()) if each.owner == owner]
+
+    def held_by(self, session: str) -> JsonObject:
+        """Return the ids of what a session has."""
+        models = [name for name, each in self._models.items() if each.session.id == session]
+        samplers = [name for name, each in self._samplers.items() if each.session.id == session]
+        return {"training_run_ids": models, "sampler_ids": samplers}
+
+    async def watch(self) -> None:
+        """End sessions of clients that have vanished, without end."""
+        while True:
+            await asyncio.sleep(_LOOK_SECONDS)
+            await self._end_silent(_SILENT_SECONDS)
+            await self._remove_unused()
+            with suppress(OSError):  # a folder that has gone meanwhile
+                await run_in_thread(self.checkpoints.tidy)
+
+    async def _end_silent(self, seconds: float, owner: str | None = None) -> None:
+        """End sessions that are silent for some time, all or an owner's, all at once: each has its
+        turn at the trainer to wait for."""
+        oldest = time.monotonic() - seconds
+        silent = [
+            each
+            for each in self._sessions.values()
+            if each.seen < oldest and owner in (None, each.owner)
+        ]
+        for session in silent:
+            logger.info("the Tinker session %s is silent, and ends", session.id)
+        await together(self._end(session) for session in silent)
+
+    async def _remove_unused(self) -> None:
+        """Remove weights without a name that nobody samples from, but for each model's newest."""
+        oldest, newer = time.monotonic() - _UNUSED_SECONDS, set[str]()
+        for sampler in reversed(list(self._samplers.values())):
+            if (saved := sampler.snapshot) is not None:
+                if sampler.seen < oldest and saved.run in newer:
+                    await self._drop(sampler)
+                newer.add(saved.run)
+
+    async def _drop(self, sampler: Sampler) -> None:
+        self._samplers.pop(sampler.id, None)
+        if (saved := sampler.snapshot) is not None:
+            with suppress(OSError):  # one that has gone already
+                await run_in_thread(self.checkpoints.remove, saved)
+
+    # Sessions
+
+    async def capabilities(self, owner: str, tree: JsonObject) -> JsonObject:
+        known = {
+            "model_name": self.model_name,
+            "max_context_length": self._config.model.max_length,
+            "trainable": True,
+            "sampleable": True,
+        }
+        return {"supported_models": [known]}
+
+    async def create_session(self, owner: str, tree: JsonObject) -> JsonObject:
+        if self._count(owner) >= _MOST_SESSIONS:
+            await self._end_silent(_QUIET_SECONDS, owner)
+        if self._count(owner) >= _MOST_SESSIONS:
+            raise Busy(f"you have {_MOST_SESSIONS:,} sessions: close some, or wait until some end")
+        session = Session(str(uuid.uuid4()), owner)
+        await self._note(session, {"id": session.id, "owner": owner})
+        self._sessions[session.id] = session
+        return {"type": "create_session", "session_id": session.id, "info_message": _HEAD}
+
+    def _count(self, owner: str) -> int:
+        return sum(each.owner == owner for each in self._sessions.values())
+
+    async def heartbeat(self, owner: str, tree: JsonObject) -> JsonObject:
+        self._session(parsed(requests.OfSession, tree).session_id, owner)
+        return {"type": "session_heartbeat"}
+
+    async def finish(self, owner: str, tree: JsonObject) -> JsonObject:
+        await self._end(self._session(parsed(requests.OfSession, tree).session_id, owner))
+        return {}
+
+    def _session(self, name: str, owner: str) -> Session:
+        session = self._sessions.get(name)
+        if session is None or session.owner != owner:
+            raise Gone(f"there is no session {name}: it has ended, or the server was restarted")
+        session.seen = time.monotonic()
+        return session
+
+    async def _end(self, session: Session) -> None:
+        """End a session with its models and samplers; what it has saved under a name stays."""
+        if self._sessions.pop(session.id, None) is None:
+            return
+        models = [each for each in self._models.values() if each.session is session]
+        samplers = [each for each in self._samplers.values() if each.session is session]
+        for model in models:  # before anything waits: none gets another request
+            del self._models[model.id]
+        for sampler in samplers:
+            del self._samplers[sampler.id]
+        self.futures.forget(session.id)
+        with suppress(OSError):
+            self._files.path(f"{session.id}.jsonl").unlink()
+        for sampler in samplers:
+            await self._drop(sampler)
+        for model in models:
+            await model.log.close()
+            try:
+                await self._ask("remove", model.id)
+            except TurnwiseError as error:  # the trainer's own watch ends the server if it died
+                logger.warning("the adapter %s is not removed: %s", model.id, error)
+
+    # Training
+
+    async def create_model(self, owner: str, tree: JsonObject) -> JsonObject:
+        async def create(name: str, session: Session) -> Reply:
+            asked = parsed(requests.CreateModel, tree)
+            asked.check()
+            self._check_base(asked.base_model)
+            if asked.lora_config is None:
+                raise InputError("this server trains adapters: create_model needs a lora_config")
+            await self._add_model(name, session, asked.lora_config, asked.user_metadata)
+            return Reply({"type": "create_model", "model_id": name})
+
+        return self._new_model(owner, tree, create)
+
+    def _new_model(
+        self, owner: str, tree: JsonObject, create: Callable[[str, Session], Awaitable[Reply]]
+    ) -> JsonObject:
+        asked = parsed(requests.OfNewModel, tree)
+        session = self._session(asked.session_id, owner)
+        name = f"{session.id}:train:{asked.model_seq_id}"
+        self.futures.begin(name, owner, partial(create, name, session))
+        return {"request_id": name, "model_id": name}
+
+    async def _add_model(
+        self,
+        name: str,
+        session: Session,
+        spec: requests.AdapterSpec,
+        user_metadata: JsonObject | None,
+        *loaded: object,
+    ) -> Model:
+        """Add an adapter; `loaded` are the arguments of `AdapterRank.read`, if it was saved."""
+        if name in self._models:
+            raise Gone(f"the result of the request {name} is not kept any more")
+        if not 1 <= spec.rank <= (most := self._config.model.lora.rank):
+            raise InputError(
+                f"lora_config: rank {spec.rank} is not one from 1 to {most} (model.lora.rank of "
+                "this server)"
+            )
+        try:
+            await self._ask("create", name, spec)
+            if loaded:
+                await self._ask("read", name, *loaded)
+            self._check_open(session)
+        except BaseException:  # its session may have ended, which cancels its requests
+            with suppress(TurnwiseError):
+                await self._ask("remove", name)
+            raise
+        log = RunLog(self._config, self.checkpoints.root, name, session.owner, self._sampled)
+        model = self._models[name] = Model(name, session, spec, user_metadata, log)
+        return model
+
+    async def get_info(self, owner: str, tree: JsonObject) -> JsonObject:
+        model = self._model(parsed(requests.GetInfo, tree).model_id, owner)
+        data = {"model_name": self.model_name, "tokenizer_id": self._tokenizer}
+        return {
+            "type": "get_info",
+            "model_id": model.id,
+            "model_data": data,
+            "model_name": self.model_name,
+            "is_lora": True,
+            "lora_rank": model.spec.rank,
+        }
+
+    async def train(self, owner: str, request: TrainingRequest) -> JsonObject:
+        """Answer `forward_backward`, whose body is a message."""
+        model = self._model(request.model_id, owner)
+        work = partial(self._train, model, request)
+        return self._begin(model, request.seq_id, work, request.size)
+
+    async def _train(self, model: Model, request: TrainingRequest) -> Reply:
+        longest = self._config.model.max_length
+        await run_in_thread(requests.check_training, request, self._vocabulary, longest)
+        outputs, loss = list[Array](), 0.0
+        for part in requests.turns_of(request):
+            found, its_loss = await self._ask("run", model.id, part)
+            outputs, loss = outputs + found, loss + its_loss
+        model.log.add(request, [each[0] for each in outputs], loss)
+        return Reply(message=await run_in_thread(training_reply, outputs, loss))
+
+    async def in_turn(self, owner: str, tree: JsonObject, work: OfModel) -> JsonObject:
+        """Answer a request of a model once those before it have ended; one that is wrong fails
+        then, because a client cannot fill its position again."""
+        asked = parsed(requests.OfModel, tree)
+        model = self._model(asked.model_id, owner)
+        return self._begin(model, asked.seq_id, partial(work, self, model, tree))
+
+    async def step(self, model: Model, tree: JsonObject) -> Reply:
+        taken = parsed(requests.OptimStep, tree).adam_params
+        try:
+            metrics = await self._ask("step", model.id, taken)
+        except InputError:  # the gradient is dropped
+            model.log.drop()
+            raise
+        await model.log.step(model.version, taken.learning_rate, metrics)
+        model.version += 1
+        return Reply({"metrics": metrics})
+
+    async def save_for_sampler(self, model: Model, tree: JsonObject) -> Reply:
+        asked = parsed(requests.SaveForSampler, tree)
+        # An adapter is never changed once it is saved, so a snapshot also keeps the contract of
+        # `inflight`: the weights of its creation, or newer ones.
+        if asked.path is not None:
+            saved = await self._save(model, "sampler_weights", asked.path, asked)
+            return Reply({"type": "save_weights_for_sampler", "path": saved.address})
+        if (number := asked.sampling_session_seq_id) is None:
+            raise InputError("save_weights_for_sampler needs a path, or a sampling session")
+        sampler = f"{model.session.id}:sample:{number}"
+        saved = await self._save(model, "snapshots", str(number), asked)
+        await self._add_sampler(Sampler(sampler, model.session, saved))
+        return Reply({"type": "save_weights_for_sampler", "sampling_session_id": sampler})
+
+    async def save_weights(self, model: Model, tree: JsonObject, kind: Kind = "weights") -> Reply:
+        asked = parsed(requests.SaveWeights, tree)
+        asked.check()
+        saved = await self._save(model, kind, asked.path, asked)
+        return Reply({"path": saved.address})
+
+    async def load_weights(self, owner: str, tree: JsonObject) -> JsonObject:
+        """Load a saved state into a model, or make a model of it."""
+
+        async def find() -> tuple[requests.LoadWeights, Checkpoint, Path]:
+            asked = parsed(requests.LoadWeights, tree)
+            asked.check()
+            saved = await run_in_thread(self.checkpoints.find, asked.path, owner)
+            self._check_base(asked.base_model or saved.base_model)
+            return asked, saved, self.checkpoints.folder(saved)
+
+        def loaded(model: Model, saved: Checkpoint) -> Reply:
+            model.version = saved.version
+            return Reply({"type": "load_weights", "path": saved.address, "model_id": model.id})
+
+        async def load(service: TinkerService, model: Model, tree: JsonObject) -> Reply:
+            asked, saved, folder = await find()
+            await self._ask("read", model.id, folder, asked.optimizer)
+            model.log.drop()  # of passes whose gradient is dropped
+            return loaded(model, saved)
+
+        async def create(name: str, session: Session) -> Reply:
+            asked, saved, folder = await find()
+            spec, state = requests.AdapterSpec.model_validate(saved.spec), (folder, asked.optimizer)
+            made = await self._add_model(name, session, spec, asked.user_metadata, *state)
+            return loaded(made, saved)
+
+        if tree.get("model_id") is None:
+            return self._new_model(owner, tree, create)
+        return await self.in_turn(owner, tree, load)
+
+    def state_of(
+        self, model: Model, kind: Kind = "snapshots", name: str = "", **saved: Foreign
+    ) -> Checkpoint:
+        """Return what a checkpoint of a model would say now."""
+        spec = model.spec.model_dump()
+        of = model.id, kind, name, model.session.owner, self.model_name, model.version, spec
+        return Checkpoint(*of, run_metadata=model.user_metadata, **saved)
+
+    async def _save(
+        self, model: Model, kind: Kind, name: str, asked: requests.Saving
+    ) -> Checkpoint:
+        """Save a model, as `weights` with its optimizer."""
+        kept = {"expires": expiry(asked.ttl_seconds), "user_metadata": asked.user_metadata}
+        saved = self.state_of(model, kind, name, **kept)
+        begun = await run_in_thread(
+            partial(self.checkpoints.begin, saved, overwrite=asked.overwrite)
+        )
+        await self._ask("write", model.id, begun, kind == "weights")
+        flush = kind != "snapshots"  # which end with their session
+        await run_in_thread(partial(self.checkpoints.commit, saved, flush=flush))
+        return saved
+
+    async def _ask(self, method: str, name: str, *arguments: object) -> Foreign:
+        """Call a method of `AdapterRank`; models take turns, in the order of their requests. The
+        trainer ends what it has begun, so a call that is cancelled keeps its turn until then."""
+        async with self._trainer_turn:
+            call = asyncio.ensure_future(self._trainer(method, name, *arguments))
+            try:
+                return await asyncio.shield(call)
+            except asyncio.CancelledError:
+                await asyncio.wait([call])
+                raise
+
+    def _begin(self, model: Model, position: int, work: Work, size: int = 0) -> JsonObject:
+        """Begin a request of a model, of some bytes, which runs once those before have ended."""
+        name = f"{model.id}:{position}"
+
+        async def run() -> Reply:
+            async with model.turns.turn(position):
+                return await work()
+
+        if name not in self.futures and position < model.turns.next:
+            raise Gone(f"the result of the request {name} is not kept any more")
+        self.futures.begin(name, model.session.owner, run, size)
+        return {"request_id": name, "model_id": model.id}
+
+    def _model(self, name: str, owner: str) -> Model:
+        model = self._models.get(name)
+        if model is None or model.session.owner != owner:
+            raise Missing(
+                f"there is no model {name[:100]}: its session has ended, or the server was "
+                "restarted; create_training_client_from_state goes on from a saved state"
+            )
+        model.session.seen = time.monotonic()
+        return model
+
+    def _check_base(self, name: str) -> None:
+        if name not in self._names:
+            raise InputError(f"this server has the model {self.model_name}, not {name[:100]!r}")
+
+    # Sampling
+
+    async def create_sampler(self, owner: str, tree: JsonObject) -> JsonObject:
+        asked = parsed(requests.CreateSamplingSession, tree)
+        session = self._session(asked.session_id, owner)
+        name = f"{session.id}:sample:{asked.sampling_session_seq_id}"
+        if name not in self._samplers:
+            saved: Checkpoint | None = None
+            if asked.base_model is not None:
+                self._check_base(asked.base_model)
+            if asked.model_path is not None:
+                saved = await run_in_thread(partial(self.checkpoints.find, asked.model_path, owner))
+            elif asked.base_model is None:
+                raise InputError("create_sampling_session needs a model_path or a base_model")
+            await self._add_sampler(Sampler(name, session, saved))
+        return {"type": "create_sampling_session", "sampling_session_id": name}
+
+    async def _add_sampler(self, made: Sampler) -> None:
+        self._check_open(made.session)
+        await self._note(made.session, [made.id, made.checkpoint and asdict(made.checkpoint)])
+        self._check_open(made.session)
+        self._samplers[made.id] = made
+
+    def _check_open(self, session: Session) -> None:
+        """Raise `Gone` if a session has ended meanwhile."""
+        self._session(session.id, session.owner)
+
+    async def get_sampler(self, owner: str, tree: JsonObject) -> JsonObject:
+        sampler = self._sampler(str(tree["sampler_id"]), owner)
+        saved = None if sampler.snapshot else sampler.checkpoint
+        named = None if saved is None else saved.address
+        return {"sampler_id": sampler.id, "base_model": self.model_name, "model_path": named}
+
+    async def sample(self, owner: str, tree: JsonObject) -> JsonObject:
+        asked = parsed(requests.Sample, tree)
+        if asked.sampling_session_id is None or asked.seq_id is None:
+            raise InputError("asample needs a sampling_session_id and a seq_id")
+        sampler = self._sampler(asked.sampling_session_id, owner)
+        name = f"{sampler.id}:{asked.seq_id}"
+        tokens = sum(len(chunk.tokens) for chunk in asked.prompt.chunks)
+        work = partial(self._sample, sampler, asked, name)
+        self.futures.begin(name, owner, work, 32 * tokens + SMALLEST * asked.num_samples)
+        ids = [f"{name}:{number}" for number in range(asked.num_samples)]
+        return {"request_id": name, "sample_sequence_ids": ids}
+
+    async def _sample(self, sampler: Sampler, asked: requests.Sample, name: str) -> Reply:
+        ids = asked.tokens(self._vocabulary)
+        saved, route = sampler.checkpoint, Route(group=name)
+        if saved is not None:
+            if sampler.snapshot is None:
+                await run_in_thread(self.checkpoints.check_unchanged, saved)
+            folder = str(self.checkpoints.folder(saved))
+            route = Route("", name, f"{saved.address} {saved.created}", folder)
+        made = asked.requests(ids, name, route, self._config.model.max_length)
+        done = await together(generate(self._generator, each) for each in made)
+        if any(each.finish_reason == "abort" for each in done):
+            raise EngineError(f"an engine ended {name} early")
+        if not asked.scored(len(ids)):  # else it scores, and what it samples is thrown away
+            self._sampled.add(sampler.session.owner, ids, done, saved.version if saved else 0)
+        likeliest = asked.topk_prompt_logprobs, asked.topk_sample_logprobs
+        reply = partial(sample_reply, done, asked.scored(len(ids)), likeliest)
+        return Reply(message=await run_in_thread(reply))
+
+    def _sampler(self, name: str, owner: str) -> Sampler:
+        sampler = self._samplers.get(name)
+        if sampler is None or sampler.session.owner != owner:
+            raise Missing(
+                f"there is no sampling session {name[:100]}: its session has ended, or the server "
+                "was restarted"
+            )
+        sampler.seen = sampler.session.seen = time.monotonic()
+        return sampler
+
+    async def cancel(self, owner: str, tree: JsonObject) -> JsonObject:
+        self.futures.cancel(str(tree.get("request_id", "")), owner)
+        return {}
+
+
+def parsed(kind: type[_Kind], tree: JsonObject) -> _Kind:
+    """Return a request of plain values; InputError names the first key that is wrong."""
+    try:
+        return kind.model_validate(tree)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        key = ".".join(map(str, first["loc"]))
+        raise InputError(f"{key}: {first['msg']}" if key else first["msg"]) from error

@@ -1,0 +1,260 @@
+"""Tinker's binary messages: requests of training in, log-probs out.
+
+`_MESSAGES` is the protocol's table of fields. A slow test compares it with the descriptors of the
+SDK, whose code the server does not need. Enumerations are integers here, as they are in messages.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import groupby
+
+import numpy as np
+import numpy.typing as npt
+
+from turnwise.core.optional import Foreign, optional
+from turnwise.engine.protocol import Alternatives, Completion
+from turnwise.errors import InputError
+
+Array = npt.NDArray[np.generic]
+PROTOBUF = "application/x-protobuf"
+"""Content type of these messages."""
+_FLOAT32, _INT64 = 1, 2
+_DTYPES: dict[int, type[np.generic]] = {_FLOAT32: np.float32, _INT64: np.int64, 3: np.int32}
+_NO_LOGPROB = -99999.0  # the protocol's value where there is no token
+_MOST_VALUES = 2**26  # of all tensors of a request, once they are dense
+_TYPES = {"double": 1, "int64": 3, "int32": 5, "bool": 8, "string": 9, "bytes": 12, "uint32": 13}
+_PACKAGE = "turnwise_tinker"
+_MESSAGES = {
+    "SparseCsr": "1 values bytes, 2 crow_indices bytes, 3 col_indices bytes",
+    "Tensor": "1 dense bytes, 2 sparse_csr SparseCsr, 3 dtype int32, 4 shape int64 *",
+    "TopkLogprobs": "1 token_ids bytes, 2 logprobs bytes, 3 k uint32, 4 length uint32",
+    "SampledSequence": "1 stop_reason int32, 2 tokens bytes, 3 logprobs bytes, "
+    "4 topk_sampled_logprobs TopkLogprobs",
+    "SampleResponse": "1 sequences SampledSequence *, 2 prompt_logprobs bytes, "
+    "3 topk_prompt_logprobs TopkLogprobs, 4 prompt_cache_hit_tokens int32",
+    "BatchedTensor": "1 data bytes, 2 offsets bytes, 3 dtype int32, 4 trailing_shape int64 *",
+    "ArrayRecord": "1 type_tag string, 2 fields BatchedTensor %, 3 num_datums int64",
+    "ForwardBackwardOutput": "1 loss_fn_output_type string, 2 loss_fn_outputs ArrayRecord *, "
+    "3 metrics double %",
+    "EncodedTextChunk": "1 tokens bytes",
+    "Chunk": "1 encoded_text EncodedTextChunk",
+    "LossConfigValue": "1 number double, 2 text string",
+    "Datum": "1 model_input Chunk *, 2 loss_fn_inputs Tensor %",
+    "ForwardBackwardRequest": "1 model_id string, 2 seq_id int32, 3 data Datum *, "
+    "4 loss_fn string, 5 loss_fn_config double %, 6 forward_only bool, "
+    "7 loss_fn_config_v2 LossConfigValue %",
+}
+"""Fields of each message, but for those that the server has no use for: number, name, type, and `*`
+for a list, `%` for a mapping from strings. Fields that the protocol marks as optional, or as one of
+several, are plain ones here: they are empty where they are not set."""
+
+
+@dataclass(frozen=True, slots=True)
+class Datum:
+    """One sequence to compute: `T` tokens, and what the loss needs at each of them."""
+
+    token_ids_T: npt.NDArray[np.int64]
+    inputs: Mapping[str, Array]
+    """`loss_fn_inputs`: the tensors of the loss by name; the first dimension is `T`."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingRequest:
+    """A request for a forward pass, with its gradient unless `forward_only`."""
+
+    model_id: str
+    seq_id: int
+    """Position among the model's requests, from 1."""
+    data: Sequence[Datum]
+    loss: str
+    loss_config: Mapping[str, float | str] = field(default_factory=dict)
+    forward_only: bool = False
+    mistake: str = ""
+    """Reason why the data cannot be used; "" if they can. The request still has its position."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of the data."""
+        tensors = (each for datum in self.data for each in datum.inputs.values())
+        return sum(d.token_ids_T.nbytes for d in self.data) + sum(t.nbytes for t in tensors)
+
+
+@cache
+def message_classes() -> Mapping[str, Foreign]:
+    """Return protobuf's classes of the messages, by their names."""
+    purpose = "a Tinker server"
+    descriptors = optional("google.protobuf.descriptor_pb2", "tinker", purpose)
+    pool = optional("google.protobuf.descriptor_pool", "tinker", purpose).DescriptorPool()
+    factory = optional("google.protobuf.message_factory", "tinker", purpose)
+    file = descriptors.FileDescriptorProto(
+        name=f"{_PACKAGE}.proto", package=_PACKAGE, syntax="proto3"
+    )
+    for name, fields in _MESSAGES.items():
+        message = file.message_type.add(name=name)
+        for text in fields.split(", "):
+            number, own, kind, *mark = text.split()
+            if mark == ["%"]:
+                entry = message.nested_type.add(name=own.title().replace("_", "") + "Entry")
+                entry.options.map_entry = True
+                _add(entry, "key", 1, "string")
+                _add(entry, "value", 2, kind)
+                kind = f"{name}.{entry.name}"
+            _add(message, own, int(number), kind, is_list=bool(mark))
+    pool.Add(file)
+    return {
+        name: factory.GetMessageClass(pool.FindMessageTypeByName(f"{_PACKAGE}.{name}"))
+        for name in _MESSAGES
+    }
+
+
+def _add(message: Foreign, name: str, number: int, kind: str, *, is_list: bool = False) -> None:
+    known = _TYPES.get(kind)
+    added = message.field.add(name=name, number=number, label=3 if is_list else 1, type=known or 11)
+    if known is None:
+        added.type_name = f".{_PACKAGE}.{kind}"
+
+
+def read_training_request(body: bytes) -> TrainingRequest:
+    """Return the request of a message; InputError when it is none."""
+    request = message_classes()["ForwardBackwardRequest"]()
+    try:
+        request.ParseFromString(body)
+    except Exception as error:
+        raise InputError(f"the body is no ForwardBackwardRequest: {error}") from error
+    if not request.model_id or request.seq_id < 1:
+        raise InputError("forward_backward needs a model_id, and a seq_id from 1 on")
+    values = {name: value.text or value.number for name, value in request.loss_fn_config_v2.items()}
+    data, mistake = list[Datum](), ""
+    shapes = [tensor.shape for each in request.data for tensor in each.loss_fn_inputs.values()]
+    try:
+        if not sum(abs(np.prod(shape, dtype=float)) for shape in shapes) <= _MOST_VALUES:
+            raise InputError(f"the tensors have more than {_MOST_VALUES:,} values in all")
+        for number, each in enumerate(request.data):
+            data.append(_read_datum(each, number))
+    except (InputError, ValueError) as error:
+        mistake = str(error)
+    return TrainingRequest(
+        request.model_id,
+        request.seq_id,
+        data,
+        request.loss_fn,
+        values or dict(request.loss_fn_config),
+        request.forward_only,
+        mistake,
+    )
+
+
+def _read_datum(message: Foreign, number: int) -> Datum:
+    parts: list[Array] = [np.zeros(0, np.int32)]
+    for chunk in message.model_input:
+        if not chunk.HasField("encoded_text"):
+            raise InputError(f"datum {number}: this server computes tokens, not images or audio")
+        parts.append(_array(chunk.encoded_text.tokens, np.int32, f"datum {number}"))
+    inputs = {
+        name: read_tensor(tensor, f"datum {number}: {name}")
+        for name, tensor in message.loss_fn_inputs.items()
+    }
+    return Datum(np.concatenate(parts).astype(np.int64), inputs)
+
+
+def read_tensor(message: Foreign, what: str) -> Array:
+    """Return a tensor; what a sparse one does not list is 0."""
+    if (kind := _DTYPES.get(message.dtype)) is None:
+        raise InputError(f"{what}: the tensor has no type that is known")
+    shape = list(message.shape)
+    if len(shape) > 2 or any(size < 0 for size in shape):
+        raise InputError(f"{what}: no tensor is {shape[:3]}")
+    if not message.HasField("sparse_csr"):
+        flat = _array(message.dense, kind, what)
+        shape = shape or [len(flat)]
+        if flat.size != np.prod(shape):
+            raise InputError(f"{what}: {flat.size} values do not make a tensor {shape}")
+        return flat.reshape(shape)
+    sparse = message.sparse_csr
+    values = _array(sparse.values, kind, what)
+    rows = _array(sparse.crow_indices, np.int64, what)
+    columns = _array(sparse.col_indices, np.int64, what)
+    fits = len(shape) == 2 and len(rows) == shape[0] + 1 and len(columns) == len(values)
+    if not fits or np.any(np.diff(rows) < 0) or rows[0] != 0 or rows[-1] != len(values):
+        raise InputError(f"{what}: the rows of the sparse tensor are not those of {shape}")
+    if len(columns) and (columns.min() < 0 or columns.max() >= shape[1]):
+        raise InputError(f"{what}: a column of the sparse tensor is outside of {shape}")
+    dense = np.zeros(shape, kind)
+    dense[np.repeat(np.arange(shape[0]), np.diff(rows)), columns] = values
+    return dense
+
+
+def _array(data: bytes, kind: type[np.generic], what: str) -> Array:
+    try:
+        return np.frombuffer(data, kind)
+    except ValueError as error:
+        raise InputError(f"{what}: {error}") from error
+
+
+def training_reply(outputs: Sequence[Array], loss: float) -> bytes:
+    """Return the message of a pass: log-prob and loss of each datum's targets, [2, T] or [2, T, K],
+    and the sum of the loss."""
+    # The name of a metric ends in the way in which a client joins those of several requests.
+    reply = message_classes()["ForwardBackwardOutput"](
+        loss_fn_output_type="ArrayRecord", metrics={"loss:sum": loss}
+    )
+    # A record has arrays that differ in their first dimension alone.
+    for shape, group in groupby(outputs, lambda each: each.shape[2:]):
+        data = [each.astype(np.float32) for each in group]
+        record = reply.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(data))
+        offsets = np.cumsum([0, *(each[0].nbytes for each in data)]).astype(np.int64)
+        for number, name in enumerate(("logprobs", "elementwise_loss")):
+            tensor = record.fields[name]
+            tensor.data = np.concatenate([each[number] for each in data]).tobytes()
+            tensor.offsets, tensor.dtype = offsets.tobytes(), _FLOAT32
+            tensor.trailing_shape.extend(shape)
+    return bytes(reply.SerializeToString())
+
+
+def sample_reply(
+    completions: Sequence[Completion],
+    scored: int = 0,
+    likeliest: tuple[int, int] = (0, 0),
+) -> bytes:
+    """Return the message of the samples of one prompt.
+
+    Args:
+        completions: The first has what is asked for of the prompt.
+        scored: Number of tokens at the prompt's end whose log-probs are asked for.
+        likeliest: Numbers of likeliest tokens that are asked for at each of these, and at each
+            sampled token.
+    """
+    first = completions[0]
+    reply = message_classes()["SampleResponse"](prompt_cache_hit_tokens=first.cached_tokens)
+    for each in completions:
+        added = reply.sequences.add(
+            stop_reason=int(each.finish_reason == "length"),
+            tokens=np.asarray(each.token_ids, np.int32).tobytes(),
+            logprobs=np.asarray(each.logprobs, np.float32).tobytes(),
+        )
+        _put_likeliest(added, "topk_sampled_logprobs", each.alternatives, likeliest[1])
+    if scored and (prompt := first.prompt_logprobs) is not None:
+        before = len(prompt) - scored
+        values = [np.nan if value is None else value for value in prompt]
+        values[:before] = [np.nan] * before
+        reply.prompt_logprobs = np.asarray(values, np.float32).tobytes()
+        rows = first.prompt_alternatives[max(0, before - 1) :]  # there is none for the first token
+        rows = [[] for _ in range(len(prompt) - len(rows))] + rows
+        _put_likeliest(reply, "topk_prompt_logprobs", rows, likeliest[0])
+    return bytes(reply.SerializeToString())
+
+
+def _put_likeliest(message: Foreign, name: str, rows: Alternatives, count: int) -> None:
+    """Set the likeliest tokens of each position, which follow its own token there."""
+    if not count:
+        return
+    ids = np.zeros((len(rows), count), np.int32)
+    logprobs = np.full((len(rows), count), _NO_LOGPROB, np.float32)
+    for number, row in enumerate(rows):
+        possible = [each for each in row[1 : count + 1] if each[1] > _NO_LOGPROB]
+        ids[number, : len(possible)] = [each[0] for each in possible]
+        logprobs[number, : len(possible)] = [each[1] for each in possible]
+    top = getattr(message, name)
+    top.token_ids, top.logprobs = ids.tobytes(), logprobs.tobytes()
+    top.k, top.length = count, len(rows)

@@ -1,0 +1,382 @@
+"""Training through the protocol: targets, losses, memory and turns, without engines."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.tinker.bench import KEY, Client, logprobs_of, loss_of, message, opened
+from turnwise.config import Config
+from turnwise.tinker import requests
+from turnwise.tinker.service import TinkerService
+from turnwise.tinker.wire import PROTOBUF, message_classes, read_training_request
+
+IDS = [5, 6, 7, 8, 9, 10]
+
+
+@pytest.fixture
+async def served(
+    make_config: Callable[..., Config], model_path: str, tmp_path: Path
+) -> AsyncIterator[tuple[Client, TinkerService]]:
+    config = make_config(
+        model={"path": model_path, "max_length": 64, "lora": {"rank": 8}},
+        weights={"lora": "adapter"},
+        training={"threads": 1},
+    )
+    async with opened(config, tmp_path) as (client, service):
+        yield client, service
+
+
+@pytest.fixture
+def client(served: tuple[Client, TinkerService]) -> Client:
+    return served[0]
+
+
+def shapes_of(reply: bytes) -> list[tuple[int, list[int]]]:
+    """Return the number of data and the trailing shape of each record of a reply."""
+    read = message_classes()["ForwardBackwardOutput"]()
+    read.ParseFromString(reply)
+    found = [(each.num_datums, each.fields["logprobs"]) for each in read.loss_fn_outputs]
+    return [(number, list(tensor.trailing_shape)) for number, tensor in found]
+
+
+def gradient_of(client: Client) -> list[torch.Tensor]:
+    adapter = client.rank._adapters[client.model]
+    found = [parameter.grad.clone() for parameter in adapter.parameters]
+    adapter.optimizer.zero_grad()
+    return found
+
+
+async def test_several_targets_for_a_token_are_scored_at_once(client: Client) -> None:
+    await client.open()
+    other = [11, 12, 13, 14, 15]
+    one, two, three = [0.5] * 5, [0.25] * 5, [0.0, 1.0, 1.0, 1.0, 1.0]
+    apart = [
+        {"tokens": IDS[:-1], "target_tokens": IDS[1:], "weights": one},
+        {"tokens": IDS[:-1], "target_tokens": other, "weights": two},
+        {"tokens": IDS[:3], "target_tokens": IDS[1:4], "weights": three[:3]},
+    ]
+    first = await client.trained(1, apart, "cross_entropy")
+    expected = gradient_of(client)
+    together = {
+        "tokens": IDS[:-1],
+        "target_tokens": np.stack([IDS[1:], other], 1),
+        "weights": np.stack([one, two], 1),
+    }
+    reply = await client.trained(2, [together, apart[2]], "cross_entropy")
+    assert shapes_of(reply) == [(1, [2]), (1, [])]  # a record has arrays of one shape
+    assert loss_of(reply) == pytest.approx(loss_of(first), rel=1e-5)
+    for own, wanted in zip(gradient_of(client), expected, strict=True):
+        torch.testing.assert_close(own, wanted, atol=1e-5, rtol=1e-4)
+    read = message_classes()["ForwardBackwardOutput"]()
+    read.ParseFromString(reply)
+    scored = np.frombuffer(read.loss_fn_outputs[0].fields["logprobs"].data, np.float32)
+    alone = logprobs_of(first)
+    np.testing.assert_allclose(scored.reshape(5, 2), np.stack(alone[:2], 1), atol=1e-5)
+
+
+async def test_tokens_without_weight_are_scored_and_teach_nothing(client: Client) -> None:
+    await client.open()
+    prompt = [[0.0, 0.0, 1.0, 1.0, 1.0], [1e-30, 1e-30, 1.0, 1.0, 1.0]]  # the same in float32
+    found = []
+    for seq, weights in enumerate(prompt, 1):
+        datum = {"tokens": IDS[:-1], "target_tokens": IDS[1:], "weights": weights}
+        scored = logprobs_of(await client.trained(seq, [datum, datum], "cross_entropy"))
+        found.append((np.concatenate(scored), gradient_of(client)))
+    np.testing.assert_allclose(found[0][0], found[1][0], atol=1e-6)
+    for own, wanted in zip(found[0][1], found[1][1], strict=True):
+        torch.testing.assert_close(own, wanted, atol=1e-6, rtol=1e-4)
+    silent = {"tokens": IDS[:-1], "target_tokens": IDS[1:], "weights": [0.0] * 5}
+    assert loss_of(await client.trained(3, [silent], "cross_entropy")) == 0
+    assert not any(each.any() for each in gradient_of(client))
+
+
+async def test_sparse_targets_are_those_that_are_listed(client: Client) -> None:
+    await client.open()
+    targets = [[6, 0], [7, 3], [0, 0]]
+    weights = [[1.0, 0.0], [0.5, 0.5], [0.0, 0.0]]
+    datum = {"tokens": IDS[:3], "target_tokens": targets, "weights": weights}
+    dense = await client.trained(1, [datum], "cross_entropy")
+    made = message_classes()["ForwardBackwardRequest"]()
+    made.ParseFromString(message(client.model, 2, [datum], "cross_entropy"))
+    for name, values in (("target_tokens", [6, 7, 3]), ("weights", [1.0, 0.5, 0.5])):
+        tensor = made.data[0].loss_fn_inputs[name]
+        kind = np.int64 if name == "target_tokens" else np.float32
+        tensor.sparse_csr.values = np.asarray(values, kind).tobytes()
+        tensor.sparse_csr.crow_indices = np.asarray([0, 1, 3, 3], np.int64).tobytes()
+        tensor.sparse_csr.col_indices = np.asarray([0, 0, 1], np.int64).tobytes()
+    promise = await client.http.post(
+        "/api/v1/forward_backward",
+        content=made.SerializeToString(),
+        headers=KEY | {"Content-Type": PROTOBUF},
+    )
+    assert loss_of(await client.result(promise.json())) == loss_of(dense)
+
+
+async def test_a_loss_of_the_clients_own_trains_by_its_gradient(client: Client) -> None:
+    """As the SDK does it: log-probs, the client's loss, and weights that are minus its gradient."""
+    await client.open()
+    datum = {"tokens": IDS[:-1], "target_tokens": IDS[1:]}
+    silent = datum | {"weights": [0.0] * 5}
+    scored = await client.result(
+        (await client.train(1, [silent], "cross_entropy", forward_only=True)).json()
+    )
+    logprobs = torch.tensor(logprobs_of(scored)[0], requires_grad=True)
+    (logprobs**2).sum().backward()
+    assert logprobs.grad is not None
+    weights = (-logprobs.grad).tolist()
+    before = float((logprobs**2).sum())
+    await client.trained(2, [datum | {"weights": weights}], "cross_entropy")
+    await client.step(3, learning_rate=1e-3)
+    after = logprobs_of(await client.trained(4, [datum], "cross_entropy"))[0]
+    assert float((after**2).sum()) < before
+
+
+@pytest.mark.parametrize("loss", ["ppo", "cispo", "dro", "gspo"])
+async def test_thresholds_may_differ_between_tokens(client: Client, loss: str) -> None:
+    await client.open()
+    datum = {
+        "tokens": IDS[:-1],
+        "target_tokens": IDS[1:],
+        "logprobs": [-1.0, -9.0, -0.5, -3.0, -1.5],
+        "advantages": [1.0, -1.0, 0.5, -2.0, 0.0],
+        "sequence_ratio_mask": [0.0, 1.0, 1.0, 1.0, 1.0],
+    }
+    plain = loss_of(await client.trained(1, [datum, datum], loss))
+    name = "beta" if loss == "dro" else "clip_high_threshold"
+    own = datum | {name: [0.1, 0.2, 0.3, 0.4, 0.5]}
+    assert loss_of(await client.trained(2, [own, datum], loss)) != plain
+    failed = await client.trained(3, [datum | {name: [1.0]}], loss)
+    assert failed["error"] == f"datum 0: {name} is [1], and the 5 tokens need [5]"
+
+
+@pytest.mark.parametrize(
+    ("changes", "loss", "said"),
+    [
+        ({"target_tokens": np.ones((5, 2))}, "cross_entropy", "weights is [5], and the 5 tokens"),
+        ({"target_tokens": np.ones((5, 0))}, "cross_entropy", "target_tokens is [5, 0]"),
+        ({"target_tokens": np.ones((5, 2))}, "importance_sampling", "target_tokens is [5, 2]"),
+        ({"target_tokens": [1, 2, -1, 3, 4]}, "cross_entropy", "datum 1: target_tokens must have"),
+        ({"tokens": [5, 6, 7, 8, 10**6]}, "cross_entropy", "datum 1: model_input must have ids"),
+    ],
+)
+async def test_targets_that_cannot_be_scored_have_a_sentence(
+    client: Client, changes: dict[str, Any], loss: str, said: str
+) -> None:
+    await client.open()
+    more = {"weights": [1.0] * 5, "logprobs": [0.0] * 5, "advantages": [0.0] * 5}
+    good = {"tokens": IDS[:-1], "target_tokens": IDS[1:]} | more
+    failed = await client.trained(1, [good, good | changes], loss)
+    assert failed["category"] == "user"
+    assert said in failed["error"]
+
+
+async def run(client: Client, other: Client) -> list[np.ndarray]:
+    """Train two adapters by turns; returns what each says at the end."""
+    data = [{"tokens": IDS[:-1], "target_tokens": IDS[1:]}]
+    for seq in (1, 3):
+        for each in (client, other):
+            await each.trained(seq, data, "cross_entropy")
+        for each in (other, client):  # each is away between its pass and its step
+            await each.step(seq + 1, learning_rate=1e-2)
+    return [
+        logprobs_of(await each.trained(5, data, "cross_entropy"))[0] for each in (client, other)
+    ]
+
+
+async def test_adapters_that_are_moved_out_and_back_train_as_if_they_had_stayed(
+    client: Client,
+) -> None:
+    here = [client, Client(client.http)]
+    for number, each in enumerate(here):
+        await each.open(seed=number)
+    expected = await run(*here)
+    client.rank._near = 0
+    moving = [Client(client.http), Client(client.http)]
+    for number, each in enumerate(moving):
+        await each.open(seed=number)
+    away = client.rank._adapters[moving[0].model]
+    assert away.is_away
+    assert all(tensor.untyped_storage().nbytes() == 0 for tensor in away.tensors())
+    for own, wanted in zip(await run(*moving), expected, strict=True):
+        np.testing.assert_array_equal(own, wanted)
+    assert sum(not each.is_away for each in client.rank._adapters.values()) == 1
+
+
+async def test_nothing_is_left_of_an_adapter_that_ends_while_it_is_away(client: Client) -> None:
+    client.rank._near = 0
+    first, second = client, Client(client.http)
+    await first.open()
+    await second.open()
+    assert first.model in client.rank._offload._away
+    await first.tree(f"sessions/{first.session}/finish", {})
+    assert not client.rank._offload._away
+    assert list(client.rank._tensors) == list(client.rank._adapters) == [second.model]
+
+
+async def test_a_model_that_has_no_room_is_refused_in_words_and_others_go_on(
+    client: Client,
+) -> None:
+    await client.open()
+    client.rank._most = client.rank._adapters[client.model].nbytes + 1
+    second = Client(client.http)
+    failed = await second.open()
+    assert failed["category"] == "user"
+    assert "no room for another adapter of rank 4" in failed["error"]
+    data = [{"tokens": IDS[:-1], "target_tokens": IDS[1:]}]
+    assert logprobs_of(await client.trained(1, data, "cross_entropy"))
+    await client.tree(f"sessions/{client.session}/finish", {})
+    assert "model_id" in await Client(client.http).open()
+
+
+async def test_a_long_pass_lets_other_clients_in_and_adds_up_to_the_same(
+    served: tuple[Client, TinkerService], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, service = served
+    data = [{"tokens": IDS[:-1], "target_tokens": IDS[1:]} for _ in range(6)]
+    other = Client(client.http)
+    await client.open()
+    await other.open()
+    whole = await client.trained(1, data, "cross_entropy")
+    expected = gradient_of(client)
+    monkeypatch.setattr(requests, "TURN_TOKENS", 10)
+    asked, ask = list[str](), service._trainer
+
+    async def noted(method: str, name: str, *arguments: object) -> Any:
+        asked.append(name)
+        await asyncio.sleep(0.2)  # as the trainer's process
+        return await ask(method, name, *arguments)
+
+    monkeypatch.setattr(service, "_trainer", noted)
+    results = await asyncio.gather(
+        client.trained(2, data, "cross_entropy"), other.trained(1, data[:1], "cross_entropy")
+    )
+    assert asked.count(client.model) == 3
+    assert asked[-1] == client.model  # the short pass did not wait for the end of the long one
+    np.testing.assert_allclose(
+        np.concatenate(logprobs_of(results[0])), np.concatenate(logprobs_of(whole)), atol=1e-6
+    )
+    assert loss_of(results[0]) == pytest.approx(loss_of(whole), rel=1e-6)
+    for own, wanted in zip(gradient_of(client), expected, strict=True):
+        torch.testing.assert_close(own, wanted, atol=1e-5, rtol=1e-4)
+
+
+async def test_nothing_is_left_of_a_model_whose_session_ends_while_it_is_made(
+    served: tuple[Client, TinkerService], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, service = served
+    ask, called, ends = service._trainer, asyncio.Event(), asyncio.Event()
+
+    async def slow(method: str, *arguments: object) -> Any:
+        found = await ask(method, *arguments)
+        if method == "create":
+            called.set()
+            await ends.wait()
+        return found
+
+    monkeypatch.setattr(service, "_trainer", slow)
+    opening = asyncio.create_task(client.open())
+    await called.wait()
+    finishing = asyncio.create_task(client.tree(f"sessions/{client.session}/finish", {}))
+    await asyncio.gather(opening, return_exceptions=True)  # its result is gone
+    ends.set()
+    await finishing
+    async with asyncio.timeout(5):
+        while client.rank._adapters:
+            await asyncio.sleep(0.01)
+    assert not service._models
+
+
+async def test_a_cancelled_call_keeps_the_trainer_until_it_has_ended(
+    served: tuple[Client, TinkerService], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, service = served
+    begun, ended = list[str](), list[str]()
+
+    async def slow(method: str, name: str) -> None:
+        begun.append(name)
+        await asyncio.sleep(0.05)
+        ended.append(name)
+
+    monkeypatch.setattr(service, "_trainer", slow)
+    first = asyncio.create_task(service._ask("run", "first"))
+    second = asyncio.create_task(service._ask("run", "second"))
+    await asyncio.sleep(0.01)
+    first.cancel()
+    await asyncio.sleep(0.01)
+    assert begun == ["first"]
+    await second
+    assert first.cancelled()
+    assert ended == ["first", "second"]
+
+
+async def test_a_model_is_not_replaced_when_its_creation_is_sent_again(
+    served: tuple[Client, TinkerService],
+) -> None:
+    client, service = served
+    await client.open()
+    adapter = client.rank._adapters[client.model]
+    service.futures.forget(client.model)  # as the oldest results are
+    body = {"session_id": client.session, "model_seq_id": 0, "base_model": "model"}
+    promise = await client.tree("create_model", body | {"lora_config": {"rank": 4}})
+    assert "is not kept any more" in (await client.result(promise))["error"]
+    assert client.rank._adapters[client.model] is adapter
+
+
+async def test_a_session_that_ends_twice_at_once_ends_once(
+    served: tuple[Client, TinkerService],
+) -> None:
+    client, service = served
+    await client.open()
+    session = service._sessions[client.session]
+    await asyncio.gather(service._end(session), service._end(session))
+    assert not client.rank._adapters
+    assert (await client.train(1, [], "cross_entropy")).status_code == 404
+
+
+async def test_no_sampler_is_added_to_a_session_that_has_ended(
+    served: tuple[Client, TinkerService], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, service = served
+    await client.open()
+    session = service._sessions[client.session]
+    note = service._note
+
+    async def noted(*arguments: Any) -> None:
+        await note(*arguments)
+        await service._end(session)
+
+    monkeypatch.setattr(service, "_note", noted)
+    body = {"session_id": client.session, "sampling_session_seq_id": 0, "base_model": "model"}
+    assert (await client.post("create_sampling_session", body)).status_code == 410
+    assert not service._samplers
+
+
+async def test_a_forward_pass_that_fails_leaves_the_gradient(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await client.open()
+    data = [{"tokens": IDS[:-1], "target_tokens": IDS[1:]}]
+    await client.trained(1, data, "cross_entropy")
+
+    def failing(*arguments: object) -> None:
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(client.rank, "_score", failing)
+        promise = (await client.train(2, data, "cross_entropy", forward_only=True)).json()
+        assert "out of memory" in (await client.result(promise))["error"]
+    assert all(each.abs().sum() >= 0 for each in gradient_of(client))
+
+
+async def test_the_sizes_of_tensors_cannot_cancel_each_other_out(client: Client) -> None:
+    made = message_classes()["ForwardBackwardRequest"](model_id="m", seq_id=1, loss_fn="a")
+    for name, rows in (("a", 2**31), ("b", -(2**31))):
+        tensor = made.data.add().loss_fn_inputs[name]
+        tensor.dtype = 1
+        tensor.shape.extend([rows, 2**10])
+    assert "values in all" in read_training_request(made.SerializeToString()).mistake
