@@ -51,6 +51,11 @@ async def test_loads_are_summed_over_processes_and_go_with_them() -> None:
     assert successor.elsewhere == 2.0
     processes._take(one, Report())
     assert [each.elsewhere for each in scheduler.workers.values()] == [0.0, 0.0, 0.0]
+    scheduler.remove("worker-0")
+    processes._take(one, Report(loads={"worker-0": 2.0}))  # made before it heard of that
+    successor = scheduler.add("worker-0", SimulatedEngine(name="worker-0"))
+    processes._take(one, Report())
+    assert (successor.elsewhere, successor.load) == (0.0, 0.0)
 
 
 async def test_a_process_is_woken_once_for_all_orders_since_its_last_report() -> None:

@@ -489,7 +489,7 @@ class FrontProcesses:
             if change == "restore" and name not in process.suspects:
                 continue
             process.suspects.discard(name)
-            if change == "remove":
+            if change in ("add", "remove"):  # a report that was on its way may name one before it
                 process.loads.pop(name, None)
             self._tell(process, change, name, *more)
         if change in ("add", "remove"):
