@@ -44,6 +44,22 @@ def test_log_probs_have_the_gradient_of_autograd(
         torch.testing.assert_close(found, gradient)
 
 
+def test_several_targets_of_a_position_have_the_gradient_of_autograd() -> None:
+    model = head(50)
+    hidden_NH = (2 * torch.randn(7, 16)).requires_grad_()
+    targets_NK = torch.randint(50, (7, 3))
+    targets_NK[2] = 4  # the same one three times
+    weights_NK = torch.linspace(-1, 2, 21).view(7, 3)
+    expected_NK = model.lm_head(hidden_NH).log_softmax(-1).gather(-1, targets_NK)
+    (expected_NK * weights_NK).sum().backward()
+    expected, hidden_NH.grad = hidden_NH.grad, None
+    logprobs_NK, entropy_N = score_hidden(model, hidden_NH, targets_NK, SamplingConfig())
+    (logprobs_NK * weights_NK).sum().backward()
+    torch.testing.assert_close(logprobs_NK, expected_NK)
+    torch.testing.assert_close(hidden_NH.grad, expected)
+    assert entropy_N.shape == (7,)
+
+
 def test_scores_hold_two_tensors_of_the_size_of_the_logits() -> None:
     model, rows, words = head(8192), 256, 8192
     hidden_NH = torch.randn(rows, 16, requires_grad=True)
