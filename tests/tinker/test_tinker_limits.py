@@ -16,16 +16,18 @@ from starlette.responses import PlainTextResponse
 
 from tests.tinker.bench import KEY, Client, logprobs_of, message, opened
 from turnwise.chat.session_store import SessionStore
-from turnwise.config import Config, SamplingConfig
+from turnwise.config import Config, SamplingConfig, parse_config
 from turnwise.config.serving import ServingConfig
 from turnwise.errors import InputError
 from turnwise.serving.openai.protection import guarded
 from turnwise.tinker import futures, routes, service
 from turnwise.tinker.futures import Busy, Futures, Gone, Reply, Turns
+from turnwise.tinker.images import ChunkReader
 from turnwise.tinker.service import TinkerService
 from turnwise.tinker.wire import PROTOBUF, message_classes, read_training_request
 
 IDS = [5, 6, 7, 8]
+joined = ChunkReader(parse_config({})).joined
 
 
 def row(ids: list[int] = IDS) -> dict[str, Any]:
@@ -254,7 +256,7 @@ def test_a_small_body_cannot_stand_for_large_tensors() -> None:
         tensor.dtype = 1
         tensor.sparse_csr.crow_indices = np.zeros(2, np.int64).tobytes()
         tensor.shape.extend([1, 2**20])
-    read = read_training_request(made.SerializeToString())
+    read = read_training_request(made.SerializeToString(), joined)
     assert "values in all" in read.mistake
     assert read.size == 0
 
@@ -275,7 +277,7 @@ def test_any_bytes_are_a_request_or_an_input_error(
     for place, value in changes:
         body[place] = value
     try:
-        read = read_training_request(bytes(body[:end]) + tail)
+        read = read_training_request(bytes(body[:end]) + tail, joined)
     except InputError:
         return
     assert read.model_id

@@ -43,6 +43,7 @@ from turnwise.training.model import backbone_of, hidden_before, score_hidden
 from turnwise.training.offload import Offload
 from turnwise.training.rank import begin_process, layout_of
 from turnwise.training.sample import Sample
+from turnwise.trajectory.images import PromptIds
 
 ALPHA = 32.0
 """The `lora_alpha` of clients' adapters of every rank, unless `model.lora.alpha` is set: that of
@@ -169,6 +170,8 @@ class AdapterRank:
         log-prob and loss of each datum's targets, [2, T] or [2, T, K], and the sum of the loss."""
         adapter = self._of(name)
         loss = loss_named(run.loss, run.loss_config)
+        if self._no_images and any(datum.images for datum in run.data):
+            raise InputError(self._no_images)
         outputs, total = dict[int, Array](), 0.0
         activate(self._layers.values(), [adapter.label])
         try:
@@ -196,11 +199,15 @@ class AdapterRank:
         """Divide the data; a sample has one token more, since each token is scored by the one
         before it."""
         samples = [
-            Sample.to_score([*d.token_ids_T.tolist(), 0], [0] + [1] * len(d.token_ids_T), number)
+            Sample.to_score(
+                PromptIds([*d.token_ids_T.tolist(), 0], d.images),
+                [0] + [1] * len(d.token_ids_T),
+                number,
+            )
             for number, d in enumerate(run.data)
         ]
         most = micro_batch_tokens(self._config.training, self.device.type == "cuda")
-        ((share,),) = plan_micro_batches(samples, 1, 1, most, self.layout)
+        ((share,),) = plan_micro_batches(samples, 1, 1, most, self.layout, self.patches)
         return share.micro_batches
 
     def _score(
@@ -233,7 +240,8 @@ class AdapterRank:
             learns_N = (inputs[loss.factor].reshape(len(learns_N), -1) != 0).any(dim=1)
         with self._models.computing(self._models.policy):
             columns = Columns.of(samples, self.layout, self.device)
-            hidden_NH = hidden_before(backbone_of(self._model), columns)
+            images = self._models.policy.images
+            hidden_NH = hidden_before(backbone_of(self._model), columns, images)
             logprobs_N, _ = score_hidden(
                 self._model, hidden_NH[learns_N], targets_N[learns_N], _PLAIN
             )

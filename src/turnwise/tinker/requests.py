@@ -16,8 +16,10 @@ from turnwise.core.json_types import JsonObject
 from turnwise.engine.protocol import Request, Route, Sampling
 from turnwise.engine.vllm_requests import sampling_params
 from turnwise.errors import InputError
+from turnwise.tinker.images import ImageChunk
 from turnwise.tinker.losses import NOT_STABLE, TinkerLoss, loss_named
-from turnwise.tinker.wire import Datum, TrainingRequest
+from turnwise.tinker.wire import Datum, Joined, TrainingRequest
+from turnwise.trajectory.images import placed
 
 _Id = Annotated[str, Field(max_length=300)]
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -149,6 +151,8 @@ class CreateSamplingSession(OfSession):
 class _Chunk(_Request):
     type: str = "encoded_text"
     tokens: _Tokens = []
+    data: str = ""
+    expected_tokens: _Count | None = None
 
 
 class _ModelInput(_Request):
@@ -183,11 +187,18 @@ class Sample(_Request):
     topk_sample_logprobs: Annotated[int, Field(ge=0)] = 0
     prompt_logprobs_last_n: int | None = None
 
-    def tokens(self, vocabulary: int) -> list[int]:
-        """Return the prompt's ids, checked."""
-        if odd := {c.type for c in self.prompt.chunks if c.type != "encoded_text"}:
-            raise InputError(f"prompt: this server reads tokens, not chunks of type {min(odd)!r}")
-        ids = [token for chunk in self.prompt.chunks for token in chunk.tokens]
+    def tokens(self, vocabulary: int, joined: Joined) -> list[int]:
+        """Return the prompt's ids, checked, `PromptIds` if it has images."""
+        if odd := {c.type for c in self.prompt.chunks} - {"encoded_text", "image"}:
+            kind = min(odd)[:80]
+            raise InputError(f"prompt: this server reads tokens and images, not {kind!r}")
+        ids = joined(
+            [
+                ImageChunk(c.data, c.expected_tokens or 0) if c.type == "image" else c.tokens
+                for c in self.prompt.chunks
+            ],
+            "prompt",
+        )
         if not ids:
             raise InputError("prompt: it has no tokens")
         if not 0 <= min(ids) <= max(ids) < vocabulary:
@@ -216,6 +227,7 @@ class Sample(_Request):
                 f"{name}:{number}",
                 self._seed(number),
                 route,
+                images=placed(ids),
             )
             for number in range(self.num_samples)
         ]

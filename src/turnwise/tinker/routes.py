@@ -75,7 +75,8 @@ def add_routes(app: FastAPI, service: TinkerService) -> FastAPI:
     @router.post("/forward_backward")
     async def forward_backward(request: Request) -> Response:
         try:
-            asked = await run_in_thread(read_training_request, await request.body())
+            body = await request.body()
+            asked = await run_in_thread(read_training_request, body, service.joined)
             return JSONResponse(await service.train(owner_of(request), asked))
         except TurnwiseError as error:
             return _refused(error)

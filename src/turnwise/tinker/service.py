@@ -30,8 +30,10 @@ from turnwise.errors import EngineError, InputError, TurnwiseError
 from turnwise.tinker import requests
 from turnwise.tinker.checkpoints import Checkpoint, Checkpoints, Kind, expiry
 from turnwise.tinker.futures import SMALLEST, Busy, Futures, Gone, Missing, Reply, Turns, Work
+from turnwise.tinker.images import ChunkReader
 from turnwise.tinker.run_log import RunLog, SampleIndex
 from turnwise.tinker.wire import Array, TrainingRequest, sample_reply, training_reply
+from turnwise.trajectory.images import placed
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +124,7 @@ class TinkerService:
         path = config.model.path
         self.model_name = config.serving.served_model_name or path
         self.futures = Futures()
+        self.joined = ChunkReader(config).joined
         self.checkpoints = Checkpoints(folder / "tinker")
         self.links: dict[str, Path] = {}
         """Files that anyone may read who knows their secret."""
@@ -514,14 +517,14 @@ class TinkerService:
             raise InputError("asample needs a sampling_session_id and a seq_id")
         sampler = self._sampler(asked.sampling_session_id, owner)
         name = f"{sampler.id}:{asked.seq_id}"
-        tokens = sum(len(chunk.tokens) for chunk in asked.prompt.chunks)
+        size = sum(32 * len(chunk.tokens) + len(chunk.data) for chunk in asked.prompt.chunks)
         work = partial(self._sample, sampler, asked, name)
-        self.futures.begin(name, owner, work, 32 * tokens + SMALLEST * asked.num_samples)
+        self.futures.begin(name, owner, work, size + SMALLEST * asked.num_samples)
         ids = [f"{name}:{number}" for number in range(asked.num_samples)]
         return {"request_id": name, "sample_sequence_ids": ids}
 
     async def _sample(self, sampler: Sampler, asked: requests.Sample, name: str) -> Reply:
-        ids = asked.tokens(self._vocabulary)
+        ids = await run_in_thread(asked.tokens, self._vocabulary, self.joined)
         saved, route = sampler.checkpoint, Route(group=name)
         if saved is not None:
             if sampler.snapshot is None:
@@ -532,7 +535,8 @@ class TinkerService:
         done = await together(generate(self._generator, each) for each in made)
         if any(each.finish_reason == "abort" for each in done):
             raise EngineError(f"an engine ended {name} early")
-        if not asked.scored(len(ids)):  # else it scores, and what it samples is thrown away
+        # A prompt that is scored throws its sample away; the index knows ids, not images.
+        if not asked.scored(len(ids)) and not placed(ids):
             self._sampled.add(sampler.session.owner, ids, done, saved.version if saved else 0)
         likeliest = asked.topk_prompt_logprobs, asked.topk_sample_logprobs
         reply = partial(sample_reply, done, asked.scored(len(ids)), likeliest)
