@@ -122,7 +122,9 @@ def loss_of(reply: bytes) -> float:
 
 
 @asynccontextmanager
-async def opened(config: Config, folder: Path) -> AsyncIterator[tuple[Client, TinkerService]]:
+async def opened(
+    config: Config, folder: Path, stable: str = ""
+) -> AsyncIterator[tuple[Client, TinkerService]]:
     rank = AdapterRank(config)
     words = rank._model.config.get_text_config().vocab_size
     engine = SimulatedEngine(vocab_size=min(words, VOCABULARY))
@@ -130,7 +132,7 @@ async def opened(config: Config, folder: Path) -> AsyncIterator[tuple[Client, Ti
     async def ask(method: str, *arguments: object) -> Any:
         return getattr(rank, method)(*arguments)
 
-    service = TinkerService(config, engine, ask, words, folder)
+    service = TinkerService(config, engine, ask, words, folder, stable=stable)
     app = add_routes(FastAPI(), service)
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:

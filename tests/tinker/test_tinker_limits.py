@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from starlette.responses import PlainTextResponse
 
 from tests.tinker.bench import KEY, Client, logprobs_of, message, opened
+from tests.vision import vision_config
 from turnwise.chat.session_store import SessionStore
-from turnwise.config import Config, SamplingConfig, parse_config
+from turnwise.config import Config, SamplingConfig
 from turnwise.config.serving import ServingConfig
 from turnwise.errors import InputError
 from turnwise.serving.openai.protection import guarded
@@ -27,7 +28,7 @@ from turnwise.tinker.service import TinkerService
 from turnwise.tinker.wire import PROTOBUF, message_classes, read_training_request
 
 IDS = [5, 6, 7, 8]
-joined = ChunkReader(parse_config({})).joined
+joined = ChunkReader(vision_config("none")).joined
 
 
 def row(ids: list[int] = IDS) -> dict[str, Any]:

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from tests.tinker.bench import KEY, Client, logprobs_of, loss_of, message, opened
-from turnwise.config import Config, parse_config
+from tests.vision import vision_config
+from turnwise.config import Config
 from turnwise.tinker import requests
 from turnwise.tinker.images import ChunkReader
 from turnwise.tinker.service import TinkerService
@@ -380,5 +381,5 @@ async def test_the_sizes_of_tensors_cannot_cancel_each_other_out(client: Client)
         tensor = made.data.add().loss_fn_inputs[name]
         tensor.dtype = 1
         tensor.shape.extend([rows, 2**10])
-    joined = ChunkReader(parse_config({})).joined
+    joined = ChunkReader(vision_config("none")).joined
     assert "values in all" in read_training_request(made.SerializeToString(), joined).mistake

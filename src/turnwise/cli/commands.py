@@ -4,6 +4,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -251,13 +252,17 @@ async def tinker(
     port: Annotated[
         int | None, typer.Option(min=0, max=65535, help="By default serving.port; 0: a free one.")
     ] = None,
+    stable_reinforce: Annotated[
+        str, typer.Option(metavar="LOSS", help="Loss to compute where clients ask for this one.")
+    ] = "",
 ) -> None:
     """Serve programs that are written for Tinker's SDK: train and sample adapters of a model."""
     changes = [*(overrides or ()), *([] if port is None else [f"serving.port={port}"])]
     from turnwise.tinker import backend  # seconds to import
 
     chosen = command.of(await run_in_thread(lambda: backend.server_config(model, config, changes)))
-    async with commands.serving(chosen, Console(), backend.open_tinker) as url:
+    opened = partial(backend.open_tinker, stable=stable_reinforce)
+    async with commands.serving(chosen, Console(), opened) as url:
         print_text(f"TINKER_BASE_URL={url}")
         await asyncio.Event().wait()  # until interrupted
 

@@ -22,6 +22,7 @@ from turnwise.run.fleet import SERVER, begin_imports, make_manager, ray_running,
 from turnwise.serving.openai import import_server
 from turnwise.serving.openai.address import api_key
 from turnwise.serving.placement import gpu_share
+from turnwise.tinker.losses import STAND_INS
 from turnwise.tinker.routes import add_routes
 from turnwise.tinker.service import TinkerService
 from turnwise.tinker.wire import message_classes
@@ -92,8 +93,13 @@ def server_config(
 
 
 @asynccontextmanager
-async def open_tinker(config: Config, progress: Display = SILENT) -> AsyncIterator[str]:
-    """Start everything, and stop it on exit; yield the URL that TINKER_BASE_URL has to be."""
+async def open_tinker(
+    config: Config, progress: Display = SILENT, stable: str = ""
+) -> AsyncIterator[str]:
+    """Start everything, and stop it on exit; yield the URL that TINKER_BASE_URL has to be. `stable`
+    is the loss that is computed for stable_reinforce; "" refuses it."""
+    if stable not in ("", *STAND_INS):
+        raise InputError(f"stable-reinforce {stable!r}: it may be {', '.join(STAND_INS)}")
     begin_imports(config)
     folder = await run_in_thread(run_folder(config).absolute)
     async with AsyncExitStack() as stack:
@@ -113,7 +119,8 @@ async def open_tinker(config: Config, progress: Display = SILENT) -> AsyncIterat
         stack.push_async_callback(trainer.close)
         engines = manager.scheduler
         decode = texts.result().decode
-        service = TinkerService(config, engines, trainer.ask, words.result(), folder, decode)
+        made = trainer.ask, words.result(), folder, decode, stable
+        service = TinkerService(config, engines, *made)
         await run_in_thread(service.restore)
         server_class = await import_server()
         server = server_class(

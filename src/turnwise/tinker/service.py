@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -31,6 +31,7 @@ from turnwise.tinker import requests
 from turnwise.tinker.checkpoints import Checkpoint, Checkpoints, Kind, expiry
 from turnwise.tinker.futures import SMALLEST, Busy, Futures, Gone, Missing, Reply, Turns, Work
 from turnwise.tinker.images import ChunkReader
+from turnwise.tinker.losses import STABLE
 from turnwise.tinker.run_log import RunLog, SampleIndex
 from turnwise.tinker.wire import Array, TrainingRequest, sample_reply, training_reply
 from turnwise.trajectory.images import placed
@@ -51,6 +52,7 @@ _HEAD = (
     "this server trains no adapter of the output head: train_unembed has no effect, because "
     "engines could not score prompts beside it"
 )
+_STAND_IN = "stable_reinforce is computed as %s, its settings and provenance are not used"
 
 
 @dataclass(slots=True, eq=False)
@@ -75,6 +77,8 @@ class Model:
     turns: Turns = field(default_factory=Turns)
     version: int = 0
     """Number of optimizer steps."""
+    stands_in: bool = False
+    """Whether a pass has asked for stable_reinforce, and got another loss."""
 
 
 @dataclass(slots=True, eq=False)
@@ -110,6 +114,7 @@ class TinkerService:
         folder: The run's folder; checkpoints are in `tinker` below it, and the files of each
             client's training run.
         decode: The tokenizer's text of ids, for the files of runs.
+        stable: Loss that is computed for stable_reinforce; "" refuses it.
     """
 
     def __init__(
@@ -120,6 +125,7 @@ class TinkerService:
         vocabulary: int,
         folder: Path,
         decode: Callable[[list[int]], str] = str,
+        stable: str = "",
     ) -> None:
         path = config.model.path
         self.model_name = config.serving.served_model_name or path
@@ -130,7 +136,7 @@ class TinkerService:
         """Files that anyone may read who knows their secret."""
         self._names = {self.model_name, path, Path(path).name}
         self._tokenizer = config.model.tokenizer or path
-        self._config = config
+        self._config, self._stable = config, stable
         self._generator, self._trainer, self._vocabulary = generator, ask, vocabulary
         self._trainer_turn = asyncio.Lock()
         self._sessions: dict[str, Session] = {}
@@ -228,7 +234,8 @@ class TinkerService:
         session = Session(str(uuid.uuid4()), owner)
         await self._note(session, {"id": session.id, "owner": owner})
         self._sessions[session.id] = session
-        return {"type": "create_session", "session_id": session.id, "info_message": _HEAD}
+        info = f"{_HEAD}; {_STAND_IN % self._stable}" if self._stable else _HEAD
+        return {"type": "create_session", "session_id": session.id, "info_message": info}
 
     def _count(self, owner: str) -> int:
         return sum(each.owner == owner for each in self._sessions.values())
@@ -341,6 +348,11 @@ class TinkerService:
         return self._begin(model, request.seq_id, work, request.size)
 
     async def _train(self, model: Model, request: TrainingRequest) -> Reply:
+        if request.loss == STABLE and self._stable:
+            if not model.stands_in:
+                logger.warning("%s: " + _STAND_IN, model.id, self._stable)
+            model.stands_in = True
+            request = replace(request, loss=self._stable, loss_config={})
         longest = self._config.model.max_length
         await run_in_thread(requests.check_training, request, self._vocabulary, longest)
         outputs, loss = list[Array](), 0.0
@@ -512,6 +524,8 @@ class TinkerService:
         return {"sampler_id": sampler.id, "base_model": self.model_name, "model_path": named}
 
     async def sample(self, owner: str, tree: JsonObject) -> JsonObject:
+        if self._stable:
+            tree = {**tree, "record_stability_info": None}  # which another loss does not need
         asked = parsed(requests.Sample, tree)
         if asked.sampling_session_id is None or asked.seq_id is None:
             raise InputError("asample needs a sampling_session_id and a seq_id")
