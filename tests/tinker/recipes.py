@@ -4,11 +4,12 @@
     python -m tests.tinker.recipes [--url URL] [--only NAME ...] [--folder DIR] [--seconds S]
 
 Without --url it starts `turnwise tinker` with the calculator's model, which first learns to give
-short answers in a box, so that some rewards are 1; RECIPE_MODEL and RECIPE_NAME choose another
-model and the name by which recipes choose its renderer. A recipe gets that name and small sizes on
-its command line. What it would download is made here: `run MODULE ...` gives
-`datasets.load_dataset` local rows by the data set's name and registers the model's tokenizer, then
-runs the recipe's module as it is.
+short answers in a box, so that some rewards are 1, and with importance_sampling in the place of
+stable_reinforce, which some recipes ask for: a server at a URL needs that option, too. RECIPE_MODEL
+and RECIPE_NAME choose another model and the name by which recipes choose its renderer. A recipe
+gets that name and small sizes on its command line. What it would download is made here: `run MODULE
+...` gives `datasets.load_dataset` local rows by the data set's name and registers the model's
+tokenizer, then runs the recipe's module as it is.
 """
 
 import argparse
@@ -48,6 +49,8 @@ WHY = {
 BUILDERS_ROWS = {"rl_basic": 8, "sl_basic": 256}
 """Rows of the data sets of recipes whose batches of 128 no argument changes; of others 64."""
 RENDERER = "renderer_name=qwen3_5_disable_thinking"
+STAND_IN = ("--stable-reinforce", "importance_sampling")
+"""Arguments of a server for recipes whose loss is stable_reinforce."""
 START_SECONDS = 600.0
 RESULTS = re.compile(r"loss|nll|reward/total|kl|accuracy|num_sequences|grad_norm")
 """Metrics of a recipe's last step that are worth a cell."""
@@ -64,18 +67,15 @@ def recipes(folder: Path, name: str = NAME) -> dict[str, tuple[str, list[str]]]:
     sl = ["batch_size=4", "max_length=1024", steps, log, model]
     loop = [f"{model}", "batch_size=4", rank, steps, "save_every=1"]
     return {
-        "rl_loop": (
-            f"{base}rl_loop",
-            [*loop, "group_size=8", "max_tokens=32", "loss_fn=importance_sampling"],
-        ),
+        "rl_loop": (f"{base}rl_loop", [*loop, "group_size=8", "max_tokens=32"]),
         "rl_basic": (f"{base}rl_basic", [model, "max_tokens=32", "max_steps=1", rank]),
         "sl_loop": (f"{base}sl_loop", [*loop, "max_length=1024"]),
         "sl_basic": (f"{base}sl_basic", [model, steps, rank]),
         "chat_sl": (f"{base}chat_sl.train", [*sl, rank, f"dataset={rows}"]),
-        "math_rl": (f"{base}math_rl.train", [*rl, "env=gsm8k", "loss_fn=importance_sampling"]),
+        "math_rl": (f"{base}math_rl.train", [*rl, "env=gsm8k"]),
         "math_rl, arithmetic, asynchronous": (
             f"{base}math_rl.train",
-            [*rl, "loss_fn=importance_sampling", "max_steps_off_policy=1"],
+            [*rl, "max_steps_off_policy=1"],
         ),
         "distillation, on policy": (
             f"{base}distillation.on_policy_distillation",
@@ -375,7 +375,7 @@ def main(arguments: list[str]) -> int:
     for name in names:
         by_name.setdefault(OWN_NAMES.get(name, NAME), []).append(name)
     for served, own in by_name.items():
-        with server(model, folder, served) as url:
+        with server(model, folder, served, *STAND_IN) as url:
             each(url, own)
     return failed
 
