@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.tinker.bench import Client, logprobs_of, loss_of, opened
-from tests.vision import encoded, make_qwen_vl, picture, vision_config
+from tests.vision import encoded, picture, vision_config
 from turnwise.chat.images import read_image
 from turnwise.chat.vision import ModelImages
 from turnwise.config import Config
@@ -27,15 +27,15 @@ LENGTH = 6
 BEFORE, AFTER = [5, 6, 7], [8, 9, 10, 11]
 
 
-@pytest.fixture(scope="module")
-def vision_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return make_qwen_vl(tmp_path_factory.mktemp("qwen-vl") / "model")
-
-
 def config_of(path: str, **sections: Any) -> Config:
-    lora = {"weights": {"lora": "adapter"}, "training": {"threads": 1}}
-    model = {"path": path, "max_length": 64, "lora": {"rank": 8}}
-    return vision_config(path, **{"model": model, **lora, **sections})
+    return vision_config(
+        path,
+        model={"path": path, "max_length": 64, "lora": {"rank": 8}},
+        weights={"lora": "adapter"},
+        training={"threads": 1},
+        serving={"served_model_name": "model"},
+        **sections,
+    )
 
 
 @pytest.fixture
@@ -73,8 +73,9 @@ def image(file: bytes = FILE, expected: int | None = LENGTH) -> dict[str, Any]:
 
 
 async def test_a_pass_scores_what_the_model_sees(
-    served: tuple[Client, TinkerService], vision_path: str
+    served: tuple[Client, TinkerService],
 ) -> None:
+    """Compare the SDK's `ImageChunk` with the same image in a sample of the trainer."""
     client, _ = served
     await client.open()
     other = encoded(picture(seed=1))
