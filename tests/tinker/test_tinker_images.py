@@ -16,10 +16,13 @@ from turnwise.chat.vision import ModelImages
 from turnwise.config import Config
 from turnwise.engine.protocol import Request
 from turnwise.tinker.service import TinkerService
+from turnwise.tinker.wire import message_classes
 from turnwise.training.batching import Columns
 from turnwise.training.model import score_columns
 from turnwise.training.sample import Sample
+from turnwise.trajectory import audit, read_jsonl
 from turnwise.trajectory.images import extended, placed
+from turnwise.viewer.run_files import RunFiles
 
 FILE = encoded(picture())
 LENGTH = 6
@@ -119,6 +122,37 @@ async def test_an_engine_gets_the_image_at_its_positions(
     assert [*request.prompt[: place.start], *request.prompt[place.end :]] == BEFORE + AFTER
     assert len({*request.prompt[place.start : place.end]}) == 1
     assert placed(request.prompt) == request.images
+
+
+async def test_trajectories_of_a_run_have_their_images(
+    served: tuple[Client, TinkerService], tmp_path: Path
+) -> None:
+    client, _ = served
+    await client.open()
+    other, data = encoded(picture(seed=1)), []
+    for seq, file in enumerate((FILE, other)):  # prompts of the same ids
+        read = message_classes()["SampleResponse"]()
+        read.ParseFromString(await sampled(client, seq, text(*BEFORE), image(file), text(*AFTER)))
+        (one,) = read.sequences
+        ids = np.frombuffer(one.tokens, np.int32).tolist()
+        unknown = [0] * (len(BEFORE) + LENGTH + len(AFTER) - 1)
+        data.append(
+            {
+                "tokens": [*BEFORE, (file, LENGTH), *AFTER, *ids[:-1]],
+                "target_tokens": unknown + ids,  # as the cookbook makes them
+                "logprobs": [*unknown, *np.frombuffer(one.logprobs, np.float32)],
+                "advantages": unknown + [1.0] * len(ids),
+            }
+        )
+    await client.trained(1, data, "importance_sampling")
+    await client.step(2, learning_rate=1e-3)
+    await client.tree(f"sessions/{client.session}/finish", {})
+    folder = tmp_path / "tinker" / client.model
+    (row,) = RunFiles(folder, "client").rows()["rows"]
+    assert (row["exact_percent"], row["trajectories"]) == (100.0, 2)
+    made = list(read_jsonl(folder / "trajectories" / "step-0001.jsonl"))
+    assert [each.turns[0].images[0].image.read() for each in made] == [FILE, other]
+    assert [audit(each).first_violation for each in made] == [None, None]
 
 
 @pytest.mark.parametrize(

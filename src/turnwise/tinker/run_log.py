@@ -26,7 +26,8 @@ from turnwise.tinker.losses import LOSSES
 from turnwise.tinker.wire import Array, TrainingRequest
 from turnwise.training.reports import TrainedSample
 from turnwise.training.sample import Sample
-from turnwise.trajectory import Trajectory
+from turnwise.trajectory import PlacedImage, PromptIds, Trajectory
+from turnwise.trajectory.images import placed
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,13 @@ class _Sampled(NamedTuple):
     logprobs: Array
     finish_reason: str
     version: int
+    images: tuple[PlacedImage, ...]
+
+    @property
+    def size(self) -> int:
+        """Its tokens, and 1 for each 64 bytes of its images: 2 GiB of these at most."""
+        files = sum(len(each.image.data) for each in self.images)
+        return len(self.prompt) + len(self.ids) + files // 64
 
 
 _Trained = tuple[dict[str, Array], Array]
@@ -67,17 +75,19 @@ class SampleIndex:
     def add(
         self, owner: str, prompt: Sequence[int], done: Sequence[Completion], version: int
     ) -> None:
-        first = np.asarray(prompt, np.int32)
-        start = int(self._terms(first).sum())
+        first, images = np.asarray(prompt, np.int32), placed(prompt)
+        start = int(self._terms(_seen(first, images)).sum())
         for each in filter(lambda one: one.token_ids, done):
             ids, logprobs = np.asarray(each.token_ids, np.int32), np.asarray(each.logprobs)
             end = int(self._terms(ids, len(first)).sum())
             key = owner, len(first) + len(ids), (start + end) % 2**64
-            self._size += key[1] if self._kept.pop(key, None) is None else 0
-            self._kept[key] = _Sampled(first, ids, logprobs, each.finish_reason, version)
+            if (same := self._kept.pop(key, None)) is not None:
+                self._size -= same.size
+            made = _Sampled(first, ids, logprobs, each.finish_reason, version, images)
+            self._kept[key] = made
+            self._size += made.size
         while self._size > _MOST_SAMPLED:
-            self._size -= (oldest := next(iter(self._kept)))[1]
-            del self._kept[oldest]
+            self._size -= self._kept.pop(next(iter(self._kept))).size
 
     def turns(self, owner: str, ids: Array) -> list[_Sampled]:
         """Return the samples that make up a sequence, in their order: the longest that it begins
@@ -86,7 +96,9 @@ class SampleIndex:
         found, length = list[_Sampled](), len(ids)
         while length:
             kept = self._kept.get((owner, length, hashes[length - 1]))
-            if kept and np.array_equal(np.concatenate([kept.prompt, kept.ids]), ids[:length]):
+            if kept and np.array_equal(
+                _seen(np.concatenate([kept.prompt, kept.ids]), kept.images), ids[:length]
+            ):
                 found.insert(0, kept)
                 length = len(kept.prompt)
             else:
@@ -134,7 +146,10 @@ class RunLog:
                 self._left_out += 1
                 continue
             given = {k: v for k, v in datum.inputs.items() if v.shape == logprobs_T.shape}
-            ids = np.concatenate([datum.token_ids_T[:1], given["target_tokens"]])
+            targets = given["target_tokens"]
+            ids = np.append(_seen(datum.token_ids_T, datum.images), targets[-1:])
+            if (targets != ids[1:])[value != 0].any():  # what counts is not what follows
+                ids = ids[:0]
             self._trained.append((given | {"ids": ids, "value": value}, logprobs_T))
             self._index.trained += length
             self._held += length
@@ -212,11 +227,19 @@ class RunLog:
         made.status = "length" if turns[-1].finish_reason == "length" else "completed"
         for turn in turns:
             prompt, own, logprobs = (each.tolist() for each in turn[:3])
-            versions = [turn.version] * len(own)
-            added = made.add_turn(prompt, own, logprobs, versions, turn.finish_reason)
+            seen, versions = PromptIds(prompt, turn.images), [turn.version] * len(own)
+            added = made.add_turn(seen, own, logprobs, versions, turn.finish_reason)
             for role, said in (("user", added.added_token_ids), ("assistant", own)):
                 made.messages.append({"role": role, "content": self._index.decode(said)})
         return made
+
+
+def _seen(ids: Array, images: Sequence[PlacedImage]) -> Array:
+    """Return ids, with numbers beyond all of them for those of images."""
+    seen = ids.astype(np.int64)
+    for each in images:
+        seen[each.start : each.end] = (1 << 62) + (int(each.image.hash, 16) >> 68)
+    return seen
 
 
 def _values(made: Trajectory, value_T: Array, logprobs_T: Array) -> TrainedSample:

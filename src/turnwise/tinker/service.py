@@ -34,7 +34,6 @@ from turnwise.tinker.images import ChunkReader
 from turnwise.tinker.losses import STABLE
 from turnwise.tinker.run_log import RunLog, SampleIndex
 from turnwise.tinker.wire import Array, TrainingRequest, sample_reply, training_reply
-from turnwise.trajectory.images import placed
 
 logger = logging.getLogger(__name__)
 
@@ -549,8 +548,7 @@ class TinkerService:
         done = await together(generate(self._generator, each) for each in made)
         if any(each.finish_reason == "abort" for each in done):
             raise EngineError(f"an engine ended {name} early")
-        # A prompt that is scored throws its sample away; the index knows ids, not images.
-        if not asked.scored(len(ids)) and not placed(ids):
+        if not asked.scored(len(ids)):  # else it scores, and what it samples is thrown away
             self._sampled.add(sampler.session.owner, ids, done, saved.version if saved else 0)
         likeliest = asked.topk_prompt_logprobs, asked.topk_sample_logprobs
         reply = partial(sample_reply, done, asked.scored(len(ids)), likeliest)
