@@ -35,7 +35,7 @@ KEYS = {
 }
 """Arguments of recipes that name models; of others `model_name`."""
 LEFT_OUT = {
-    "test_recipe_vlm_classifier.py": "downloads photos, and the image processor of its model",
+    "test_recipe_vlm_classifier.py": "needs a model that sees, as `recipes` has one",
     "test_recipe_forecasting.py": "downloads its rows itself",
 }
 SECONDS = 900.0

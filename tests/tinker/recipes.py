@@ -13,6 +13,7 @@ tokenizer, then runs the recipe's module as it is.
 """
 
 import argparse
+import io
 import json
 import os
 import random
@@ -37,11 +38,13 @@ NAME = os.environ.get("RECIPE_NAME", "Qwen/Qwen3.6-35B-A3B")
 """Name under which the small model is served: a recipe chooses its renderer by it, and one has this
 name in its source."""
 _TWENTY = "multiplayer_rl, twenty_questions"
+_SEES = "vlm_classifier"
 OWN_NAMES = {_TWENTY: "Qwen/Qwen3.5-9B"}
 """Names of the model for recipes that have another one in their source, whose player answers."""
 WHY = {
     _TWENTY: f"its source names {OWN_NAMES[_TWENTY]} for the player who answers, and a server has "
     "one name: without --url it gets a server of its own",
+    _SEES: "needs a model that sees: without --url it gets a server of its own, with a tiny one",
     "multiplayer_rl, text_arena": "needs TextArena: make envs",
     "search_tool": "needs a Chroma database and Gemini's embeddings: tool_use has a local tool",
 }
@@ -113,6 +116,10 @@ def recipes(folder: Path, name: str = NAME) -> dict[str, tuple[str, list[str]]]:
                 *("max_tokens=8", steps, log, model, "eval_every=0"),
             ],
         ),
+        _SEES: (
+            f"{base}vlm_classifier.train",
+            ["batch_size=4", "num_epochs=1", "n_eval=8", steps, rank, log, model],
+        ),
         "search_tool": (f"{base}search_tool.train", [steps, log, model]),
         "tool_use": ("tests.tinker.tool_recipe", [model, RENDERER]),
         "rl_numerics_check": (
@@ -177,20 +184,38 @@ def rows_of(name: str, count: int) -> dict[str, list[dict[str, Any]]]:
     if name == "Salesforce/wikitext":
         line = "After the long day many people could only wait until the time when it was over ."
         return {"train": [{"text": line} for _ in range(4000)]}
+    if name == "dpdl-benchmark/caltech101":
+        colours = ("red", "green", "blue")
+        pictures = [
+            {"image": {"bytes": square(each)}, "label": each} for each in colours * (count // 3)
+        ]
+        return {"train": pictures, "test": pictures[:8]}
     raise OSError(f"the data set {name} is not made here, and there is no network")
+
+
+def square(colour: str) -> bytes:
+    """Return the file of a picture."""
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    Image.new("RGB", (84, 56), colour).save(buffer, "PNG")
+    return buffer.getvalue()
 
 
 def run(module: str, arguments: list[str]) -> None:
     """Run one recipe in this process."""
     import datasets
-    from tinker_cookbook import tokenizer_utils
-    from transformers import AutoTokenizer
+    from tinker_cookbook import image_processing_utils, tokenizer_utils
+    from transformers import AutoImageProcessor, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(os.environ["RECIPE_TOKENIZER"])
+    place = os.environ["RECIPE_TOKENIZER"]
+    tokenizer = AutoTokenizer.from_pretrained(place)
 
     def load(path: str, *_: object, split: str | None = None, **more: Any) -> object:
         rows = rows_of(path, int(os.environ["RECIPE_ROWS"]))
         made = {key: datasets.Dataset.from_list(own) for key, own in rows.items()}
+        if "label" in rows["train"][0]:
+            made = {key: own.class_encode_column("label") for key, own in made.items()}
         if split is None:
             return datasets.DatasetDict(made)
         if split not in made:
@@ -198,6 +223,7 @@ def run(module: str, arguments: list[str]) -> None:
         return made[split].to_iterable_dataset() if more.get("streaming") else made[split]
 
     datasets.load_dataset = load
+    image_processing_utils.get_image_processor = lambda _: AutoImageProcessor.from_pretrained(place)
     tokenizer_utils.register_tokenizer(NAME, lambda: tokenizer)
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
@@ -252,6 +278,13 @@ def model_in(folder: Path) -> Path:
         command = [sys.executable, __file__, "teach", str(place)]
         subprocess.run(command, env=in_cookbook(), check=True)
     return place
+
+
+def seeing_in(folder: Path) -> Path:
+    """Return the folder of a tiny model that sees, with random weights."""
+    from tests.vision import make_qwen_vl  # seconds to import
+
+    return Path(make_qwen_vl(folder / "seeing"))
 
 
 @contextmanager
@@ -312,7 +345,8 @@ def attempt(
     place = folder / re.sub(r"\W+", "_", name)
     shutil.rmtree(place, ignore_errors=True)  # else some go on from states of an earlier server
     place.mkdir()
-    own = [] if module.endswith("create_data") else [f"log_path={place / 'log'}"]
+    key = "experiment_dir" if name == _SEES else "log_path"
+    own = [] if module.endswith("create_data") else [f"{key}={place / 'log'}"]
     environment = in_cookbook(
         TINKER_BASE_URL=url,
         TINKER_API_KEY=os.environ.get("TINKER_API_KEY", "tml-recipes"),
@@ -353,13 +387,13 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     folder = options.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    model = model_in(folder)
     names = options.only or list(recipes(folder))
+    text = model_in(folder) if options.url or names != [_SEES] else folder
     failed = 0
     say = partial(print, flush=True)
     say("| recipe | | what it printed | s |\n|---|---|---|---|")
 
-    def each(url: str, names: list[str]) -> None:
+    def each(url: str, names: list[str], model: Path = text) -> None:
         nonlocal failed
         for name in names:
             sys.stderr.write(f"{name} ...\n")
@@ -373,10 +407,15 @@ def main(arguments: list[str]) -> int:
         return failed
     by_name = dict[str, list[str]]()
     for name in names:
-        by_name.setdefault(OWN_NAMES.get(name, NAME), []).append(name)
+        if name != _SEES:
+            by_name.setdefault(OWN_NAMES.get(name, NAME), []).append(name)
     for served, own in by_name.items():
-        with server(model, folder, served, *STAND_IN) as url:
+        with server(text, folder, served, *STAND_IN) as url:
             each(url, own)
+    if _SEES in names:
+        seeing = seeing_in(folder)
+        with server(seeing, folder, NAME, "model.max_length=1024") as url:
+            each(url, [_SEES], seeing)
     return failed
 
 
