@@ -186,7 +186,7 @@ def rows_of(name: str, count: int) -> dict[str, list[dict[str, Any]]]:
         return {"train": [{"text": line} for _ in range(4000)]}
     if name == "dpdl-benchmark/caltech101":
         colours = ("red", "green", "blue")
-        pictures = [
+        pictures: list[dict[str, Any]] = [
             {"image": {"bytes": square(each)}, "label": each} for each in colours * (count // 3)
         ]
         return {"train": pictures, "test": pictures[:8]}

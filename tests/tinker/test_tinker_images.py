@@ -129,7 +129,7 @@ async def test_trajectories_of_a_run_have_their_images(
 ) -> None:
     client, _ = served
     await client.open()
-    other, data = encoded(picture(seed=1)), []
+    other, data = encoded(picture(seed=1)), list[dict[str, Any]]()
     for seq, file in enumerate((FILE, other)):  # prompts of the same ids
         read = message_classes()["SampleResponse"]()
         read.ParseFromString(await sampled(client, seq, text(*BEFORE), image(file), text(*AFTER)))
