@@ -64,6 +64,7 @@ async def test_a_client_with_too_much_in_progress_is_asked_to_wait(
     client, _ = running
     sampler = await sampler_of(client)
     monkeypatch.setattr(futures, "_MOST", 80_000)
+    monkeypatch.setattr(futures, "_SENT_SECONDS", 0.0)
     first = [await client.post("asample", asked(sampler, n)) for n in range(6)]
     accepted = [each.json() for each in first if each.status_code == 200]
     assert {each.status_code for each in first} == {200, 429}
@@ -80,28 +81,27 @@ async def test_a_cancelled_sample_leaves_nothing(running: tuple[Client, TinkerSe
     promise = await client.tree("asample", asked(await sampler_of(client), 0, num_samples=8))
     await client.tree("cancel_future", {"request_id": promise["request_id"]})
     assert not own.futures._entries
-    assert not own.futures._held
     gone = await client.post("retrieve_future", {"request_id": promise["request_id"]})
     assert gone.status_code == 410
 
 
-async def test_the_oldest_results_that_were_sent_are_dropped(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(futures, "_MOST_SENT", 20_000)
+async def test_results_that_were_sent_are_kept_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(futures, "_SENT_SECONDS", 0.05)
     own = Futures()
 
     async def reply() -> Reply:
-        return Reply(message=bytes(5000))
+        return bytes(5000)
 
-    for number in range(4):
-        own.begin(str(number), "one", reply)
-        assert await own.retrieve(str(number), "one", 1)
-    own.begin("unsent", "one", reply)
+    for name in ("one:a", "one:b", "two:a"):
+        own.begin(name, "one", reply)
+    for _ in range(2):
+        assert await own.retrieve("one:a", "one", 1)
+    await asyncio.sleep(0.1)
     with pytest.raises(Gone):
-        await own.retrieve("0", "one", 1)
-    assert await own.retrieve("3", "one", 1)
-    assert own._held == {"unsent": own._entries["unsent"].size}
+        await own.retrieve("one:a", "one", 1)
+    assert await own.retrieve("one:b", "one", 1)
+    await asyncio.sleep(0.1)
+    assert [*own._entries] == ["two"]
 
 
 async def test_requests_after_one_that_never_comes_fail_in_words(
@@ -189,8 +189,8 @@ async def test_a_thousand_clients_that_vanish_leave_nothing(
     assert len(own._sessions) == 1000
     await own._end_silent(0.0)
     await asyncio.sleep(0)
-    held = (own._sessions, own._samplers, own.futures._entries, own.futures._held)
-    assert [len(each) for each in held] == [0] * 4
+    held = (own._sessions, own._samplers, own.futures._entries)
+    assert [len(each) for each in held] == [0] * 3
 
 
 async def test_weights_without_a_name_go_once_there_are_newer_ones(

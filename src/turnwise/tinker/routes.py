@@ -20,7 +20,7 @@ from turnwise.core.aio import run_in_thread
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, TurnwiseError, visible
 from turnwise.serving.openai.protection import key_in
-from turnwise.tinker.futures import WAIT_SECONDS, Busy, Failure, Gone, Missing
+from turnwise.tinker.futures import WAIT_SECONDS, Busy, Gone, Missing
 from turnwise.tinker.service import TinkerService
 from turnwise.tinker.verbs import CONSTANT, USER, VERBS, Verb
 from turnwise.tinker.wire import PROTOBUF, read_training_request
@@ -91,11 +91,9 @@ def add_routes(app: FastAPI, service: TinkerService) -> FastAPI:
         if outcome is None:  # the SDK asks again after this status, without a warning to its user
             waiting = {"type": "try_again", "request_id": name, "queue_state": "active"}
             return JSONResponse(waiting, 408)
-        if isinstance(outcome, Failure):
-            return JSONResponse({"error": outcome.error, "category": outcome.category})
-        if outcome.message is not None:
-            return Response(outcome.message, media_type=PROTOBUF)
-        return JSONResponse(outcome.tree)
+        if isinstance(outcome, bytes):
+            return Response(outcome, media_type=PROTOBUF)
+        return JSONResponse(outcome)
 
     @router.api_route("/{path:path}", methods=["GET", "POST", "PUT", "DELETE", "PATCH"])
     async def unknown(path: str) -> Response:

@@ -277,7 +277,7 @@ class TinkerService:
             if asked.lora_config is None:
                 raise InputError("this server trains adapters: create_model needs a lora_config")
             await self._add_model(name, session, asked.lora_config, asked.user_metadata)
-            return Reply({"type": "create_model", "model_id": name})
+            return {"type": "create_model", "model_id": name}
 
         return self._new_model(owner, tree, create)
 
@@ -345,7 +345,7 @@ class TinkerService:
             found, its_loss = await self._ask("run", model.id, part)
             outputs, loss = outputs + found, loss + its_loss
         model.log.add(request, [each[0] for each in outputs], loss)
-        return Reply(message=await run_in_thread(training_reply, outputs, loss))
+        return await run_in_thread(training_reply, outputs, loss)
 
     async def in_turn(self, owner: str, tree: JsonObject, work: OfModel) -> JsonObject:
         """Answer a request of a model once those before it have ended; one that is wrong fails
@@ -363,7 +363,7 @@ class TinkerService:
             raise
         await model.log.step(model.version, taken.learning_rate, metrics)
         model.version += 1
-        return Reply({"metrics": metrics})
+        return {"metrics": metrics}
 
     async def save_for_sampler(self, model: Model, tree: JsonObject) -> Reply:
         asked = parsed(requests.SaveForSampler, tree)
@@ -371,19 +371,19 @@ class TinkerService:
         # `inflight`: the weights of its creation, or newer ones.
         if asked.path is not None:
             saved = await self._save(model, "sampler_weights", asked.path, asked)
-            return Reply({"type": "save_weights_for_sampler", "path": saved.address})
+            return {"type": "save_weights_for_sampler", "path": saved.address}
         if (number := asked.sampling_session_seq_id) is None:
             raise InputError("save_weights_for_sampler needs a path, or a sampling session")
         sampler = f"{model.session.id}:sample:{number}"
         saved = await self._save(model, "snapshots", str(number), asked)
         await self._add_sampler(Sampler(sampler, model.session, saved))
-        return Reply({"type": "save_weights_for_sampler", "sampling_session_id": sampler})
+        return {"type": "save_weights_for_sampler", "sampling_session_id": sampler}
 
     async def save_weights(self, model: Model, tree: JsonObject, kind: Kind = "weights") -> Reply:
         asked = parsed(requests.SaveWeights, tree)
         asked.check()
         saved = await self._save(model, kind, asked.path, asked)
-        return Reply({"path": saved.address})
+        return {"path": saved.address}
 
     async def load_weights(self, owner: str, tree: JsonObject) -> JsonObject:
         """Load a saved state into a model, or make a model of it."""
@@ -397,7 +397,7 @@ class TinkerService:
 
         def loaded(model: Model, saved: Checkpoint) -> Reply:
             model.version = saved.version
-            return Reply({"type": "load_weights", "path": saved.address, "model_id": model.id})
+            return {"type": "load_weights", "path": saved.address, "model_id": model.id}
 
         async def load(service: TinkerService, model: Model, tree: JsonObject) -> Reply:
             asked, saved, folder = await find()
@@ -536,7 +536,7 @@ class TinkerService:
             self._sampled.add(sampler.session.owner, ids, done, saved.version if saved else 0)
         likeliest = asked.topk_prompt_logprobs, asked.topk_sample_logprobs
         reply = partial(sample_reply, done, asked.scored(len(ids)), likeliest)
-        return Reply(message=await run_in_thread(reply))
+        return await run_in_thread(reply)
 
     def _sampler(self, name: str, owner: str) -> Sampler:
         sampler = self._samplers.get(name)
