@@ -1,7 +1,6 @@
 """Limits of what clients of a Tinker server leave behind or send wrong, without engines."""
 
 import asyncio
-import base64
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -289,8 +288,6 @@ def test_who_must_wait_is_asked_to_send_again() -> None:
 async def test_a_key_is_asked_for_in_the_sdks_ways() -> None:
     made = ServingConfig(api_key="tml-secret")
     app = guarded(PlainTextResponse("inside"), made, made.api_key, SessionStore(SamplingConfig()))
-    key = base64.urlsafe_b64encode(b"tml-secret").decode().rstrip("=")
-    other = base64.urlsafe_b64encode(b"tml-other").decode().rstrip("=")
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
 
@@ -301,8 +298,8 @@ async def test_a_key_is_asked_for_in_the_sdks_ways() -> None:
         assert await status("auth/token") == 401
         assert await status("auth/token", x_api_key="tml-other") == 401
         assert await status("auth/token", x_api_key="tml-secret") == 200
-        assert await status("get_info", x_api_key=f"eyJhIjoxfQ.e30.{key}") == 200
-        assert await status("get_info", x_api_key=f"eyJhIjoxfQ.e30.{other}") == 401
+        assert await status("get_info", x_api_key="eyJhIjoxfQ.e30.tml-secret") == 200
+        assert await status("get_info", x_api_key="eyJhIjoxfQ.e30.tml-other") == 401
         assert await status("forward_backward", PROTOBUF, x_api_key="tml-secret") == 200
         assert await status("forward_backward", "text/plain", x_api_key="tml-secret") == 415
         assert (await http.get("/api/v1/files/a-secret")).status_code == 200

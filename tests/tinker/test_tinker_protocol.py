@@ -263,7 +263,7 @@ async def test_a_token_says_who_the_caller_is_and_counts_as_the_key(client: Clie
     assert info.json()["model_id"] == client.model
     again = await client.post("auth/token", {}, **{"X-API-Key": token})
     assert key_in(again.json()["jwt"]) == key_in(token) == KEY["X-API-Key"]
-    for key in ("tml-a.b.c", "eyJ", "eyJ.a", "eyJ.\xe9.x", ""):
+    for key in ("tml-a.b.c", "eyJ", "eyJ.a", ""):
         assert key_in(key) == key
 
 

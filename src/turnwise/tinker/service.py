@@ -1,9 +1,9 @@
 """The server's state and verbs: sessions, models, sampling sessions and their requests.
 
-Each method in `verbs` answers one route: it gets the caller's owner and the body's values, and
-returns plain values. Whatever takes a while becomes a request of `Futures`. Ids of sessions are
-random; those of models and sampling sessions are made of them, so that a client can repeat any
-request. Nothing is found with another owner's key. Sessions of clients that have vanished end.
+Each verb answers one route: it gets the caller's owner and the request, and returns plain values.
+Whatever takes a while becomes a request of `Futures`. Ids of sessions are random; those of models
+and sampling sessions are made of them, so that a client can repeat any request. Nothing is found
+with another owner's key. Sessions of clients that have vanished end.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from turnwise.config import Config
 from turnwise.core.aio import run_in_thread, together
@@ -27,6 +27,7 @@ from turnwise.core.optional import Foreign
 from turnwise.core.run_files import RunFiles
 from turnwise.engine.protocol import Generator, Route, generate
 from turnwise.errors import EngineError, InputError, TurnwiseError
+from turnwise.serving.openai.errors import explain
 from turnwise.tinker import requests
 from turnwise.tinker.checkpoints import Checkpoint, Checkpoints, Kind, expiry
 from turnwise.tinker.futures import SMALLEST, Busy, Futures, Gone, Missing, Reply, Turns, Work
@@ -35,7 +36,7 @@ from turnwise.tinker.wire import Array, TrainingRequest, sample_reply, training_
 
 logger = logging.getLogger(__name__)
 
-_Kind = TypeVar("_Kind", bound=BaseModel)
+_Kind = TypeVar("_Kind", bound=requests.BaseRequest)
 _SILENT_SECONDS = 900.0
 """Time without a heartbeat, which clients send every 10 s, after which a session ends."""
 _LOOK_SECONDS = 30.0
@@ -92,8 +93,6 @@ class Sampler:
         return saved if saved is not None and saved.kind == "snapshots" else None
 
 
-OfModel = Callable[["TinkerService", Model, JsonObject], Awaitable[Reply]]
-"""Answers a request of a model in its turn."""
 Ask = Callable[..., Awaitable[Foreign]]
 """Calls a method of `AdapterRank` by its name, with the name of an adapter; one call at a time."""
 
@@ -159,16 +158,6 @@ class TinkerService:
         """Return an owner's models, the newest first."""
         return [each for each in reversed(self._models.values()) if each.session.owner == owner]
 
-    def sessions_of(self, owner: str) -> list[str]:
-        """Return the ids of an owner's sessions, the newest first."""
-        return [each.id for each in reversed(self._sessions.values()) if each.owner == owner]
-
-    def held_by(self, session: str) -> JsonObject:
-        """Return the ids of what a session has."""
-        models = [name for name, each in self._models.items() if each.session.id == session]
-        samplers = [name for name, each in self._samplers.items() if each.session.id == session]
-        return {"training_run_ids": models, "sampler_ids": samplers}
-
     async def watch(self) -> None:
         """End sessions of clients that have vanished, without end."""
         while True:
@@ -208,7 +197,7 @@ class TinkerService:
 
     # Sessions
 
-    async def capabilities(self, owner: str, tree: JsonObject) -> JsonObject:
+    async def capabilities(self, owner: str, _: JsonObject) -> JsonObject:
         known = {
             "model_name": self.model_name,
             "max_context_length": self._config.model.max_length,
@@ -217,25 +206,33 @@ class TinkerService:
         }
         return {"supported_models": [known]}
 
-    async def create_session(self, owner: str, tree: JsonObject) -> JsonObject:
-        if self._count(owner) >= _MOST_SESSIONS:
+    async def create_session(self, owner: str, _: JsonObject) -> JsonObject:
+        if len(self.sessions_of(owner)) >= _MOST_SESSIONS:
             await self._end_silent(_QUIET_SECONDS, owner)
-        if self._count(owner) >= _MOST_SESSIONS:
+        if len(self.sessions_of(owner)) >= _MOST_SESSIONS:
             raise Busy(f"you have {_MOST_SESSIONS:,} sessions: close some, or wait until some end")
         session = Session(str(uuid.uuid4()), owner)
         await self._note(session, {"id": session.id, "owner": owner})
         self._sessions[session.id] = session
         return {"type": "create_session", "session_id": session.id, "info_message": _HEAD}
 
-    def _count(self, owner: str) -> int:
-        return sum(each.owner == owner for each in self._sessions.values())
+    def sessions_of(self, owner: str) -> list[str]:
+        """Return the ids of an owner's sessions, the newest first."""
+        return [each.id for each in reversed(self._sessions.values()) if each.owner == owner]
 
-    async def heartbeat(self, owner: str, tree: JsonObject) -> JsonObject:
-        self._session(parsed(requests.OfSession, tree).session_id, owner)
+    async def heartbeat(self, owner: str, asked: requests.OfSession) -> JsonObject:
+        self._session(asked.session_id, owner)
         return {"type": "session_heartbeat"}
 
-    async def finish(self, owner: str, tree: JsonObject) -> JsonObject:
-        await self._end(self._session(parsed(requests.OfSession, tree).session_id, owner))
+    async def get_session(self, owner: str, asked: requests.OfSession) -> JsonObject:
+        if (name := asked.session_id) not in self.sessions_of(owner):
+            raise Missing(f"there is no session {name[:100]} of yours")
+        models = [each.id for each in self._models.values() if each.session.id == name]
+        samplers = [each.id for each in self._samplers.values() if each.session.id == name]
+        return {"training_run_ids": models, "sampler_ids": samplers}
+
+    async def finish(self, owner: str, asked: requests.OfSession) -> JsonObject:
+        await self._end(self._session(asked.session_id, owner))
         return {}
 
     def _session(self, name: str, owner: str) -> Session:
@@ -269,26 +266,26 @@ class TinkerService:
 
     # Training
 
-    async def create_model(self, owner: str, tree: JsonObject) -> JsonObject:
-        async def create(name: str, session: Session) -> Reply:
-            asked = parsed(requests.CreateModel, tree)
-            asked.check()
-            self._check_base(asked.base_model)
-            if asked.lora_config is None:
-                raise InputError("this server trains adapters: create_model needs a lora_config")
-            await self._add_model(name, session, asked.lora_config, asked.user_metadata)
-            return {"type": "create_model", "model_id": name}
-
-        return self._new_model(owner, tree, create)
-
-    def _new_model(
-        self, owner: str, tree: JsonObject, create: Callable[[str, Session], Awaitable[Reply]]
+    async def new_model(
+        self, owner: str, tree: JsonObject, kind: type[_Kind], work: Callable[..., Awaitable[Reply]]
     ) -> JsonObject:
-        asked = parsed(requests.OfNewModel, tree)
-        session = self._session(asked.session_id, owner)
-        name = f"{session.id}:train:{asked.model_seq_id}"
-        self.futures.begin(name, owner, partial(create, name, session))
+        """Answer a request for a model, which a method makes by its name, session and request."""
+        given = parsed(requests.OfNewModel, tree)
+        session = self._session(given.session_id, owner)
+        name = f"{session.id}:train:{given.model_seq_id}"
+
+        async def create() -> Reply:
+            return await work(self, name, session, checked(kind, tree))
+
+        self.futures.begin(name, owner, create)
         return {"request_id": name, "model_id": name}
+
+    async def create(self, name: str, session: Session, asked: requests.CreateModel) -> Reply:
+        self._check_base(asked.base_model)
+        if asked.lora_config is None:
+            raise InputError("this server trains adapters: create_model needs a lora_config")
+        await self._add_model(name, session, asked.lora_config, asked.user_metadata)
+        return {"type": "create_model", "model_id": name}
 
     async def _add_model(
         self,
@@ -319,17 +316,11 @@ class TinkerService:
         model = self._models[name] = Model(name, session, spec, user_metadata, log)
         return model
 
-    async def get_info(self, owner: str, tree: JsonObject) -> JsonObject:
-        model = self._model(parsed(requests.GetInfo, tree).model_id, owner)
-        data = {"model_name": self.model_name, "tokenizer_id": self._tokenizer}
-        return {
-            "type": "get_info",
-            "model_id": model.id,
-            "model_data": data,
-            "model_name": self.model_name,
-            "is_lora": True,
-            "lora_rank": model.spec.rank,
-        }
+    async def get_info(self, owner: str, asked: requests.GetInfo) -> JsonObject:
+        model, name = self._model(asked.model_id, owner), self.model_name
+        data = {"model_name": name, "tokenizer_id": self._tokenizer}
+        known = {"model_id": model.id, "model_name": name, "model_data": data}
+        return known | {"type": "get_info", "is_lora": True, "lora_rank": model.spec.rank}
 
     async def train(self, owner: str, request: TrainingRequest) -> JsonObject:
         """Answer `forward_backward`, whose body is a message."""
@@ -347,15 +338,21 @@ class TinkerService:
         model.log.add(request, [each[0] for each in outputs], loss)
         return await run_in_thread(training_reply, outputs, loss)
 
-    async def in_turn(self, owner: str, tree: JsonObject, work: OfModel) -> JsonObject:
-        """Answer a request of a model once those before it have ended; one that is wrong fails
-        then, because a client cannot fill its position again."""
-        asked = parsed(requests.OfModel, tree)
-        model = self._model(asked.model_id, owner)
-        return self._begin(model, asked.seq_id, partial(work, self, model, tree))
+    async def in_turn(
+        self, owner: str, tree: JsonObject, kind: type[_Kind], work: Callable[..., Awaitable[Reply]]
+    ) -> JsonObject:
+        """Answer a request of a model by a method once those before it have ended; one that is
+        wrong fails then, because a client cannot fill its position again."""
+        given = parsed(requests.OfModel, tree)
+        model = self._model(given.model_id, owner)
 
-    async def step(self, model: Model, tree: JsonObject) -> Reply:
-        taken = parsed(requests.OptimStep, tree).adam_params
+        async def answer() -> Reply:
+            return await work(self, model, checked(kind, tree))
+
+        return self._begin(model, given.seq_id, answer)
+
+    async def step(self, model: Model, asked: requests.OptimStep) -> Reply:
+        taken = asked.adam_params
         try:
             metrics = await self._ask("step", model.id, taken)
         except InputError:  # the gradient is dropped
@@ -365,8 +362,7 @@ class TinkerService:
         model.version += 1
         return {"metrics": metrics}
 
-    async def save_for_sampler(self, model: Model, tree: JsonObject) -> Reply:
-        asked = parsed(requests.SaveForSampler, tree)
+    async def save_for_sampler(self, model: Model, asked: requests.SaveForSampler) -> Reply:
         # An adapter is never changed once it is saved, so a snapshot also keeps the contract of
         # `inflight`: the weights of its creation, or newer ones.
         if asked.path is not None:
@@ -379,41 +375,29 @@ class TinkerService:
         await self._add_sampler(Sampler(sampler, model.session, saved))
         return {"type": "save_weights_for_sampler", "sampling_session_id": sampler}
 
-    async def save_weights(self, model: Model, tree: JsonObject, kind: Kind = "weights") -> Reply:
-        asked = parsed(requests.SaveWeights, tree)
-        asked.check()
-        saved = await self._save(model, kind, asked.path, asked)
-        return {"path": saved.address}
+    async def save_weights(
+        self, model: Model, asked: requests.SaveWeights, kind: Kind = "weights"
+    ) -> Reply:
+        return {"path": (await self._save(model, kind, asked.path, asked)).address}
 
-    async def load_weights(self, owner: str, tree: JsonObject) -> JsonObject:
-        """Load a saved state into a model, or make a model of it."""
+    async def load(self, model: Model, asked: requests.LoadWeights) -> Reply:
+        saved, *state = await self._saved(asked, model.session)
+        await self._ask("read", model.id, *state)
+        model.log.drop()  # of passes whose gradient is dropped
+        return _loaded(model, saved)
 
-        async def find() -> tuple[requests.LoadWeights, Checkpoint, Path]:
-            asked = parsed(requests.LoadWeights, tree)
-            asked.check()
-            saved = await run_in_thread(self.checkpoints.find, asked.path, owner)
-            self._check_base(asked.base_model or saved.base_model)
-            return asked, saved, self.checkpoints.folder(saved)
+    async def create_from(self, name: str, session: Session, asked: requests.LoadWeights) -> Reply:
+        saved, *state = await self._saved(asked, session)
+        spec = requests.AdapterSpec.model_validate(saved.spec)
+        made = await self._add_model(name, session, spec, asked.user_metadata, *state)
+        return _loaded(made, saved)
 
-        def loaded(model: Model, saved: Checkpoint) -> Reply:
-            model.version = saved.version
-            return {"type": "load_weights", "path": saved.address, "model_id": model.id}
-
-        async def load(service: TinkerService, model: Model, tree: JsonObject) -> Reply:
-            asked, saved, folder = await find()
-            await self._ask("read", model.id, folder, asked.optimizer)
-            model.log.drop()  # of passes whose gradient is dropped
-            return loaded(model, saved)
-
-        async def create(name: str, session: Session) -> Reply:
-            asked, saved, folder = await find()
-            spec, state = requests.AdapterSpec.model_validate(saved.spec), (folder, asked.optimizer)
-            made = await self._add_model(name, session, spec, asked.user_metadata, *state)
-            return loaded(made, saved)
-
-        if tree.get("model_id") is None:
-            return self._new_model(owner, tree, create)
-        return await self.in_turn(owner, tree, load)
+    async def _saved(
+        self, asked: requests.LoadWeights, session: Session
+    ) -> tuple[Checkpoint, Path, bool]:
+        saved = await run_in_thread(self.checkpoints.find, asked.path, session.owner)
+        self._check_base(asked.base_model or saved.base_model)
+        return saved, self.checkpoints.folder(saved), asked.optimizer
 
     def state_of(
         self, model: Model, kind: Kind = "snapshots", name: str = "", **saved: Foreign
@@ -477,8 +461,7 @@ class TinkerService:
 
     # Sampling
 
-    async def create_sampler(self, owner: str, tree: JsonObject) -> JsonObject:
-        asked = parsed(requests.CreateSamplingSession, tree)
+    async def create_sampler(self, owner: str, asked: requests.CreateSamplingSession) -> JsonObject:
         session = self._session(asked.session_id, owner)
         name = f"{session.id}:sample:{asked.sampling_session_seq_id}"
         if name not in self._samplers:
@@ -502,14 +485,13 @@ class TinkerService:
         """Raise `Gone` if a session has ended meanwhile."""
         self._session(session.id, session.owner)
 
-    async def get_sampler(self, owner: str, tree: JsonObject) -> JsonObject:
-        sampler = self._sampler(str(tree["sampler_id"]), owner)
+    async def get_sampler(self, owner: str, asked: requests.OfSampler) -> JsonObject:
+        sampler = self._sampler(asked.sampler_id, owner)
         saved = None if sampler.snapshot else sampler.checkpoint
         named = None if saved is None else saved.address
         return {"sampler_id": sampler.id, "base_model": self.model_name, "model_path": named}
 
-    async def sample(self, owner: str, tree: JsonObject) -> JsonObject:
-        asked = parsed(requests.Sample, tree)
+    async def sample(self, owner: str, asked: requests.Sample) -> JsonObject:
         if asked.sampling_session_id is None or asked.seq_id is None:
             raise InputError("asample needs a sampling_session_id and a seq_id")
         sampler = self._sampler(asked.sampling_session_id, owner)
@@ -548,9 +530,14 @@ class TinkerService:
         sampler.seen = sampler.session.seen = time.monotonic()
         return sampler
 
-    async def cancel(self, owner: str, tree: JsonObject) -> JsonObject:
-        self.futures.cancel(str(tree.get("request_id", "")), owner)
+    async def cancel(self, owner: str, asked: requests.OfRequest) -> JsonObject:
+        self.futures.cancel(asked.request_id, owner)
         return {}
+
+
+def _loaded(model: Model, saved: Checkpoint) -> Reply:
+    model.version = saved.version
+    return {"type": "load_weights", "path": saved.address, "model_id": model.id}
 
 
 def parsed(kind: type[_Kind], tree: JsonObject) -> _Kind:
@@ -558,6 +545,11 @@ def parsed(kind: type[_Kind], tree: JsonObject) -> _Kind:
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        key = ".".join(map(str, first["loc"]))
-        raise InputError(f"{key}: {first['msg']}" if key else first["msg"]) from error
+        raise InputError(explain(list(map(dict, error.errors())), tree)[0]) from error
+
+
+def checked(kind: type[_Kind], tree: JsonObject) -> _Kind:
+    """Return a request of plain values; InputError also names what this server has not."""
+    asked = parsed(kind, tree)
+    asked.check()
+    return asked
