@@ -79,7 +79,7 @@ async def test_a_cancelled_sample_leaves_nothing(running: tuple[Client, TinkerSe
     client, own = running
     promise = await client.tree("asample", asked(await sampler_of(client), 0, num_samples=8))
     await client.tree("cancel_future", {"request_id": promise["request_id"]})
-    assert not own.futures._entries
+    assert not any(each.futures.entries for each in own._sessions.values())
     gone = await client.post("retrieve_future", {"request_id": promise["request_id"]})
     assert gone.status_code == 410
 
@@ -91,16 +91,16 @@ async def test_results_that_were_sent_are_kept_for_a_while(monkeypatch: pytest.M
     async def reply() -> Reply:
         return bytes(5000)
 
-    for name in ("one:a", "one:b", "two:a"):
-        own.begin(name, "one", reply)
+    for name in ("a", "b", "c"):
+        own.begin(name, reply)
     for _ in range(2):
-        assert await own.retrieve("one:a", "one", 1)
+        assert await own.retrieve("a", 1)
     await asyncio.sleep(0.1)
     with pytest.raises(Gone):
-        await own.retrieve("one:a", "one", 1)
-    assert await own.retrieve("one:b", "one", 1)
+        await own.retrieve("a", 1)
+    assert await own.retrieve("b", 1)
     await asyncio.sleep(0.1)
-    assert [*own._entries] == ["two"]
+    assert [*own.entries] == ["c"]
 
 
 async def test_requests_after_one_that_never_comes_fail_in_words(
@@ -186,10 +186,11 @@ async def test_a_thousand_clients_that_vanish_leave_nothing(
         sampler = opened_here.json()["sampling_session_id"]
         await client.post("asample", asked(sampler, 0, num_samples=4), **key)
     assert len(own._sessions) == 1000
+    ended = list(own._sessions.values())
     await own._end_silent(0.0)
     await asyncio.sleep(0)
-    held = (own._sessions, own._samplers, own.futures._entries)
-    assert [len(each) for each in held] == [0] * 3
+    assert not own._sessions
+    assert not any(each.samplers or each.futures.entries for each in ended)
 
 
 async def test_weights_without_a_name_go_once_there_are_newer_ones(
@@ -200,10 +201,11 @@ async def test_weights_without_a_name_go_once_there_are_newer_ones(
     for number in range(3):
         body = {"model_id": client.model, "seq_id": number + 1, "sampling_session_seq_id": number}
         await client.result(await client.tree("save_weights_for_sampler", body))
-    samplers = list(own._samplers.values())
+    held = own._sessions[client.session].samplers
+    samplers = list(held.values())
     samplers[0].seen = samplers[2].seen = time.monotonic() - 2 * service._UNUSED_SECONDS
     await own._remove_unused()
-    assert list(own._samplers.values()) == samplers[1:]
+    assert list(held.values()) == samplers[1:]
     kept = tmp_path / "tinker" / client.model / "snapshots"
     assert sorted(each.name for each in kept.iterdir()) == ["1", "2"]
 

@@ -69,7 +69,6 @@ def failure(error: Exception) -> JsonObject:
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    owner: str
     size: int
     """Bytes of the request, and once it has ended of its result."""
     task: "asyncio.Task[Reply]" = field(init=False)
@@ -77,32 +76,28 @@ class _Entry:
 
 
 class Futures:
-    """The requests in progress, and the results that are kept."""
+    """The requests of one session in progress, and the results that are kept."""
 
     def __init__(self) -> None:
-        self._entries: dict[str, dict[str, _Entry]] = {}
-        """By session, with whose id those of requests begin, and by request."""
+        self.entries: dict[str, _Entry] = {}
 
-    def begin(self, request_id: str, owner: str, work: Work, size: int = 0) -> None:
-        """Run a request of some bytes, unless it runs or has run already.
+    def begin(self, request_id: str, work: Work, size: int = 0, sharing: int = 1) -> None:
+        """Run a request of some bytes, unless it runs or has run already; `sharing` is the number
+        of sessions that have requests.
 
         Raises:
             Busy: when its client has too much in progress.
         """
-        if request_id in self:
+        if request_id in self.entries:
             return
-        own = self._entries.setdefault(_session(request_id), {})
-        held = sum(each.size for each in own.values())
-        if held > _MOST // max(4, len(self._entries)):
+        held = sum(each.size for each in self.entries.values())
+        if held > _MOST // max(4, sharing):
             raise Busy(
                 f"{held >> 20:,} MB of this session's requests are in progress, or have results "
                 "that were not fetched, or only just: wait for some of them"
             )
-        entry = own[request_id] = _Entry(owner, SMALLEST + size)
+        entry = self.entries[request_id] = _Entry(SMALLEST + size)
         entry.task = asyncio.create_task(self._run(entry, work))
-
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._entries.get(_session(request_id), {})
 
     async def _run(self, entry: _Entry, work: Work) -> Reply:
         try:
@@ -114,47 +109,27 @@ class Futures:
         entry.size = SMALLEST + (len(found) if isinstance(found, bytes) else 0)
         return found
 
-    async def retrieve(self, request_id: str, owner: str, seconds: float) -> Reply | None:
+    async def retrieve(self, request_id: str, seconds: float) -> Reply | None:
         """Return a request's result; None if it has none within `seconds`.
 
         Raises:
-            Gone: when there is no such request of this owner, or its result is not kept any more.
+            Gone: when there is no such request, or its result is not kept any more.
         """
-        if (entry := self._of(request_id, owner)) is not None:
+        if (entry := self.entries.get(request_id)) is not None:
             await asyncio.wait([entry.task], timeout=seconds)
-        if entry is None or self._of(request_id, owner) is not entry:
+        if entry is None or self.entries.get(request_id) is not entry:
             raise Gone(f"there is no result of a request {visible(request_id)[:100]}")
         if not entry.task.done():
             return None
         if not entry.is_sent:
             entry.is_sent = True
-            asyncio.get_running_loop().call_later(_SENT_SECONDS, self._drop, request_id)
+            asyncio.get_running_loop().call_later(_SENT_SECONDS, self.drop, request_id)
         return entry.task.result()
 
-    def cancel(self, request_id: str, owner: str) -> None:
-        """End and drop a sample for which nobody waits; others of a model wait for its passes."""
-        if ":sample:" in request_id and self._of(request_id, owner) is not None:
-            self._drop(request_id)
-
-    def forget(self, session: str) -> None:
-        """End and drop the requests of a session."""
-        for request_id in list(self._entries.get(session, {})):
-            self._drop(request_id)
-
-    def _of(self, request_id: str, owner: str) -> _Entry | None:
-        entry = self._entries.get(_session(request_id), {}).get(request_id)
-        return entry if entry is not None and entry.owner == owner else None
-
-    def _drop(self, request_id: str) -> None:
-        own = self._entries.get(session := _session(request_id), {})
-        if (entry := own.pop(request_id, None)) is not None:
+    def drop(self, *request_ids: str) -> None:
+        """End and forget requests that there are."""
+        for entry in filter(None, [self.entries.pop(each, None) for each in request_ids]):
             entry.task.cancel()  # no effect on one that has ended
-            if not own:
-                del self._entries[session]
-
-
-def _session(request_id: str) -> str:
-    return request_id.partition(":")[0]
 
 
 class Turns:

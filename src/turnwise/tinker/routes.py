@@ -29,7 +29,7 @@ from turnwise.errors import InputError, TurnwiseError, visible
 from turnwise.serving.openai.protection import FILES, key_in
 from turnwise.tinker import requests
 from turnwise.tinker.checkpoints import Checkpoint, expiry
-from turnwise.tinker.futures import WAIT_SECONDS, Busy, Gone, Missing
+from turnwise.tinker.futures import Busy, Gone, Missing
 from turnwise.tinker.requests import OfCheckpoint, OfSession, Page
 from turnwise.tinker.service import TinkerService, parsed
 from turnwise.tinker.wire import PROTOBUF, read_training_request
@@ -107,7 +107,8 @@ async def _runs(
     service: TinkerService, owner: str, run: str = "*"
 ) -> list[tuple[Checkpoint, list[Checkpoint]]]:
     """Return the newest state of each run, of all or of one, and its checkpoints."""
-    models = (service.state_of(each) for each in service.models_of(owner))
+    sessions = service.sessions_of(owner)
+    models = (each.state for own in sessions for each in reversed(own.models.values()))
     found = {each.run: (each, list[Checkpoint]()) for each in models if run in ("*", each.run)}
     for saved in await run_in_thread(service.checkpoints.of, owner, run):
         found.setdefault(saved.run, (saved, []))[1].append(saved)
@@ -131,7 +132,7 @@ def _run(service: TinkerService, state: Checkpoint, saved: Sequence[Checkpoint])
 
 
 async def list_sessions(service: TinkerService, owner: str, asked: Page) -> JsonObject:
-    return {"sessions": _part(service.sessions_of(owner), asked)[0]}
+    return {"sessions": _part([each.id for each in service.sessions_of(owner)], asked)[0]}
 
 
 def _part(items: Sequence[_Item], asked: Page) -> tuple[Sequence[_Item], JsonObject]:
@@ -278,7 +279,7 @@ def add_routes(app: FastAPI, service: TinkerService) -> FastAPI:
     @router.post("/retrieve_future")
     async def retrieve_future(request: Request) -> Response:
         name = parsed(requests.OfRequest, await _values(request)).request_id
-        found = await service.futures.retrieve(name, owner_of(request), WAIT_SECONDS)
+        found = await service.retrieve(owner_of(request), name)
         if found is None:  # the SDK asks again after this status, without a warning to its user
             waiting = {"type": "try_again", "request_id": name, "queue_state": "active"}
             return JSONResponse(waiting, 408)
