@@ -290,7 +290,7 @@ async def test_nothing_is_left_of_a_model_whose_session_ends_while_it_is_made(
     async with asyncio.timeout(5):
         while client.rank._adapters:
             await asyncio.sleep(0.01)
-    assert not service._models
+    assert not service._sessions
 
 
 async def test_a_cancelled_call_keeps_the_trainer_until_it_has_ended(
@@ -322,7 +322,7 @@ async def test_a_model_is_not_replaced_when_its_creation_is_sent_again(
     client, service = served
     await client.open()
     adapter = client.rank._adapters[client.model]
-    service.futures.forget(client.model)  # as the oldest results are
+    service._sessions[client.session].futures.drop(client.model)  # as old results are
     body = {"session_id": client.session, "model_seq_id": 0, "base_model": "model"}
     promise = await client.tree("create_model", body | {"lora_config": {"rank": 4}})
     assert "is not kept any more" in (await client.result(promise))["error"]
@@ -355,7 +355,7 @@ async def test_no_sampler_is_added_to_a_session_that_has_ended(
     monkeypatch.setattr(service, "_note", noted)
     body = {"session_id": client.session, "sampling_session_seq_id": 0, "base_model": "model"}
     assert (await client.post("create_sampling_session", body)).status_code == 410
-    assert not service._samplers
+    assert not session.samplers
 
 
 async def test_a_forward_pass_that_fails_leaves_the_gradient(

@@ -32,7 +32,7 @@ TURN_TOKENS = 32_768
 """Tokens of one client that the trainer computes before it turns to the next client."""
 
 
-class _Request(BaseModel):
+class BaseRequest(BaseModel):
     model_config = ConfigDict(protected_namespaces=(), extra="allow")
     absent: ClassVar[Mapping[str, str]] = {}
     """Keys that this server has nothing for, each with the reason."""
@@ -49,11 +49,19 @@ class _Request(BaseModel):
             raise InputError(f"optimizer {str(kind)[:80]!r}: this server has adamw")
 
 
-class OfSession(_Request):
+class OfSession(BaseRequest):
     session_id: _Id
 
 
-class AdapterSpec(_Request):
+class OfSampler(BaseRequest):
+    sampler_id: _Id
+
+
+class OfRequest(BaseRequest):
+    request_id: _Id = ""
+
+
+class AdapterSpec(BaseRequest):
     """An adapter as a client asks for it; none is trained in the output head."""
 
     model_config = ConfigDict(extra="ignore")
@@ -73,7 +81,7 @@ class CreateModel(OfNewModel):
     lora_config: AdapterSpec | None = None
 
 
-class GetInfo(_Request):
+class GetInfo(BaseRequest):
     model_id: _Id
 
 
@@ -81,7 +89,7 @@ class OfModel(GetInfo):
     seq_id: Annotated[int, Field(ge=1, lt=2**31)]
 
 
-class AdamStep(_Request):
+class AdamStep(BaseRequest):
     """The settings of one step of AdamW; a `grad_clip_norm` of 0 does not clip."""
 
     type: Literal["adamw"] = "adamw"
@@ -97,7 +105,7 @@ class OptimStep(OfModel):
     adam_params: AdamStep = Field(validation_alias=AliasChoices("adam_params", "optimizer_params"))
 
 
-class Expiring(_Request):
+class Expiring(BaseRequest):
     ttl_seconds: Annotated[int, Field(ge=3600, le=3653 * 86_400)] | None = None
     """Time for which a checkpoint is kept, 1 hour to 10 years; None keeps it for ever."""
 
@@ -120,7 +128,7 @@ class SaveWeights(Saving):
     path: str
 
 
-class LoadWeights(_Request):
+class LoadWeights(BaseRequest):
     absent = {
         "weights_access_token": "this server has none, and its checkpoints belong to the key that "
         "saved them"
@@ -137,7 +145,16 @@ class CopyWeights(Expiring):
     """The header of this name: a copy is made once for each."""
 
 
-class Page(_Request):
+class OfCheckpoint(Expiring):
+    tinker_path: str
+    base_url: str = ""
+    """URL of the server, as its client writes it."""
+
+
+class Page(BaseRequest):
+    """A part of a list: of all runs, or of one."""
+
+    run: str = "*"
     limit: Annotated[int, Field(ge=0)] = 100
     offset: _Count = 0
 
@@ -148,18 +165,18 @@ class CreateSamplingSession(OfSession):
     model_path: str | None = None
 
 
-class _Chunk(_Request):
+class _Chunk(BaseRequest):
     type: str = "encoded_text"
     tokens: _Tokens = []
     data: str = ""
     expected_tokens: _Count | None = None
 
 
-class _ModelInput(_Request):
+class _ModelInput(BaseRequest):
     chunks: list[_Chunk]
 
 
-class _Sampling(_Request):
+class _Sampling(BaseRequest):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: str | list[str] | _Tokens | None = None
@@ -168,11 +185,10 @@ class _Sampling(_Request):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
 
 
-class Sample(_Request):
+class Sample(BaseRequest):
     """A request for samples of one prompt."""
 
     absent = {
-        "record_stability_info": NOT_STABLE,
         "prompt_alt_tokens_k": "vLLM draws no tokens at positions of the prompt",
         "target_prompt_logprobs": "engines score the prompt's own tokens and the likeliest ones; a "
         "training client's forward(cross_entropy) scores any, [N, K] of them",
@@ -186,6 +202,7 @@ class Sample(_Request):
     topk_prompt_logprobs: Annotated[int, Field(ge=0)] = 0
     topk_sample_logprobs: Annotated[int, Field(ge=0)] = 0
     prompt_logprobs_last_n: int | None = None
+    record_stability_info: bool | None = None
 
     def tokens(self, vocabulary: int, joined: Joined) -> list[int]:
         """Return the prompt's ids, checked, `PromptIds` if it has images."""

@@ -1,9 +1,9 @@
 """The server's state and verbs: sessions, models, sampling sessions and their requests.
 
-Each method in `verbs` answers one route: it gets the caller's owner and the body's values, and
-returns plain values. Whatever takes a while becomes a request of `Futures`. Ids of sessions are
-random; those of models and sampling sessions are made of them, so that a client can repeat any
-request. Nothing is found with another owner's key. Sessions of clients that have vanished end.
+Each verb answers one route: it gets the caller's owner and the request, and returns plain values.
+Whatever takes a while becomes a request of `Futures`. Ids of sessions are random; those of models
+and sampling sessions are made of them, so that a client can repeat any request. Nothing is found
+with another owner's key. Sessions of clients that have vanished end.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from turnwise.config import Config
 from turnwise.core.aio import run_in_thread, together
@@ -26,18 +26,29 @@ from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
 from turnwise.core.run_files import RunFiles
 from turnwise.engine.protocol import Generator, Route, generate
-from turnwise.errors import EngineError, InputError, TurnwiseError
+from turnwise.errors import EngineError, InputError, TurnwiseError, visible
+from turnwise.serving.openai.errors import explain
 from turnwise.tinker import requests
 from turnwise.tinker.checkpoints import Checkpoint, Checkpoints, Kind, expiry
-from turnwise.tinker.futures import SMALLEST, Busy, Futures, Gone, Missing, Reply, Turns, Work
+from turnwise.tinker.futures import (
+    SMALLEST,
+    WAIT_SECONDS,
+    Busy,
+    Futures,
+    Gone,
+    Missing,
+    Reply,
+    Turns,
+    Work,
+)
 from turnwise.tinker.images import ChunkReader
-from turnwise.tinker.losses import STABLE
+from turnwise.tinker.losses import NOT_STABLE, STABLE
 from turnwise.tinker.run_log import RunLog, SampleIndex
 from turnwise.tinker.wire import Array, TrainingRequest, sample_reply, training_reply
 
 logger = logging.getLogger(__name__)
 
-_Kind = TypeVar("_Kind", bound=BaseModel)
+_Kind = TypeVar("_Kind", bound=requests.BaseRequest)
 _SILENT_SECONDS = 900.0
 """Time without a heartbeat, which clients send every 10 s, after which a session ends."""
 _LOOK_SECONDS = 30.0
@@ -56,28 +67,33 @@ _STAND_IN = "stable_reinforce is computed as %s, its settings and provenance are
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """One client, until it ends or is silent for too long."""
+    """One client, until it ends or is silent for too long. All ids of what it has begin with its
+    own."""
 
     id: str
     owner: str
     seen: float = field(default_factory=time.monotonic)
     """Time of the last request or heartbeat."""
+    futures: Futures = field(default_factory=Futures)
+    models: "dict[str, Model]" = field(default_factory=dict)
+    samplers: "dict[str, Sampler]" = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
 class Model:
     """An adapter in training."""
 
-    id: str
     session: Session
-    spec: requests.AdapterSpec
-    user_metadata: JsonObject | None
+    state: Checkpoint
+    """A checkpoint of it now, but for its kind and name."""
     log: RunLog
     turns: Turns = field(default_factory=Turns)
-    version: int = 0
-    """Number of optimizer steps."""
     stands_in: bool = False
     """Whether a pass has asked for stable_reinforce, and got another loss."""
+
+    @property
+    def id(self) -> str:
+        return self.state.run
 
 
 @dataclass(slots=True, eq=False)
@@ -97,8 +113,6 @@ class Sampler:
         return saved if saved is not None and saved.kind == "snapshots" else None
 
 
-OfModel = Callable[["TinkerService", Model, JsonObject], Awaitable[Reply]]
-"""Answers a request of a model in its turn."""
 Ask = Callable[..., Awaitable[Foreign]]
 """Calls a method of `AdapterRank` by its name, with the name of an adapter; one call at a time."""
 
@@ -128,7 +142,6 @@ class TinkerService:
     ) -> None:
         path = config.model.path
         self.model_name = config.serving.served_model_name or path
-        self.futures = Futures()
         self.joined = ChunkReader(config).joined
         self.checkpoints = Checkpoints(folder / "tinker")
         self.links: dict[str, Path] = {}
@@ -139,8 +152,6 @@ class TinkerService:
         self._generator, self._trainer, self._vocabulary = generator, ask, vocabulary
         self._trainer_turn = asyncio.Lock()
         self._sessions: dict[str, Session] = {}
-        self._models: dict[str, Model] = {}
-        self._samplers: dict[str, Sampler] = {}
         self._files = RunFiles(folder / "tinker_sessions")
         self._sampled = SampleIndex(config.model.max_length, decode)
 
@@ -156,26 +167,16 @@ class TinkerService:
                     saved = tree and Checkpoint(**tree)
                     if saved and not self.checkpoints.folder(saved).exists():
                         continue
-                    made = self._samplers[name] = Sampler(name, session, saved or None)
+                    made = session.samplers[name] = Sampler(name, session, saved or None)
                     held |= {self.checkpoints.folder(made.snapshot)} if made.snapshot else set()
         self.checkpoints.tidy(held)
 
     async def _note(self, session: Session, line: object) -> None:
         await self._files.add(f"{session.id}.jsonl", json.dumps(line) + "\n")
 
-    def models_of(self, owner: str) -> list[Model]:
-        """Return an owner's models, the newest first."""
-        return [each for each in reversed(self._models.values()) if each.session.owner == owner]
-
-    def sessions_of(self, owner: str) -> list[str]:
-        """Return the ids of an owner's sessions, the newest first."""
-        return [each.id for each in reversed(self._sessions.values()) if each.owner == owner]
-
-    def held_by(self, session: str) -> JsonObject:
-        """Return the ids of what a session has."""
-        models = [name for name, each in self._models.items() if each.session.id == session]
-        samplers = [name for name, each in self._samplers.items() if each.session.id == session]
-        return {"training_run_ids": models, "sampler_ids": samplers}
+    def sessions_of(self, owner: str) -> list[Session]:
+        """Return an owner's sessions, the newest first."""
+        return [each for each in reversed(self._sessions.values()) if each.owner == owner]
 
     async def watch(self) -> None:
         """End sessions of clients that have vanished, without end."""
@@ -202,21 +203,22 @@ class TinkerService:
     async def _remove_unused(self) -> None:
         """Remove weights without a name that nobody samples from, but for each model's newest."""
         oldest, newer = time.monotonic() - _UNUSED_SECONDS, set[str]()
-        for sampler in reversed(list(self._samplers.values())):
-            if (saved := sampler.snapshot) is not None:
-                if sampler.seen < oldest and saved.run in newer:
-                    await self._drop(sampler)
-                newer.add(saved.run)
+        for session in list(self._sessions.values()):
+            for sampler in reversed(list(session.samplers.values())):
+                if (saved := sampler.snapshot) is not None:
+                    if sampler.seen < oldest and saved.run in newer:
+                        await self._drop(sampler)
+                    newer.add(saved.run)
 
     async def _drop(self, sampler: Sampler) -> None:
-        self._samplers.pop(sampler.id, None)
+        sampler.session.samplers.pop(sampler.id, None)
         if (saved := sampler.snapshot) is not None:
             with suppress(OSError):  # one that has gone already
                 await run_in_thread(self.checkpoints.remove, saved)
 
     # Sessions
 
-    async def capabilities(self, owner: str, tree: JsonObject) -> JsonObject:
+    async def capabilities(self, owner: str, _: JsonObject) -> JsonObject:
         known = {
             "model_name": self.model_name,
             "max_context_length": self._config.model.max_length,
@@ -225,10 +227,10 @@ class TinkerService:
         }
         return {"supported_models": [known]}
 
-    async def create_session(self, owner: str, tree: JsonObject) -> JsonObject:
-        if self._count(owner) >= _MOST_SESSIONS:
+    async def create_session(self, owner: str, _: JsonObject) -> JsonObject:
+        if len(self.sessions_of(owner)) >= _MOST_SESSIONS:
             await self._end_silent(_QUIET_SECONDS, owner)
-        if self._count(owner) >= _MOST_SESSIONS:
+        if len(self.sessions_of(owner)) >= _MOST_SESSIONS:
             raise Busy(f"you have {_MOST_SESSIONS:,} sessions: close some, or wait until some end")
         session = Session(str(uuid.uuid4()), owner)
         await self._note(session, {"id": session.id, "owner": owner})
@@ -236,115 +238,128 @@ class TinkerService:
         info = f"{_HEAD}; {_STAND_IN % self._stable}" if self._stable else _HEAD
         return {"type": "create_session", "session_id": session.id, "info_message": info}
 
-    def _count(self, owner: str) -> int:
-        return sum(each.owner == owner for each in self._sessions.values())
-
-    async def heartbeat(self, owner: str, tree: JsonObject) -> JsonObject:
-        self._session(parsed(requests.OfSession, tree).session_id, owner)
+    async def heartbeat(self, owner: str, asked: requests.OfSession) -> JsonObject:
+        self._session(asked.session_id, owner)
         return {"type": "session_heartbeat"}
 
-    async def finish(self, owner: str, tree: JsonObject) -> JsonObject:
-        await self._end(self._session(parsed(requests.OfSession, tree).session_id, owner))
+    async def get_session(self, owner: str, asked: requests.OfSession) -> JsonObject:
+        if (session := self._own(asked.session_id, owner)) is None:
+            raise Missing(f"there is no session {asked.session_id[:100]} of yours")
+        return {"training_run_ids": [*session.models], "sampler_ids": [*session.samplers]}
+
+    async def finish(self, owner: str, asked: requests.OfSession) -> JsonObject:
+        await self._end(self._session(asked.session_id, owner))
         return {}
 
-    def _session(self, name: str, owner: str) -> Session:
-        session = self._sessions.get(name)
+    def _own(self, name: str, owner: str) -> Session | None:
+        """Return an owner's session, by its id or that of something that it has."""
+        session = self._sessions.get(name.partition(":")[0])
         if session is None or session.owner != owner:
-            raise Gone(f"there is no session {name}: it has ended, or the server was restarted")
+            return None
         session.seen = time.monotonic()
+        return session
+
+    def _session(self, name: str, owner: str) -> Session:
+        if (session := self._own(name, owner)) is None:
+            raise Gone(
+                f"there is no session of {visible(name)[:100]}: it has ended, or the server was "
+                "restarted"
+            )
         return session
 
     async def _end(self, session: Session) -> None:
         """End a session with its models and samplers; what it has saved under a name stays."""
         if self._sessions.pop(session.id, None) is None:
             return
-        models = [each for each in self._models.values() if each.session is session]
-        samplers = [each for each in self._samplers.values() if each.session is session]
-        for model in models:  # before anything waits: none gets another request
-            del self._models[model.id]
-        for sampler in samplers:
-            del self._samplers[sampler.id]
-        self.futures.forget(session.id)
+        session.futures.drop(*session.futures.entries)
         with suppress(OSError):
             self._files.path(f"{session.id}.jsonl").unlink()
-        for sampler in samplers:
+        for sampler in list(session.samplers.values()):
             await self._drop(sampler)
-        for model in models:
-            await model.log.close()
-            try:
-                await self._ask("remove", model.id)
-            except TurnwiseError as error:  # the trainer's own watch ends the server if it died
-                logger.warning("the adapter %s is not removed: %s", model.id, error)
+        for model in list(session.models.values()):
+            await self._remove(model)
+
+    async def _remove(self, model: Model) -> None:
+        model.session.models.pop(model.id, None)
+        await model.log.close()
+        try:
+            await self._ask("remove", model.id)
+        except TurnwiseError as error:  # the trainer's own watch ends the server if it died
+            logger.warning("the adapter %s is not removed: %s", model.id, error)
+
+    # Requests
+
+    def _begin(self, session: Session, request_id: str, work: Work, size: int = 0) -> None:
+        sharing = sum(bool(each.futures.entries) for each in self._sessions.values())
+        session.futures.begin(request_id, work, size, sharing)
+
+    async def retrieve(self, owner: str, request_id: str) -> Reply | None:
+        """Return the result of a request; None if it has none yet."""
+        return await self._session(request_id, owner).futures.retrieve(request_id, WAIT_SECONDS)
+
+    async def cancel(self, owner: str, asked: requests.OfRequest) -> JsonObject:
+        """End a sample for which nobody waits; others of a model wait for its passes."""
+        if ":sample:" in asked.request_id and (own := self._own(asked.request_id, owner)):
+            own.futures.drop(asked.request_id)
+        return {}
 
     # Training
 
-    async def create_model(self, owner: str, tree: JsonObject) -> JsonObject:
-        async def create(name: str, session: Session) -> Reply:
-            asked = parsed(requests.CreateModel, tree)
-            asked.check()
-            self._check_base(asked.base_model)
-            if asked.lora_config is None:
-                raise InputError("this server trains adapters: create_model needs a lora_config")
-            await self._add_model(name, session, asked.lora_config, asked.user_metadata)
-            return Reply({"type": "create_model", "model_id": name})
-
-        return self._new_model(owner, tree, create)
-
-    def _new_model(
-        self, owner: str, tree: JsonObject, create: Callable[[str, Session], Awaitable[Reply]]
+    async def new_model(
+        self, owner: str, tree: JsonObject, kind: type[_Kind], work: Callable[..., Awaitable[Reply]]
     ) -> JsonObject:
-        asked = parsed(requests.OfNewModel, tree)
-        session = self._session(asked.session_id, owner)
-        name = f"{session.id}:train:{asked.model_seq_id}"
-        self.futures.begin(name, owner, partial(create, name, session))
+        """Answer a request for a model, which a method makes by its name, session and request."""
+        given = parsed(requests.OfNewModel, tree)
+        session = self._session(given.session_id, owner)
+        name = f"{session.id}:train:{given.model_seq_id}"
+
+        async def create() -> Reply:
+            return await work(self, name, session, checked(kind, tree))
+
+        self._begin(session, name, create)
         return {"request_id": name, "model_id": name}
 
-    async def _add_model(
-        self,
-        name: str,
-        session: Session,
-        spec: requests.AdapterSpec,
-        user_metadata: JsonObject | None,
-        *loaded: object,
-    ) -> Model:
+    async def create(self, name: str, session: Session, asked: requests.CreateModel) -> Reply:
+        self._check_base(asked.base_model)
+        if asked.lora_config is None:
+            raise InputError("this server trains adapters: create_model needs a lora_config")
+        spec, owner = asked.lora_config.model_dump(), session.owner
+        new = Checkpoint(name, "snapshots", "", owner, self.model_name, 0, spec)
+        await self._add_model(session, replace(new, run_metadata=asked.user_metadata))
+        return {"type": "create_model", "model_id": name}
+
+    async def _add_model(self, session: Session, state: Checkpoint, *loaded: object) -> Model:
         """Add an adapter; `loaded` are the arguments of `AdapterRank.read`, if it was saved."""
-        if name in self._models:
+        name, spec = state.run, requests.AdapterSpec.model_validate(state.spec)
+        if name in session.models:
             raise Gone(f"the result of the request {name} is not kept any more")
         if not 1 <= spec.rank <= (most := self._config.model.lora.rank):
             raise InputError(
                 f"lora_config: rank {spec.rank} is not one from 1 to {most} (model.lora.rank of "
                 "this server)"
             )
+        log = RunLog(self._config, self.checkpoints.root, name, session.owner, self._sampled)
+        model = session.models[name] = Model(session, state, log)
         try:
             await self._ask("create", name, spec)
             if loaded:
                 await self._ask("read", name, *loaded)
-            self._check_open(session)
-        except BaseException:  # its session may have ended, which cancels its requests
-            with suppress(TurnwiseError):
-                await self._ask("remove", name)
+        except Exception:  # a session that ends meanwhile removes it
+            await self._remove(model)
             raise
-        log = RunLog(self._config, self.checkpoints.root, name, session.owner, self._sampled)
-        model = self._models[name] = Model(name, session, spec, user_metadata, log)
         return model
 
-    async def get_info(self, owner: str, tree: JsonObject) -> JsonObject:
-        model = self._model(parsed(requests.GetInfo, tree).model_id, owner)
-        data = {"model_name": self.model_name, "tokenizer_id": self._tokenizer}
-        return {
-            "type": "get_info",
-            "model_id": model.id,
-            "model_data": data,
-            "model_name": self.model_name,
-            "is_lora": True,
-            "lora_rank": model.spec.rank,
-        }
+    async def get_info(self, owner: str, asked: requests.GetInfo) -> JsonObject:
+        model, name = self._model(asked.model_id, owner), self.model_name
+        data = {"model_name": name, "tokenizer_id": self._tokenizer}
+        known = {"model_id": model.id, "model_name": name, "model_data": data}
+        return known | {"type": "get_info", "is_lora": True, "lora_rank": model.state.spec["rank"]}
 
     async def train(self, owner: str, request: TrainingRequest) -> JsonObject:
         """Answer `forward_backward`, whose body is a message."""
         model = self._model(request.model_id, owner)
         work = partial(self._train, model, request)
-        return self._begin(model, request.seq_id, work, request.size)
+        return self._enqueue(model, request.seq_id, work, request.size)
 
     async def _train(self, model: Model, request: TrainingRequest) -> Reply:
         if request.loss == STABLE and self._stable:
@@ -359,90 +374,77 @@ class TinkerService:
             found, its_loss = await self._ask("run", model.id, part)
             outputs, loss = outputs + found, loss + its_loss
         model.log.add(request, [each[0] for each in outputs], loss)
-        return Reply(message=await run_in_thread(training_reply, outputs, loss))
+        return await run_in_thread(training_reply, outputs, loss)
 
-    async def in_turn(self, owner: str, tree: JsonObject, work: OfModel) -> JsonObject:
-        """Answer a request of a model once those before it have ended; one that is wrong fails
-        then, because a client cannot fill its position again."""
-        asked = parsed(requests.OfModel, tree)
-        model = self._model(asked.model_id, owner)
-        return self._begin(model, asked.seq_id, partial(work, self, model, tree))
+    async def in_turn(
+        self, owner: str, tree: JsonObject, kind: type[_Kind], work: Callable[..., Awaitable[Reply]]
+    ) -> JsonObject:
+        """Answer a request of a model by a method once those before it have ended; one that is
+        wrong fails then, because a client cannot fill its position again."""
+        given = parsed(requests.OfModel, tree)
+        model = self._model(given.model_id, owner)
 
-    async def step(self, model: Model, tree: JsonObject) -> Reply:
-        taken = parsed(requests.OptimStep, tree).adam_params
+        async def answer() -> Reply:
+            return await work(self, model, checked(kind, tree))
+
+        return self._enqueue(model, given.seq_id, answer)
+
+    async def step(self, model: Model, asked: requests.OptimStep) -> Reply:
+        taken = asked.adam_params
         try:
             metrics = await self._ask("step", model.id, taken)
         except InputError:  # the gradient is dropped
             model.log.drop()
             raise
-        await model.log.step(model.version, taken.learning_rate, metrics)
-        model.version += 1
-        return Reply({"metrics": metrics})
+        before = model.state.version
+        await model.log.step(before, taken.learning_rate, metrics)
+        model.state = replace(model.state, version=before + 1, created=str(expiry(0)))
+        return {"metrics": metrics}
 
-    async def save_for_sampler(self, model: Model, tree: JsonObject) -> Reply:
-        asked = parsed(requests.SaveForSampler, tree)
+    async def save_for_sampler(self, model: Model, asked: requests.SaveForSampler) -> Reply:
         # An adapter is never changed once it is saved, so a snapshot also keeps the contract of
         # `inflight`: the weights of its creation, or newer ones.
         if asked.path is not None:
             saved = await self._save(model, "sampler_weights", asked.path, asked)
-            return Reply({"type": "save_weights_for_sampler", "path": saved.address})
+            return {"type": "save_weights_for_sampler", "path": saved.address}
         if (number := asked.sampling_session_seq_id) is None:
             raise InputError("save_weights_for_sampler needs a path, or a sampling session")
         sampler = f"{model.session.id}:sample:{number}"
         saved = await self._save(model, "snapshots", str(number), asked)
         await self._add_sampler(Sampler(sampler, model.session, saved))
-        return Reply({"type": "save_weights_for_sampler", "sampling_session_id": sampler})
+        return {"type": "save_weights_for_sampler", "sampling_session_id": sampler}
 
-    async def save_weights(self, model: Model, tree: JsonObject, kind: Kind = "weights") -> Reply:
-        asked = parsed(requests.SaveWeights, tree)
-        asked.check()
-        saved = await self._save(model, kind, asked.path, asked)
-        return Reply({"path": saved.address})
+    async def save_weights(
+        self, model: Model, asked: requests.SaveWeights, kind: Kind = "weights"
+    ) -> Reply:
+        return {"path": (await self._save(model, kind, asked.path, asked)).address}
 
-    async def load_weights(self, owner: str, tree: JsonObject) -> JsonObject:
-        """Load a saved state into a model, or make a model of it."""
+    async def load(self, model: Model, asked: requests.LoadWeights) -> Reply:
+        saved, *state = await self._saved(asked, model.session)
+        await self._ask("read", model.id, *state)
+        model.log.drop()  # of passes whose gradient is dropped
+        model.state = replace(model.state, version=saved.version)
+        return {"type": "load_weights", "path": saved.address, "model_id": model.id}
 
-        async def find() -> tuple[requests.LoadWeights, Checkpoint, Path]:
-            asked = parsed(requests.LoadWeights, tree)
-            asked.check()
-            saved = await run_in_thread(self.checkpoints.find, asked.path, owner)
-            self._check_base(asked.base_model or saved.base_model)
-            return asked, saved, self.checkpoints.folder(saved)
+    async def create_from(self, name: str, session: Session, asked: requests.LoadWeights) -> Reply:
+        saved, *state = await self._saved(asked, session)
+        new = replace(saved, run=name, kind="snapshots", run_metadata=asked.user_metadata)
+        await self._add_model(session, new, *state)
+        return {"type": "load_weights", "path": saved.address, "model_id": name}
 
-        def loaded(model: Model, saved: Checkpoint) -> Reply:
-            model.version = saved.version
-            return Reply({"type": "load_weights", "path": saved.address, "model_id": model.id})
-
-        async def load(service: TinkerService, model: Model, tree: JsonObject) -> Reply:
-            asked, saved, folder = await find()
-            await self._ask("read", model.id, folder, asked.optimizer)
-            model.log.drop()  # of passes whose gradient is dropped
-            return loaded(model, saved)
-
-        async def create(name: str, session: Session) -> Reply:
-            asked, saved, folder = await find()
-            spec, state = requests.AdapterSpec.model_validate(saved.spec), (folder, asked.optimizer)
-            made = await self._add_model(name, session, spec, asked.user_metadata, *state)
-            return loaded(made, saved)
-
-        if tree.get("model_id") is None:
-            return self._new_model(owner, tree, create)
-        return await self.in_turn(owner, tree, load)
-
-    def state_of(
-        self, model: Model, kind: Kind = "snapshots", name: str = "", **saved: Foreign
-    ) -> Checkpoint:
-        """Return what a checkpoint of a model would say now."""
-        spec = model.spec.model_dump()
-        of = model.id, kind, name, model.session.owner, self.model_name, model.version, spec
-        return Checkpoint(*of, run_metadata=model.user_metadata, **saved)
+    async def _saved(
+        self, asked: requests.LoadWeights, session: Session
+    ) -> tuple[Checkpoint, Path, bool]:
+        saved = await run_in_thread(self.checkpoints.find, asked.path, session.owner)
+        self._check_base(asked.base_model or saved.base_model)
+        return saved, self.checkpoints.folder(saved), asked.optimizer
 
     async def _save(
         self, model: Model, kind: Kind, name: str, asked: requests.Saving
     ) -> Checkpoint:
         """Save a model, as `weights` with its optimizer."""
         kept = {"expires": expiry(asked.ttl_seconds), "user_metadata": asked.user_metadata}
-        saved = self.state_of(model, kind, name, **kept)
+        saved = replace(model.state, kind=kind, name=name, created=str(expiry(0)), **kept)
         begun = await run_in_thread(
             partial(self.checkpoints.begin, saved, overwrite=asked.overwrite)
         )
@@ -462,7 +464,7 @@ class TinkerService:
                 await asyncio.wait([call])
                 raise
 
-    def _begin(self, model: Model, position: int, work: Work, size: int = 0) -> JsonObject:
+    def _enqueue(self, model: Model, position: int, work: Work, size: int = 0) -> JsonObject:
         """Begin a request of a model, of some bytes, which runs once those before have ended."""
         name = f"{model.id}:{position}"
 
@@ -470,20 +472,18 @@ class TinkerService:
             async with model.turns.turn(position):
                 return await work()
 
-        if name not in self.futures and position < model.turns.next:
+        if name not in model.session.futures.entries and position < model.turns.next:
             raise Gone(f"the result of the request {name} is not kept any more")
-        self.futures.begin(name, model.session.owner, run, size)
+        self._begin(model.session, name, run, size)
         return {"request_id": name, "model_id": model.id}
 
     def _model(self, name: str, owner: str) -> Model:
-        model = self._models.get(name)
-        if model is None or model.session.owner != owner:
+        if (session := self._own(name, owner)) is None or name not in session.models:
             raise Missing(
                 f"there is no model {name[:100]}: its session has ended, or the server was "
                 "restarted; create_training_client_from_state goes on from a saved state"
             )
-        model.session.seen = time.monotonic()
-        return model
+        return session.models[name]
 
     def _check_base(self, name: str) -> None:
         if name not in self._names:
@@ -491,11 +491,10 @@ class TinkerService:
 
     # Sampling
 
-    async def create_sampler(self, owner: str, tree: JsonObject) -> JsonObject:
-        asked = parsed(requests.CreateSamplingSession, tree)
+    async def create_sampler(self, owner: str, asked: requests.CreateSamplingSession) -> JsonObject:
         session = self._session(asked.session_id, owner)
         name = f"{session.id}:sample:{asked.sampling_session_seq_id}"
-        if name not in self._samplers:
+        if name not in session.samplers:
             saved: Checkpoint | None = None
             if asked.base_model is not None:
                 self._check_base(asked.base_model)
@@ -507,36 +506,31 @@ class TinkerService:
         return {"type": "create_sampling_session", "sampling_session_id": name}
 
     async def _add_sampler(self, made: Sampler) -> None:
-        self._check_open(made.session)
-        await self._note(made.session, [made.id, made.checkpoint and asdict(made.checkpoint)])
-        self._check_open(made.session)
-        self._samplers[made.id] = made
+        session = made.session
+        self._session(session.id, session.owner)  # it may have ended meanwhile
+        await self._note(session, [made.id, made.checkpoint and asdict(made.checkpoint)])
+        self._session(session.id, session.owner).samplers[made.id] = made
 
-    def _check_open(self, session: Session) -> None:
-        """Raise `Gone` if a session has ended meanwhile."""
-        self._session(session.id, session.owner)
-
-    async def get_sampler(self, owner: str, tree: JsonObject) -> JsonObject:
-        sampler = self._sampler(str(tree["sampler_id"]), owner)
+    async def get_sampler(self, owner: str, asked: requests.OfSampler) -> JsonObject:
+        sampler = self._sampler(asked.sampler_id, owner)
         saved = None if sampler.snapshot else sampler.checkpoint
         named = None if saved is None else saved.address
         return {"sampler_id": sampler.id, "base_model": self.model_name, "model_path": named}
 
-    async def sample(self, owner: str, tree: JsonObject) -> JsonObject:
-        if self._stable:
-            tree = {**tree, "record_stability_info": None}  # which another loss does not need
-        asked = parsed(requests.Sample, tree)
+    async def sample(self, owner: str, asked: requests.Sample) -> JsonObject:
         if asked.sampling_session_id is None or asked.seq_id is None:
             raise InputError("asample needs a sampling_session_id and a seq_id")
         sampler = self._sampler(asked.sampling_session_id, owner)
         name = f"{sampler.id}:{asked.seq_id}"
         size = sum(32 * len(chunk.tokens) + len(chunk.data) for chunk in asked.prompt.chunks)
         work = partial(self._sample, sampler, asked, name)
-        self.futures.begin(name, owner, work, size + SMALLEST * asked.num_samples)
+        self._begin(sampler.session, name, work, size + SMALLEST * asked.num_samples)
         ids = [f"{name}:{number}" for number in range(asked.num_samples)]
         return {"request_id": name, "sample_sequence_ids": ids}
 
     async def _sample(self, sampler: Sampler, asked: requests.Sample, name: str) -> Reply:
+        if asked.record_stability_info and not self._stable:
+            raise InputError(f"record_stability_info: {NOT_STABLE}")
         ids = await run_in_thread(asked.tokens, self._vocabulary, self.joined)
         saved, route = sampler.checkpoint, Route(group=name)
         if saved is not None:
@@ -552,21 +546,16 @@ class TinkerService:
             self._sampled.add(sampler.session.owner, ids, done, saved.version if saved else 0)
         likeliest = asked.topk_prompt_logprobs, asked.topk_sample_logprobs
         reply = partial(sample_reply, done, asked.scored(len(ids)), likeliest)
-        return Reply(message=await run_in_thread(reply))
+        return await run_in_thread(reply)
 
     def _sampler(self, name: str, owner: str) -> Sampler:
-        sampler = self._samplers.get(name)
-        if sampler is None or sampler.session.owner != owner:
+        if (session := self._own(name, owner)) is None or name not in session.samplers:
             raise Missing(
                 f"there is no sampling session {name[:100]}: its session has ended, or the server "
                 "was restarted"
             )
-        sampler.seen = sampler.session.seen = time.monotonic()
-        return sampler
-
-    async def cancel(self, owner: str, tree: JsonObject) -> JsonObject:
-        self.futures.cancel(str(tree.get("request_id", "")), owner)
-        return {}
+        session.samplers[name].seen = time.monotonic()
+        return session.samplers[name]
 
 
 def parsed(kind: type[_Kind], tree: JsonObject) -> _Kind:
@@ -574,6 +563,11 @@ def parsed(kind: type[_Kind], tree: JsonObject) -> _Kind:
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        key = ".".join(map(str, first["loc"]))
-        raise InputError(f"{key}: {first['msg']}" if key else first["msg"]) from error
+        raise InputError(explain(list(map(dict, error.errors())), tree)[0]) from error
+
+
+def checked(kind: type[_Kind], tree: JsonObject) -> _Kind:
+    """Return a request of plain values; InputError also names what this server has not."""
+    asked = parsed(kind, tree)
+    asked.check()
+    return asked
