@@ -17,7 +17,7 @@ from turnwise.engine.protocol import Request, Route, Sampling
 from turnwise.engine.vllm_requests import sampling_params
 from turnwise.errors import InputError
 from turnwise.tinker.images import ImageChunk
-from turnwise.tinker.losses import NOT_STABLE, TinkerLoss, loss_named
+from turnwise.tinker.losses import TinkerLoss, loss_named
 from turnwise.tinker.wire import Datum, Joined, TrainingRequest
 from turnwise.trajectory.images import placed
 
