@@ -6,13 +6,10 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 
-from transformers import AutoConfig
-
 from turnwise.chat.template import load_tokenizer
 from turnwise.config import Config, load_config, make_config
 from turnwise.config.base import NEEDED_KEYS, Tree
 from turnwise.core.aio import run_in_thread, task_group
-from turnwise.core.gguf import resolve_model
 from turnwise.core.optional import Foreign
 from turnwise.core.ray import watching_ray
 from turnwise.errors import InputError, translate_unwritable
@@ -107,13 +104,11 @@ async def open_tinker(config: Config, progress: Display = SILENT) -> AsyncIterat
         async with task_group() as starting:
             starting.create_task(show_part(progress, starting_engines(config), manager.start))
             started = starting.create_task(trainers)
-            words = starting.create_task(run_in_thread(partial(_vocabulary, config)))
             texts = starting.create_task(run_in_thread(load_tokenizer, config))
         trainer = started.result()
         stack.push_async_callback(trainer.close)
-        engines = manager.scheduler
-        decode = texts.result().decode
-        service = TinkerService(config, engines, trainer.ask, words.result(), folder, decode)
+        words, decode = await trainer.ask("vocabulary", ""), texts.result().decode
+        service = TinkerService(config, manager.scheduler, trainer.ask, words, folder, decode)
         await run_in_thread(service.restore)
         server_class = await import_server()
         server = server_class(
@@ -140,9 +135,3 @@ def _alone_in(folder: Path) -> Iterator[None]:
         except BlockingIOError:
             raise InputError(f"{folder} is another server's: choose another name=...") from None
         yield
-
-
-def _vocabulary(config: Config) -> int:
-    path, trust = resolve_model(config.model.path), config.model.trust_remote_code
-    shape = AutoConfig.from_pretrained(path, trust_remote_code=trust)
-    return int(shape.get_text_config().vocab_size)

@@ -6,6 +6,7 @@ owners or engines. Methods raise `InputError` where the client is wrong.
 """
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -91,8 +92,6 @@ class AdapterRank:
         ranks: int = 1,
         address: str = "",
     ) -> None:
-        if ranks > 1:
-            raise InputError("training.ranks: a Tinker server trains on one rank: set it to 1")
         self._config = config
         self.device = begin_process(config, rank, ranks, address)
         check_room(config, self.device, ranks)
@@ -248,24 +247,20 @@ class AdapterRank:
     def step(self, name: str, step: AdamStep) -> dict[str, float]:
         """Take an optimizer step, unless the gradient is not finite; return its metrics."""
         adapter = self._of(name)
-        given = [p.grad for p in adapter.parameters if p.grad is not None]
-        norm = nn.utils.get_total_norm(given) if given else torch.zeros(())
-        finite = bool(torch.isfinite(norm))
-        if finite and given:
-            if 0 < step.grad_clip_norm < float(norm):
-                nn.utils.clip_grads_with_norm_(adapter.parameters, step.grad_clip_norm, norm)
+        limit = step.grad_clip_norm if step.grad_clip_norm > 0 else math.inf
+        norm = float(nn.utils.clip_grad_norm_(adapter.parameters, limit))
+        if math.isfinite(norm):
+            settings = step.model_dump(include={"eps", "weight_decay"}) | {"lr": step.learning_rate}
             for group in adapter.optimizer.param_groups:
-                group["lr"], group["eps"] = step.learning_rate, step.eps
-                group["betas"] = step.beta1, step.beta2
-                group["weight_decay"] = step.weight_decay
+                group.update(settings, betas=(step.beta1, step.beta2))
             adapter.optimizer.step()
         adapter.optimizer.zero_grad()
-        if not finite:
+        if not math.isfinite(norm):
             raise InputError(
-                f"optim_step: the gradient's norm is {float(norm)}, so the step was skipped and "
+                f"optim_step: the gradient's norm is {norm}, so the step was skipped and "
                 "the gradient dropped: look at the weights, advantages and log-probs of the data"
             )
-        return {"grad_norm": float(norm)}
+        return {"grad_norm": norm}
 
     def write(self, name: str, folder: Path, optimizer: bool = False) -> None:
         """Write an adapter in PEFT's format into a folder, and what its optimizer remembers."""
@@ -308,6 +303,10 @@ class AdapterRank:
                 tensor.copy_(found[key])
         adapter.optimizer.load_state_dict(state)
         adapter.optimizer.zero_grad()
+
+    def vocabulary(self, _: str) -> int:
+        """Return the number of ids that the model knows."""
+        return int(self._model.config.get_text_config().vocab_size)
 
     def remove(self, name: str) -> None:
         """Forget an adapter; one that is unknown is forgotten already."""

@@ -145,7 +145,7 @@ class TinkerService:
         self._trainer_turn = asyncio.Lock()
         self._sessions: dict[str, Session] = {}
         self._files = RunFiles(folder / "tinker_sessions")
-        self._sampled = SampleIndex(config.model.max_length, decode)
+        self._sampled = SampleIndex(decode)
 
     def restore(self) -> None:
         """Go on with the sessions and samplers of a server that was killed, from their files."""
