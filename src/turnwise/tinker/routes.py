@@ -30,7 +30,7 @@ from turnwise.serving.openai.protection import FILES, key_in
 from turnwise.tinker import requests
 from turnwise.tinker.checkpoints import Checkpoint, expiry
 from turnwise.tinker.futures import Busy, Gone, Missing
-from turnwise.tinker.requests import OfCheckpoint, OfSession, Page
+from turnwise.tinker.requests import Named, OfSession, Page
 from turnwise.tinker.service import TinkerService, parsed
 from turnwise.tinker.wire import PROTOBUF, read_training_request
 
@@ -41,12 +41,7 @@ CONSTANT: Mapping[str, JsonObject] = {
     "client/config": {
         "pjwt_auth_enabled": True,  # the SDK reads `whoami` from its token
         "parallel_fwdbwd_chunks": False,  # in their order, so that one that must wait fills no gap
-        "proto_compress_fwdbwd": False,
-        # Its polls could not tell a client which samples a server that was killed has lost.
-        "sample_use_retrieve_futures": False,
         "sample_max_concurrent_requests": 400,  # of a client: each holds a connection
-        "sample_join_sampling_session": False,
-        "custom_loss_server_side": False,  # the SDK computes them from the log-probs
     },
     "client/dynamic_config": {"sample_cancel_enabled": True},
     "telemetry": {"status": "accepted"},  # and dropped
@@ -141,7 +136,7 @@ def _part(items: Sequence[_Item], asked: Page) -> tuple[Sequence[_Item], JsonObj
     return items[asked.offset :][: asked.limit], cursor
 
 
-async def weights_info(service: TinkerService, owner: str, asked: OfCheckpoint) -> JsonObject:
+async def weights_info(service: TinkerService, owner: str, asked: Named) -> JsonObject:
     found = await run_in_thread(service.checkpoints.find, asked.tinker_path, owner)
     spec = requests.AdapterSpec.model_validate(found.spec)
     trained = {"train_unembed": False, "train_mlp": spec.train_mlp, "train_attn": spec.train_attn}
@@ -162,7 +157,7 @@ async def copy_weights(
     return {"tinker_path": copied.address}
 
 
-async def weights_urls(service: TinkerService, owner: str, asked: OfCheckpoint) -> JsonObject:
+async def weights_urls(service: TinkerService, owner: str, asked: Named) -> JsonObject:
     """Return a link to each file of a checkpoint, which needs no key, for an hour."""
     found = await run_in_thread(service.checkpoints.find, asked.tinker_path, owner)
     urls, loop = dict[str, str](), asyncio.get_running_loop()
@@ -174,14 +169,14 @@ async def weights_urls(service: TinkerService, owner: str, asked: OfCheckpoint) 
     return {"urls": urls, "expires": expiry(_LINK_SECONDS)}
 
 
-async def set_ttl(service: TinkerService, owner: str, asked: OfCheckpoint) -> JsonObject:
+async def set_ttl(service: TinkerService, owner: str, asked: Named) -> JsonObject:
     found = await run_in_thread(service.checkpoints.find, asked.tinker_path, owner)
     changed = replace(found, expires=expiry(asked.ttl_seconds))
     await run_in_thread(service.checkpoints.update, changed)
     return {}
 
 
-async def delete(service: TinkerService, owner: str, asked: OfCheckpoint) -> JsonObject:
+async def delete(service: TinkerService, owner: str, asked: Named) -> JsonObject:
     found = await run_in_thread(service.checkpoints.find, asked.tinker_path, owner)
     await run_in_thread(service.checkpoints.remove, found)
     return {}
@@ -221,20 +216,20 @@ VERBS: Mapping[tuple[str, str], tuple[type[requests.BaseRequest] | None, Verb]] 
         *(requests.CreateSamplingSession, TinkerService.create_sampler),
     ),
     ("POST", "asample"): (requests.Sample, TinkerService.sample),
-    ("POST", "cancel_future"): (requests.OfRequest, TinkerService.cancel),
+    ("POST", "cancel_future"): (Named, TinkerService.cancel),
     ("GET", "get_server_capabilities"): (None, TinkerService.capabilities),
-    ("GET", "samplers/{sampler_id}"): (requests.OfSampler, TinkerService.get_sampler),
+    ("GET", "samplers/{sampler_id}"): (Named, TinkerService.get_sampler),
     ("GET", "sessions"): (Page, list_sessions),
     ("GET", "sessions/{session_id}"): (OfSession, TinkerService.get_session),
     ("GET", "checkpoints"): (Page, list_checkpoints),
     ("GET", "training_runs"): (Page, list_runs),
     ("GET", "training_runs/{run}"): (Page, get_run),
     ("GET", "training_runs/{run}/checkpoints"): (Page, list_checkpoints),
-    ("POST", "weights_info"): (OfCheckpoint, weights_info),
+    ("POST", "weights_info"): (Named, weights_info),
     ("POST", "copy_weights"): (requests.CopyWeights, copy_weights),
-    ("GET", f"{_CHECKPOINT}/external_weights_urls"): (OfCheckpoint, weights_urls),
-    ("DELETE", _CHECKPOINT): (OfCheckpoint, delete),
-    ("PUT", f"{_CHECKPOINT}/ttl"): (OfCheckpoint, set_ttl),
+    ("GET", f"{_CHECKPOINT}/external_weights_urls"): (Named, weights_urls),
+    ("DELETE", _CHECKPOINT): (Named, delete),
+    ("PUT", f"{_CHECKPOINT}/ttl"): (Named, set_ttl),
 }
 """Requests, if they are read at once, and verbs, by method and route."""
 
@@ -278,7 +273,7 @@ def add_routes(app: FastAPI, service: TinkerService) -> FastAPI:
 
     @router.post("/retrieve_future")
     async def retrieve_future(request: Request) -> Response:
-        name = parsed(requests.OfRequest, await _values(request)).request_id
+        name = parsed(Named, await _values(request)).request_id
         found = await service.retrieve(owner_of(request), name)
         if found is None:  # the SDK asks again after this status, without a warning to its user
             waiting = {"type": "try_again", "request_id": name, "queue_state": "active"}

@@ -47,6 +47,7 @@ from turnwise.tinker.wire import Array, TrainingRequest, sample_reply, training_
 logger = logging.getLogger(__name__)
 
 _Kind = TypeVar("_Kind", bound=requests.BaseRequest)
+_Work = Callable[..., Awaitable[Reply]]
 _SILENT_SECONDS = 900.0
 """Time without a heartbeat, which clients send every 10 s, after which a session ends."""
 _LOOK_SECONDS = 30.0
@@ -183,11 +184,8 @@ class TinkerService:
         """End sessions that are silent for some time, all or an owner's, all at once: each has its
         turn at the trainer to wait for."""
         oldest = time.monotonic() - seconds
-        silent = [
-            each
-            for each in self._sessions.values()
-            if each.seen < oldest and owner in (None, each.owner)
-        ]
+        own = self._sessions.values() if owner is None else self.sessions_of(owner)
+        silent = [each for each in own if each.seen < oldest]
         for session in silent:
             logger.info("the Tinker session %s is silent, and ends", session.id)
         await together(self._end(session) for session in silent)
@@ -211,13 +209,8 @@ class TinkerService:
     # Sessions
 
     async def capabilities(self, owner: str, _: JsonObject) -> JsonObject:
-        known = {
-            "model_name": self.model_name,
-            "max_context_length": self._config.model.max_length,
-            "trainable": True,
-            "sampleable": True,
-        }
-        return {"supported_models": [known]}
+        own = {"model_name": self.model_name, "max_context_length": self._config.model.max_length}
+        return {"supported_models": [own | {"trainable": True, "sampleable": True}]}
 
     async def create_session(self, owner: str, _: JsonObject) -> JsonObject:
         if len(self.sessions_of(owner)) >= _MOST_SESSIONS:
@@ -227,11 +220,11 @@ class TinkerService:
         session = Session(str(uuid.uuid4()), owner)
         await self._note(session, {"id": session.id, "owner": owner})
         self._sessions[session.id] = session
-        return {"type": "create_session", "session_id": session.id, "info_message": _HEAD}
+        return {"session_id": session.id, "info_message": _HEAD}
 
     async def heartbeat(self, owner: str, asked: requests.OfSession) -> JsonObject:
         self._session(asked.session_id, owner)
-        return {"type": "session_heartbeat"}
+        return {}
 
     async def get_session(self, owner: str, asked: requests.OfSession) -> JsonObject:
         if (session := self._own(asked.session_id, owner)) is None:
@@ -288,7 +281,7 @@ class TinkerService:
         """Return the result of a request; None if it has none yet."""
         return await self._session(request_id, owner).futures.retrieve(request_id, WAIT_SECONDS)
 
-    async def cancel(self, owner: str, asked: requests.OfRequest) -> JsonObject:
+    async def cancel(self, owner: str, asked: requests.Named) -> JsonObject:
         """End a sample for which nobody waits; others of a model wait for its passes."""
         if ":sample:" in asked.request_id and (own := self._own(asked.request_id, owner)):
             own.futures.drop(asked.request_id)
@@ -297,17 +290,13 @@ class TinkerService:
     # Training
 
     async def new_model(
-        self, owner: str, tree: JsonObject, kind: type[_Kind], work: Callable[..., Awaitable[Reply]]
+        self, owner: str, tree: JsonObject, kind: type[_Kind], work: _Work
     ) -> JsonObject:
         """Answer a request for a model, which a method makes by its name, session and request."""
         given = parsed(requests.OfNewModel, tree)
         session = self._session(given.session_id, owner)
         name = f"{session.id}:train:{given.model_seq_id}"
-
-        async def create() -> Reply:
-            return await work(self, name, session, checked(kind, tree))
-
-        self._begin(session, name, create)
+        self._begin(session, name, partial(self._answer, kind, work, tree, name, session))
         return {"request_id": name, "model_id": name}
 
     async def create(self, name: str, session: Session, asked: requests.CreateModel) -> Reply:
@@ -317,7 +306,7 @@ class TinkerService:
         spec, owner = asked.lora_config.model_dump(), session.owner
         new = Checkpoint(name, "snapshots", "", owner, self.model_name, 0, spec)
         await self._add_model(session, replace(new, run_metadata=asked.user_metadata))
-        return {"type": "create_model", "model_id": name}
+        return {"model_id": name}
 
     async def _add_model(self, session: Session, state: Checkpoint, *loaded: object) -> Model:
         """Add an adapter; `loaded` are the arguments of `AdapterRank.read`, if it was saved."""
@@ -344,7 +333,7 @@ class TinkerService:
         model, name = self._model(asked.model_id, owner), self.model_name
         data = {"model_name": name, "tokenizer_id": self._tokenizer}
         known = {"model_id": model.id, "model_name": name, "model_data": data}
-        return known | {"type": "get_info", "is_lora": True, "lora_rank": model.state.spec["rank"]}
+        return known | {"is_lora": True, "lora_rank": model.state.spec["rank"]}
 
     async def train(self, owner: str, request: TrainingRequest) -> JsonObject:
         """Answer `forward_backward`, whose body is a message."""
@@ -363,17 +352,20 @@ class TinkerService:
         return await run_in_thread(training_reply, outputs, loss)
 
     async def in_turn(
-        self, owner: str, tree: JsonObject, kind: type[_Kind], work: Callable[..., Awaitable[Reply]]
+        self, owner: str, tree: JsonObject, kind: type[_Kind], work: _Work
     ) -> JsonObject:
         """Answer a request of a model by a method once those before it have ended; one that is
         wrong fails then, because a client cannot fill its position again."""
         given = parsed(requests.OfModel, tree)
         model = self._model(given.model_id, owner)
+        return self._enqueue(model, given.seq_id, partial(self._answer, kind, work, tree, model))
 
-        async def answer() -> Reply:
-            return await work(self, model, checked(kind, tree))
-
-        return self._enqueue(model, given.seq_id, answer)
+    async def _answer(
+        self, kind: type[_Kind], work: _Work, tree: JsonObject, *given: object
+    ) -> Reply:
+        asked = parsed(kind, tree)
+        asked.check()
+        return await work(self, *given, asked)
 
     async def step(self, model: Model, asked: requests.OptimStep) -> Reply:
         taken = asked.adam_params
@@ -392,13 +384,13 @@ class TinkerService:
         # `inflight`: the weights of its creation, or newer ones.
         if asked.path is not None:
             saved = await self._save(model, "sampler_weights", asked.path, asked)
-            return {"type": "save_weights_for_sampler", "path": saved.address}
+            return {"path": saved.address}
         if (number := asked.sampling_session_seq_id) is None:
             raise InputError("save_weights_for_sampler needs a path, or a sampling session")
         sampler = f"{model.session.id}:sample:{number}"
         saved = await self._save(model, "snapshots", str(number), asked)
         await self._add_sampler(Sampler(sampler, model.session, saved))
-        return {"type": "save_weights_for_sampler", "sampling_session_id": sampler}
+        return {"sampling_session_id": sampler}
 
     async def save_weights(
         self, model: Model, asked: requests.SaveWeights, kind: Kind = "weights"
@@ -410,13 +402,13 @@ class TinkerService:
         await self._ask("read", model.id, *state)
         model.log.drop()  # of passes whose gradient is dropped
         model.state = replace(model.state, version=saved.version)
-        return {"type": "load_weights", "path": saved.address, "model_id": model.id}
+        return {"path": saved.address, "model_id": model.id}
 
     async def create_from(self, name: str, session: Session, asked: requests.LoadWeights) -> Reply:
         saved, *state = await self._saved(asked, session)
         new = replace(saved, run=name, kind="snapshots", run_metadata=asked.user_metadata)
         await self._add_model(session, new, *state)
-        return {"type": "load_weights", "path": saved.address, "model_id": name}
+        return {"path": saved.address, "model_id": name}
 
     async def _saved(
         self, asked: requests.LoadWeights, session: Session
@@ -489,7 +481,7 @@ class TinkerService:
             elif asked.base_model is None:
                 raise InputError("create_sampling_session needs a model_path or a base_model")
             await self._add_sampler(Sampler(name, session, saved))
-        return {"type": "create_sampling_session", "sampling_session_id": name}
+        return {"sampling_session_id": name}
 
     async def _add_sampler(self, made: Sampler) -> None:
         session = made.session
@@ -497,15 +489,13 @@ class TinkerService:
         await self._note(session, [made.id, made.checkpoint and asdict(made.checkpoint)])
         self._session(session.id, session.owner).samplers[made.id] = made
 
-    async def get_sampler(self, owner: str, asked: requests.OfSampler) -> JsonObject:
+    async def get_sampler(self, owner: str, asked: requests.Named) -> JsonObject:
         sampler = self._sampler(asked.sampler_id, owner)
         saved = None if sampler.snapshot else sampler.checkpoint
         named = None if saved is None else saved.address
         return {"sampler_id": sampler.id, "base_model": self.model_name, "model_path": named}
 
     async def sample(self, owner: str, asked: requests.Sample) -> JsonObject:
-        if asked.sampling_session_id is None or asked.seq_id is None:
-            raise InputError("asample needs a sampling_session_id and a seq_id")
         sampler = self._sampler(asked.sampling_session_id, owner)
         name = f"{sampler.id}:{asked.seq_id}"
         tokens = sum(len(chunk.tokens) for chunk in asked.prompt.chunks)
@@ -519,7 +509,8 @@ class TinkerService:
         saved, route = sampler.checkpoint, Route(group=name)
         if saved is not None:
             if sampler.snapshot is None:
-                await run_in_thread(self.checkpoints.check_unchanged, saved)
+                find = self.checkpoints.find
+                await run_in_thread(find, saved.address, saved.owner, saved.created)
             folder = str(self.checkpoints.folder(saved))
             route = Route("", name, f"{saved.address} {saved.created}", folder)
         made = asked.requests(ids, name, route, self._config.model.max_length)
@@ -548,10 +539,3 @@ def parsed(kind: type[_Kind], tree: JsonObject) -> _Kind:
         return kind.model_validate(tree)
     except ValidationError as error:
         raise InputError(explain(list(map(dict, error.errors())), tree)[0]) from error
-
-
-def checked(kind: type[_Kind], tree: JsonObject) -> _Kind:
-    """Return a request of plain values; InputError also names what this server has not."""
-    asked = parsed(kind, tree)
-    asked.check()
-    return asked
