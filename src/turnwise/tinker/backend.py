@@ -22,7 +22,7 @@ from turnwise.serving.placement import gpu_share
 from turnwise.tinker.routes import add_routes
 from turnwise.tinker.service import TinkerService
 from turnwise.tinker.wire import message_classes
-from turnwise.training.trainer_group import TrainerActor, TrainerGroup
+from turnwise.training.trainer_group import TrainerGroup
 
 KEY_PREFIX = "tml-"
 """Beginning of every key that the SDK accepts."""
@@ -36,19 +36,10 @@ DEFAULTS: Tree = {
 adapters that sample at once."""
 
 
-class AdapterActor(TrainerActor):
-    """The process of one rank of the adapters' trainer."""
-
-    def rank_class(self) -> Foreign:
-        from turnwise.tinker.rank import AdapterRank
-
-        return AdapterRank
-
-
 class AdapterGroup(TrainerGroup):
     """All ranks of the adapters' trainer."""
 
-    actor_class = AdapterActor
+    rank_class = "turnwise.tinker.rank:AdapterRank"
 
     async def ask(self, method: str, name: str, *arguments: object) -> Foreign:
         """Call a method of `AdapterRank` with the name of an adapter; return rank 0's answer."""

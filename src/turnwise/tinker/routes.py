@@ -30,7 +30,7 @@ from turnwise.serving.openai.protection import FILES, key_in
 from turnwise.tinker import requests
 from turnwise.tinker.checkpoints import Checkpoint, expiry
 from turnwise.tinker.futures import Busy, Gone, Missing
-from turnwise.tinker.requests import Named, OfSession, Page
+from turnwise.tinker.requests import CreateSamplingSession, Named, OfSession, Page
 from turnwise.tinker.service import TinkerService, parsed
 from turnwise.tinker.wire import PROTOBUF, read_training_request
 
@@ -199,37 +199,35 @@ async def load_weights(service: TinkerService, owner: str, tree: JsonObject) -> 
 
 _external = partial(TinkerService.save_weights, kind="external_weights")
 _create = partial(TinkerService.new_model, kind=requests.CreateModel, work=TinkerService.create)
-VERBS: Mapping[tuple[str, str], tuple[type[requests.BaseRequest] | None, Verb]] = {
-    ("POST", "create_session"): (None, TinkerService.create_session),
-    ("POST", "session_heartbeat"): (OfSession, TinkerService.heartbeat),
-    ("POST", "sessions/{session_id}/finish"): (OfSession, TinkerService.finish),
-    ("POST", "create_model"): (None, _create),
-    ("POST", "get_info"): (requests.GetInfo, TinkerService.get_info),
-    ("POST", "optim_step"): _in_turn(requests.OptimStep, TinkerService.step),
-    ("POST", "save_weights_for_sampler"): _in_turn(
+VERBS: Mapping[str, tuple[type[requests.BaseRequest] | None, Verb]] = {
+    "POST create_session": (None, TinkerService.create_session),
+    "POST session_heartbeat": (OfSession, TinkerService.heartbeat),
+    "POST sessions/{session_id}/finish": (OfSession, TinkerService.finish),
+    "POST create_model": (None, _create),
+    "POST get_info": (requests.GetInfo, TinkerService.get_info),
+    "POST optim_step": _in_turn(requests.OptimStep, TinkerService.step),
+    "POST save_weights_for_sampler": _in_turn(
         requests.SaveForSampler, TinkerService.save_for_sampler
     ),
-    ("POST", "save_weights"): _in_turn(requests.SaveWeights, TinkerService.save_weights),
-    ("POST", "save_weights_external"): _in_turn(requests.SaveWeights, _external),
-    ("POST", "load_weights"): (None, load_weights),
-    ("POST", "create_sampling_session"): (
-        *(requests.CreateSamplingSession, TinkerService.create_sampler),
-    ),
-    ("POST", "asample"): (requests.Sample, TinkerService.sample),
-    ("POST", "cancel_future"): (Named, TinkerService.cancel),
-    ("GET", "get_server_capabilities"): (None, TinkerService.capabilities),
-    ("GET", "samplers/{sampler_id}"): (Named, TinkerService.get_sampler),
-    ("GET", "sessions"): (Page, list_sessions),
-    ("GET", "sessions/{session_id}"): (OfSession, TinkerService.get_session),
-    ("GET", "checkpoints"): (Page, list_checkpoints),
-    ("GET", "training_runs"): (Page, list_runs),
-    ("GET", "training_runs/{run}"): (Page, get_run),
-    ("GET", "training_runs/{run}/checkpoints"): (Page, list_checkpoints),
-    ("POST", "weights_info"): (Named, weights_info),
-    ("POST", "copy_weights"): (requests.CopyWeights, copy_weights),
-    ("GET", f"{_CHECKPOINT}/external_weights_urls"): (Named, weights_urls),
-    ("DELETE", _CHECKPOINT): (Named, delete),
-    ("PUT", f"{_CHECKPOINT}/ttl"): (Named, set_ttl),
+    "POST save_weights": _in_turn(requests.SaveWeights, TinkerService.save_weights),
+    "POST save_weights_external": _in_turn(requests.SaveWeights, _external),
+    "POST load_weights": (None, load_weights),
+    "POST create_sampling_session": (CreateSamplingSession, TinkerService.create_sampler),
+    "POST asample": (requests.Sample, TinkerService.sample),
+    "POST cancel_future": (Named, TinkerService.cancel),
+    "GET get_server_capabilities": (None, TinkerService.capabilities),
+    "GET samplers/{sampler_id}": (Named, TinkerService.get_sampler),
+    "GET sessions": (Page, list_sessions),
+    "GET sessions/{session_id}": (OfSession, TinkerService.get_session),
+    "GET checkpoints": (Page, list_checkpoints),
+    "GET training_runs": (Page, list_runs),
+    "GET training_runs/{run}": (Page, get_run),
+    "GET training_runs/{run}/checkpoints": (Page, list_checkpoints),
+    "POST weights_info": (Named, weights_info),
+    "POST copy_weights": (requests.CopyWeights, copy_weights),
+    f"GET {_CHECKPOINT}/external_weights_urls": (Named, weights_urls),
+    f"DELETE {_CHECKPOINT}": (Named, delete),
+    f"PUT {_CHECKPOINT}/ttl": (Named, set_ttl),
 }
 """Requests, if they are read at once, and verbs, by method and route."""
 
@@ -252,8 +250,8 @@ class _Route(APIRoute):
 def add_routes(app: FastAPI, service: TinkerService) -> FastAPI:
     """Add the protocol's routes to an application, and return it."""
     router = APIRouter(prefix=ROOT, route_class=_Route)
-    for (method, path), (kind, verb) in VERBS.items():
-        answer = partial(_answer, service, kind, verb)
+    for route, (kind, verb) in VERBS.items():
+        answer, (method, path) = partial(_answer, service, kind, verb), route.split()
         router.add_api_route(f"/{path}", answer, methods=[method])
 
     @router.post("/auth/token")
