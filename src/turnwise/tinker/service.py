@@ -55,8 +55,8 @@ _MOST_SESSIONS = 1000
 """Sessions of one owner, beyond which those that are silent for `_QUIET_SECONDS` end."""
 _QUIET_SECONDS = 120.0
 _UNUSED_SECONDS = 3600.0
-"""Time without a sample after which weights that have no name are removed, if there are newer ones
-of their model: a loop saves some at every step."""
+"""Time without a sample after which weights that have no name are removed when newer ones of their
+model are saved: a loop saves some at every step."""
 _HEAD = (
     "this server trains no adapter of the output head: train_unembed has no effect, because "
     "engines could not score prompts beside it"
@@ -176,7 +176,6 @@ class TinkerService:
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
             await self._end_silent(_SILENT_SECONDS)
-            await self._remove_unused()
             with suppress(OSError):  # a folder that has gone meanwhile
                 await run_in_thread(self.checkpoints.tidy)
 
@@ -189,16 +188,6 @@ class TinkerService:
         for session in silent:
             logger.info("the Tinker session %s is silent, and ends", session.id)
         await together(self._end(session) for session in silent)
-
-    async def _remove_unused(self) -> None:
-        """Remove weights without a name that nobody samples from, but for each model's newest."""
-        oldest, newer = time.monotonic() - _UNUSED_SECONDS, set[str]()
-        for session in list(self._sessions.values()):
-            for sampler in reversed(list(session.samplers.values())):
-                if (saved := sampler.snapshot) is not None:
-                    if sampler.seen < oldest and saved.run in newer:
-                        await self._drop(sampler)
-                    newer.add(saved.run)
 
     async def _drop(self, sampler: Sampler) -> None:
         sampler.session.samplers.pop(sampler.id, None)
@@ -389,6 +378,10 @@ class TinkerService:
             raise InputError("save_weights_for_sampler needs a path, or a sampling session")
         sampler = f"{model.session.id}:sample:{number}"
         saved = await self._save(model, "snapshots", str(number), asked)
+        oldest = time.monotonic() - _UNUSED_SECONDS
+        for each in list(model.session.samplers.values()):
+            if each.snapshot and each.snapshot.run == saved.run and each.seen < oldest:
+                await self._drop(each)
         await self._add_sampler(Sampler(sampler, model.session, saved))
         return {"sampling_session_id": sampler}
 
