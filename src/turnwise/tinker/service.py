@@ -183,7 +183,7 @@ class TinkerService:
         """End sessions that are silent for some time, all or an owner's, all at once: each has its
         turn at the trainer to wait for."""
         oldest = time.monotonic() - seconds
-        own = self._sessions.values() if owner is None else self.sessions_of(owner)
+        own = list(self._sessions.values()) if owner is None else self.sessions_of(owner)
         silent = [each for each in own if each.seen < oldest]
         for session in silent:
             logger.info("the Tinker session %s is silent, and ends", session.id)
@@ -414,8 +414,9 @@ class TinkerService:
         self, model: Model, kind: Kind, name: str, asked: requests.Saving
     ) -> Checkpoint:
         """Save a model, as `weights` with its optimizer."""
-        kept = {"expires": expiry(asked.ttl_seconds), "user_metadata": asked.user_metadata}
-        saved = replace(model.state, kind=kind, name=name, created=str(expiry(0)), **kept)
+        state, expires = model.state, expiry(asked.ttl_seconds)
+        saved = replace(state, kind=kind, name=name, created=str(expiry(0)), expires=expires)
+        saved = replace(saved, user_metadata=asked.user_metadata)
         begun = await run_in_thread(
             partial(self.checkpoints.begin, saved, overwrite=asked.overwrite)
         )
