@@ -27,18 +27,10 @@ from turnwise.internals.transformers import activate
 from turnwise.tinker.losses import Inputs, TinkerLoss, loss_named
 from turnwise.tinker.requests import AdamStep, AdapterSpec
 from turnwise.tinker.wire import Array, Datum, TrainingRequest
+from turnwise.training import lora
 from turnwise.training.batching import Columns, micro_batch_tokens, plan_micro_batches
 from turnwise.training.layout_check import check_run
 from turnwise.training.loading import load_models, path_of
-from turnwise.training.lora import (
-    ADAPTER_TENSORS,
-    adapted_layers,
-    adapter_config,
-    adapter_tensors,
-    add_adapter,
-    remove_adapter,
-    write_adapter,
-)
 from turnwise.training.memory import GIB, check_room
 from turnwise.training.model import backbone_of, hidden_before, score_hidden
 from turnwise.training.offload import Offload
@@ -99,8 +91,8 @@ class AdapterRank:
         found = check_run(models, config, layout_of(config.training, self.device))
         self.layout, self.patches, self.layout_warning, self._no_images = found
         self._model = models.policy.get_submodule("model")
-        self._layers = adapted_layers(self._model)
-        remove_adapter(self._model, "default")  # of `load_models`, which found the layers
+        self._layers = lora.adapted_layers(self._model)
+        lora.remove_adapter(self._model, "default")  # of `load_models`, which found the layers
         self._adapters: dict[str, _Adapter] = {}
         """By name, the least recently used first."""
         self._numbers = itertools.count(1)
@@ -127,13 +119,13 @@ class AdapterRank:
         settings = LoraConfig(rank=spec.rank, alpha=own.alpha or ALPHA, rslora=own.rslora)
         seed = int(torch.randint(2**62, ())) if spec.seed is None else spec.seed
         try:
-            add_adapter(self._model, settings, label, targets, seed)
+            lora.add_adapter(self._model, settings, label, targets, seed)
             named = self._model.named_parameters()
             parameters = [parameter for each, parameter in named if f".{label}." in each]
             for parameter in parameters:
                 parameter.data = parameter.data.to(self.device)
         except BaseException:  # the device may be full; nobody could remove a part of an adapter
-            remove_adapter(self._model, label)
+            lora.remove_adapter(self._model, label)
             raise
         made = _Adapter(label, parameters, torch.optim.AdamW(parameters))
         self._adapters[name], self._tensors[name] = made, made.tensors
@@ -264,15 +256,12 @@ class AdapterRank:
 
     def write(self, name: str, folder: Path, optimizer: bool = False) -> None:
         """Write an adapter in PEFT's format into a folder, and what its optimizer remembers."""
-        adapter = self._of(name)
-        label = adapter.label
-        tensors = {
-            key: tensor.detach().cpu().contiguous()
-            for key, tensor in adapter_tensors(self._model, label)
-        }
-        settings: dict[str, Foreign] = adapter_config(self._model, path_of(self._config), label)
+        adapter, base = self._of(name), path_of(self._config)
+        found = lora.adapter_tensors(self._model, adapter.label)
+        tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in found}
+        settings: dict[str, Foreign] = lora.adapter_config(self._model, base, adapter.label)
         names = {target.rpartition(".")[2] for target in settings["target_modules"]}
-        write_adapter(folder, settings | {"target_modules": sorted(names)}, tensors)
+        lora.write_adapter(folder, settings | {"target_modules": sorted(names)}, tensors)
         if optimizer:
             torch.save(adapter.optimizer.state_dict(), folder / _OPTIMIZER)
 
@@ -289,9 +278,9 @@ class AdapterRank:
             )
         if optimizer:
             state = torch.load(moments, map_location="cpu", weights_only=True)
-        found = load_file(folder / ADAPTER_TENSORS)
-        own = dict(adapter_tensors(self._model, adapter.label))
-        settings = adapter_config(self._model, "", adapter.label)
+        found = load_file(folder / lora.ADAPTER_TENSORS)
+        own = dict(lora.adapter_tensors(self._model, adapter.label))
+        settings = lora.adapter_config(self._model, "", adapter.label)
         fits = {n: t.shape for n, t in found.items()} == {n: t.shape for n, t in own.items()}
         if not fits or any(saved[key] != settings[key] for key in ("lora_alpha", "use_rslora")):
             raise InputError(
@@ -313,7 +302,7 @@ class AdapterRank:
         if (adapter := self._adapters.pop(name, None)) is not None:
             del self._tensors[name]
             self._offload.forget(name)
-            remove_adapter(self._model, adapter.label)
+            lora.remove_adapter(self._model, adapter.label)
 
     def close(self) -> None:
         """Do nothing: no file of the rank outlives its process."""

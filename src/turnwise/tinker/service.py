@@ -30,17 +30,7 @@ from turnwise.errors import EngineError, InputError, TurnwiseError, visible
 from turnwise.serving.openai.errors import explain
 from turnwise.tinker import requests
 from turnwise.tinker.checkpoints import Checkpoint, Checkpoints, Kind, expiry
-from turnwise.tinker.futures import (
-    SMALLEST,
-    WAIT_SECONDS,
-    Busy,
-    Futures,
-    Gone,
-    Missing,
-    Reply,
-    Turns,
-    Work,
-)
+from turnwise.tinker.futures import SMALLEST, Busy, Futures, Gone, Missing, Reply, Turns, Work
 from turnwise.tinker.run_log import RunLog, SampleIndex
 from turnwise.tinker.wire import Array, TrainingRequest, sample_reply, training_reply
 
@@ -268,7 +258,7 @@ class TinkerService:
 
     async def retrieve(self, owner: str, request_id: str) -> Reply | None:
         """Return the result of a request; None if it has none yet."""
-        return await self._session(request_id, owner).futures.retrieve(request_id, WAIT_SECONDS)
+        return await self._session(request_id, owner).futures.retrieve(request_id)
 
     async def cancel(self, owner: str, asked: requests.Named) -> JsonObject:
         """End a sample for which nobody waits; others of a model wait for its passes."""
