@@ -1,7 +1,6 @@
 """Limits of what clients of a Tinker server leave behind or send wrong, without engines."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -201,14 +200,13 @@ async def test_weights_without_a_name_go_once_there_are_newer_ones(
 ) -> None:
     client, own = running
     await client.open()
+    held = own._sessions[client.session].samplers
     for number in range(3):
         body = {"model_id": client.model, "seq_id": number + 1, "sampling_session_seq_id": number}
         await client.result(await client.tree("save_weights_for_sampler", body))
-    held = own._sessions[client.session].samplers
-    samplers = list(held.values())
-    samplers[0].seen = samplers[2].seen = time.monotonic() - 2 * service._UNUSED_SECONDS
-    await own._remove_unused()
-    assert list(held.values()) == samplers[1:]
+        if not number:
+            held[f"{client.session}:sample:0"].seen -= 2 * service._UNUSED_SECONDS
+    assert list(held) == [f"{client.session}:sample:{number}" for number in (1, 2)]
     kept = tmp_path / "tinker" / client.model / "snapshots"
     assert sorted(each.name for each in kept.iterdir()) == ["1", "2"]
 

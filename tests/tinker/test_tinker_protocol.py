@@ -52,7 +52,7 @@ def client(served: tuple[Client, TinkerService]) -> Client:
 async def test_log_probs_of_a_new_adapter_are_those_of_the_model(
     client: Client, model_path: str
 ) -> None:
-    assert await client.open() == {"type": "create_model", "model_id": client.model}
+    assert await client.open() == {"model_id": client.model}
     data = [datum(), datum([5, 6, 7]), datum([11, 12, 13, 14])]
     reply = await client.trained(1, data, "cross_entropy")
     model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float32)

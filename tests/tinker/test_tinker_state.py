@@ -491,7 +491,7 @@ def test_samples_are_found_by_their_ids_until_others_take_their_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("turnwise.tinker.run_log._MOST_SAMPLED", 12)
-    index = SampleIndex(8, str)
+    index = SampleIndex(str)
 
     def done(*ids: int) -> Completion:
         return Completion([*ids], [-0.5] * len(ids), [0] * len(ids), "stop")

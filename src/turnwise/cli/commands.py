@@ -234,7 +234,7 @@ async def rollout(
 async def serve(command: Command, file: ConfigFile, overrides: Overrides = None) -> None:
     """Serve the model to OpenAI and Anthropic clients, on serving.workers engines."""
     config = command.of(load_config(file, overrides or (), optional=NEEDED_KEYS))
-    async with commands.serve(config, Console()) as server:
+    async with commands.serving(config, Console(), commands.openai_server) as server:
         print_text(f"base URL {server.base_url}")
         for name, url in server.workers().items():
             print_text(f"{name} {url}")

@@ -6,13 +6,10 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 
-from transformers import AutoConfig
-
 from turnwise.chat.template import load_tokenizer
 from turnwise.config import Config, load_config, make_config
 from turnwise.config.base import NEEDED_KEYS, Tree
 from turnwise.core.aio import run_in_thread, task_group
-from turnwise.core.gguf import resolve_model
 from turnwise.core.optional import Foreign
 from turnwise.core.ray import watching_ray
 from turnwise.errors import InputError, translate_unwritable
@@ -26,7 +23,7 @@ from turnwise.tinker.losses import STAND_INS
 from turnwise.tinker.routes import add_routes
 from turnwise.tinker.service import TinkerService
 from turnwise.tinker.wire import message_classes
-from turnwise.training.trainer_group import TrainerActor, TrainerGroup
+from turnwise.training.trainer_group import TrainerGroup
 
 KEY_PREFIX = "tml-"
 """Beginning of every key that the SDK accepts."""
@@ -40,19 +37,10 @@ DEFAULTS: Tree = {
 adapters that sample at once."""
 
 
-class AdapterActor(TrainerActor):
-    """The process of one rank of the adapters' trainer."""
-
-    def rank_class(self) -> Foreign:
-        from turnwise.tinker.rank import AdapterRank
-
-        return AdapterRank
-
-
 class AdapterGroup(TrainerGroup):
     """All ranks of the adapters' trainer."""
 
-    actor_class = AdapterActor
+    rank_class = "turnwise.tinker.rank:AdapterRank"
 
     async def ask(self, method: str, name: str, *arguments: object) -> Foreign:
         """Call a method of `AdapterRank` with the name of an adapter; return rank 0's answer."""
@@ -113,14 +101,12 @@ async def open_tinker(
         async with task_group() as starting:
             starting.create_task(show_part(progress, starting_engines(config), manager.start))
             started = starting.create_task(trainers)
-            words = starting.create_task(run_in_thread(partial(_vocabulary, config)))
             texts = starting.create_task(run_in_thread(load_tokenizer, config))
         trainer = started.result()
         stack.push_async_callback(trainer.close)
-        engines = manager.scheduler
-        decode = texts.result().decode
-        made = trainer.ask, words.result(), folder, decode, stable
-        service = TinkerService(config, engines, *made)
+        words, decode = await trainer.ask("vocabulary", ""), texts.result().decode
+        made = trainer.ask, words, folder, decode, stable
+        service = TinkerService(config, manager.scheduler, *made)
         await run_in_thread(service.restore)
         server_class = await import_server()
         server = server_class(
@@ -147,9 +133,3 @@ def _alone_in(folder: Path) -> Iterator[None]:
         except BlockingIOError:
             raise InputError(f"{folder} is another server's: choose another name=...") from None
         yield
-
-
-def _vocabulary(config: Config) -> int:
-    path, trust = resolve_model(config.model.path), config.model.trust_remote_code
-    shape = AutoConfig.from_pretrained(path, trust_remote_code=trust)
-    return int(shape.get_text_config().vocab_size)

@@ -97,11 +97,12 @@ class Checkpoints:
             (temporary(place) / _META).write_text(json.dumps(asdict(new), indent=1) + "\n")
             put_in_place(place, flush=flush)
 
-    def find(self, address: str, owner: str) -> Checkpoint:
+    def find(self, address: str, owner: str, created: str = "") -> Checkpoint:
         """Return an owner's checkpoint by its address.
 
         Raises:
-            InputError: when the address is none.
+            InputError: when the address is none, or another has taken the place of one that was
+                `created` then.
             Missing: when there is no such checkpoint, or it is another owner's.
         """
         if (parts := _ADDRESS.fullmatch(address)) is None:
@@ -109,14 +110,9 @@ class Checkpoints:
         found = self._read(self.root / parts[1] / parts[2] / parts[3])
         if found is None or found.owner != owner or found.expired:
             raise Missing(f"there is no checkpoint {address} of yours")
+        if created and found.created != created:
+            raise InputError(f"{address} was overwritten: make a new sampling client for it")
         return found
-
-    def check_unchanged(self, checkpoint: Checkpoint) -> None:
-        """Raise an `InputError` when a checkpoint is gone, or another has taken its name."""
-        if self.find(checkpoint.address, checkpoint.owner).created != checkpoint.created:
-            raise InputError(
-                f"{checkpoint.address} was overwritten: make a new sampling client for it"
-            )
 
     def of(self, owner: str, run: str = "*") -> list[Checkpoint]:
         """Return an owner's checkpoints, of all runs or of one, the newest first."""

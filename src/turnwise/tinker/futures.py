@@ -109,7 +109,7 @@ class Futures:
         entry.size = SMALLEST + (len(found) if isinstance(found, bytes) else 0)
         return found
 
-    async def retrieve(self, request_id: str, seconds: float) -> Reply | None:
+    async def retrieve(self, request_id: str, seconds: float = WAIT_SECONDS) -> Reply | None:
         """Return a request's result; None if it has none within `seconds`.
 
         Raises:

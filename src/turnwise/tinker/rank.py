@@ -6,6 +6,7 @@ owners or engines. Methods raise `InputError` where the client is wrong.
 """
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,18 +27,10 @@ from turnwise.internals.transformers import activate
 from turnwise.tinker.losses import Inputs, TinkerLoss, loss_named
 from turnwise.tinker.requests import AdamStep, AdapterSpec
 from turnwise.tinker.wire import Array, Datum, TrainingRequest
+from turnwise.training import lora
 from turnwise.training.batching import Columns, micro_batch_tokens, plan_micro_batches
 from turnwise.training.layout_check import check_run
 from turnwise.training.loading import load_models, path_of
-from turnwise.training.lora import (
-    ADAPTER_TENSORS,
-    adapted_layers,
-    adapter_config,
-    adapter_tensors,
-    add_adapter,
-    remove_adapter,
-    write_adapter,
-)
 from turnwise.training.memory import GIB, check_room
 from turnwise.training.model import backbone_of, hidden_before, score_hidden
 from turnwise.training.offload import Offload
@@ -92,8 +85,6 @@ class AdapterRank:
         ranks: int = 1,
         address: str = "",
     ) -> None:
-        if ranks > 1:
-            raise InputError("training.ranks: a Tinker server trains on one rank: set it to 1")
         self._config = config
         self.device = begin_process(config, rank, ranks, address)
         check_room(config, self.device, ranks)
@@ -101,8 +92,8 @@ class AdapterRank:
         found = check_run(models, config, layout_of(config.training, self.device))
         self.layout, self.patches, self.layout_warning, self._no_images = found
         self._model = models.policy.get_submodule("model")
-        self._layers = adapted_layers(self._model)
-        remove_adapter(self._model, "default")  # of `load_models`, which found the layers
+        self._layers = lora.adapted_layers(self._model)
+        lora.remove_adapter(self._model, "default")  # of `load_models`, which found the layers
         self._adapters: dict[str, _Adapter] = {}
         """By name, the least recently used first."""
         self._numbers = itertools.count(1)
@@ -129,13 +120,13 @@ class AdapterRank:
         settings = LoraConfig(rank=spec.rank, alpha=own.alpha or ALPHA, rslora=own.rslora)
         seed = int(torch.randint(2**62, ())) if spec.seed is None else spec.seed
         try:
-            add_adapter(self._model, settings, label, targets, seed)
+            lora.add_adapter(self._model, settings, label, targets, seed)
             named = self._model.named_parameters()
             parameters = [parameter for each, parameter in named if f".{label}." in each]
             for parameter in parameters:
                 parameter.data = parameter.data.to(self.device)
         except BaseException:  # the device may be full; nobody could remove a part of an adapter
-            remove_adapter(self._model, label)
+            lora.remove_adapter(self._model, label)
             raise
         made = _Adapter(label, parameters, torch.optim.AdamW(parameters))
         self._adapters[name], self._tensors[name] = made, made.tensors
@@ -256,36 +247,29 @@ class AdapterRank:
     def step(self, name: str, step: AdamStep) -> dict[str, float]:
         """Take an optimizer step, unless the gradient is not finite; return its metrics."""
         adapter = self._of(name)
-        given = [p.grad for p in adapter.parameters if p.grad is not None]
-        norm = nn.utils.get_total_norm(given) if given else torch.zeros(())
-        finite = bool(torch.isfinite(norm))
-        if finite and given:
-            if 0 < step.grad_clip_norm < float(norm):
-                nn.utils.clip_grads_with_norm_(adapter.parameters, step.grad_clip_norm, norm)
+        limit = step.grad_clip_norm if step.grad_clip_norm > 0 else math.inf
+        norm = float(nn.utils.clip_grad_norm_(adapter.parameters, limit))
+        if math.isfinite(norm):
+            settings = step.model_dump(include={"eps", "weight_decay"}) | {"lr": step.learning_rate}
             for group in adapter.optimizer.param_groups:
-                group["lr"], group["eps"] = step.learning_rate, step.eps
-                group["betas"] = step.beta1, step.beta2
-                group["weight_decay"] = step.weight_decay
+                group.update(settings, betas=(step.beta1, step.beta2))
             adapter.optimizer.step()
         adapter.optimizer.zero_grad()
-        if not finite:
+        if not math.isfinite(norm):
             raise InputError(
-                f"optim_step: the gradient's norm is {float(norm)}, so the step was skipped and "
+                f"optim_step: the gradient's norm is {norm}, so the step was skipped and "
                 "the gradient dropped: look at the weights, advantages and log-probs of the data"
             )
-        return {"grad_norm": float(norm)}
+        return {"grad_norm": norm}
 
     def write(self, name: str, folder: Path, optimizer: bool = False) -> None:
         """Write an adapter in PEFT's format into a folder, and what its optimizer remembers."""
-        adapter = self._of(name)
-        label = adapter.label
-        tensors = {
-            key: tensor.detach().cpu().contiguous()
-            for key, tensor in adapter_tensors(self._model, label)
-        }
-        settings: dict[str, Foreign] = adapter_config(self._model, path_of(self._config), label)
+        adapter, base = self._of(name), path_of(self._config)
+        found = lora.adapter_tensors(self._model, adapter.label)
+        tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in found}
+        settings: dict[str, Foreign] = lora.adapter_config(self._model, base, adapter.label)
         names = {target.rpartition(".")[2] for target in settings["target_modules"]}
-        write_adapter(folder, settings | {"target_modules": sorted(names)}, tensors)
+        lora.write_adapter(folder, settings | {"target_modules": sorted(names)}, tensors)
         if optimizer:
             torch.save(adapter.optimizer.state_dict(), folder / _OPTIMIZER)
 
@@ -302,9 +286,9 @@ class AdapterRank:
             )
         if optimizer:
             state = torch.load(moments, map_location="cpu", weights_only=True)
-        found = load_file(folder / ADAPTER_TENSORS)
-        own = dict(adapter_tensors(self._model, adapter.label))
-        settings = adapter_config(self._model, "", adapter.label)
+        found = load_file(folder / lora.ADAPTER_TENSORS)
+        own = dict(lora.adapter_tensors(self._model, adapter.label))
+        settings = lora.adapter_config(self._model, "", adapter.label)
         fits = {n: t.shape for n, t in found.items()} == {n: t.shape for n, t in own.items()}
         if not fits or any(saved[key] != settings[key] for key in ("lora_alpha", "use_rslora")):
             raise InputError(
@@ -317,12 +301,17 @@ class AdapterRank:
         adapter.optimizer.load_state_dict(state)
         adapter.optimizer.zero_grad()
 
+    def vocabulary(self, _: str) -> int:
+        """Return the number of ids that the model knows."""
+        config: Foreign = self._model.config
+        return int(config.get_text_config().vocab_size)
+
     def remove(self, name: str) -> None:
         """Forget an adapter; one that is unknown is forgotten already."""
         if (adapter := self._adapters.pop(name, None)) is not None:
             del self._tensors[name]
             self._offload.forget(name)
-            remove_adapter(self._model, adapter.label)
+            lora.remove_adapter(self._model, adapter.label)
 
     def close(self) -> None:
         """Do nothing: no file of the rank outlives its process."""

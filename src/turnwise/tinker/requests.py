@@ -25,6 +25,8 @@ _Id = Annotated[str, Field(max_length=300)]
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
 _Tokens = Annotated[list[int], Field(max_length=2**21)]
+_Seconds = Annotated[int, Field(ge=3600, le=3653 * 86_400)] | None
+"""Time for which a checkpoint is kept, 1 hour to 10 years; None keeps it for ever."""
 _MOST_STOPS = 1000
 MOST_SAMPLES = 4096
 """Largest `num_samples` of one request."""
@@ -53,12 +55,15 @@ class OfSession(BaseRequest):
     session_id: _Id
 
 
-class OfSampler(BaseRequest):
-    sampler_id: _Id
+class Named(BaseRequest):
+    """A request for what has a name: one of these."""
 
-
-class OfRequest(BaseRequest):
+    sampler_id: _Id = ""
     request_id: _Id = ""
+    tinker_path: str = ""
+    ttl_seconds: _Seconds = None
+    base_url: str = ""
+    """URL of the server, as its client writes it."""
 
 
 class AdapterSpec(BaseRequest):
@@ -105,12 +110,8 @@ class OptimStep(OfModel):
     adam_params: AdamStep = Field(validation_alias=AliasChoices("adam_params", "optimizer_params"))
 
 
-class Expiring(BaseRequest):
-    ttl_seconds: Annotated[int, Field(ge=3600, le=3653 * 86_400)] | None = None
-    """Time for which a checkpoint is kept, 1 hour to 10 years; None keeps it for ever."""
-
-
-class Saving(Expiring):
+class Saving(BaseRequest):
+    ttl_seconds: _Seconds = None
     user_metadata: dict[str, str] | None = None
     overwrite: bool = False
 
@@ -139,16 +140,11 @@ class LoadWeights(BaseRequest):
     user_metadata: JsonObject | None = None
 
 
-class CopyWeights(Expiring):
+class CopyWeights(BaseRequest):
+    ttl_seconds: _Seconds = None
     source_path: str
     idempotency_key: _Id = ""
     """The header of this name: a copy is made once for each."""
-
-
-class OfCheckpoint(Expiring):
-    tinker_path: str
-    base_url: str = ""
-    """URL of the server, as its client writes it."""
 
 
 class Page(BaseRequest):
@@ -196,8 +192,8 @@ class Sample(BaseRequest):
     num_samples: Annotated[int, Field(ge=1, le=MOST_SAMPLES)] = 1
     prompt: _ModelInput
     sampling_params: _Sampling
-    sampling_session_id: _Id | None = None
-    seq_id: _Count | None = None
+    sampling_session_id: _Id
+    seq_id: _Count
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: Annotated[int, Field(ge=0)] = 0
     topk_sample_logprobs: Annotated[int, Field(ge=0)] = 0

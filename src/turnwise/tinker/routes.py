@@ -30,7 +30,7 @@ from turnwise.serving.openai.protection import FILES, key_in
 from turnwise.tinker import requests
 from turnwise.tinker.checkpoints import Checkpoint, expiry
 from turnwise.tinker.futures import Busy, Gone, Missing
-from turnwise.tinker.requests import OfCheckpoint, OfSession, Page
+from turnwise.tinker.requests import CreateSamplingSession, Named, OfSession, Page
 from turnwise.tinker.service import TinkerService, parsed
 from turnwise.tinker.wire import PROTOBUF, read_training_request
 
@@ -41,12 +41,7 @@ CONSTANT: Mapping[str, JsonObject] = {
     "client/config": {
         "pjwt_auth_enabled": True,  # the SDK reads `whoami` from its token
         "parallel_fwdbwd_chunks": False,  # in their order, so that one that must wait fills no gap
-        "proto_compress_fwdbwd": False,
-        # Its polls could not tell a client which samples a server that was killed has lost.
-        "sample_use_retrieve_futures": False,
         "sample_max_concurrent_requests": 400,  # of a client: each holds a connection
-        "sample_join_sampling_session": False,
-        "custom_loss_server_side": False,  # the SDK computes them from the log-probs
     },
     "client/dynamic_config": {"sample_cancel_enabled": True},
     "telemetry": {"status": "accepted"},  # and dropped
@@ -141,7 +136,7 @@ def _part(items: Sequence[_Item], asked: Page) -> tuple[Sequence[_Item], JsonObj
     return items[asked.offset :][: asked.limit], cursor
 
 
-async def weights_info(service: TinkerService, owner: str, asked: OfCheckpoint) -> JsonObject:
+async def weights_info(service: TinkerService, owner: str, asked: Named) -> JsonObject:
     found = await run_in_thread(service.checkpoints.find, asked.tinker_path, owner)
     spec = requests.AdapterSpec.model_validate(found.spec)
     trained = {"train_unembed": False, "train_mlp": spec.train_mlp, "train_attn": spec.train_attn}
@@ -162,7 +157,7 @@ async def copy_weights(
     return {"tinker_path": copied.address}
 
 
-async def weights_urls(service: TinkerService, owner: str, asked: OfCheckpoint) -> JsonObject:
+async def weights_urls(service: TinkerService, owner: str, asked: Named) -> JsonObject:
     """Return a link to each file of a checkpoint, which needs no key, for an hour."""
     found = await run_in_thread(service.checkpoints.find, asked.tinker_path, owner)
     urls, loop = dict[str, str](), asyncio.get_running_loop()
@@ -174,14 +169,14 @@ async def weights_urls(service: TinkerService, owner: str, asked: OfCheckpoint) 
     return {"urls": urls, "expires": expiry(_LINK_SECONDS)}
 
 
-async def set_ttl(service: TinkerService, owner: str, asked: OfCheckpoint) -> JsonObject:
+async def set_ttl(service: TinkerService, owner: str, asked: Named) -> JsonObject:
     found = await run_in_thread(service.checkpoints.find, asked.tinker_path, owner)
     changed = replace(found, expires=expiry(asked.ttl_seconds))
     await run_in_thread(service.checkpoints.update, changed)
     return {}
 
 
-async def delete(service: TinkerService, owner: str, asked: OfCheckpoint) -> JsonObject:
+async def delete(service: TinkerService, owner: str, asked: Named) -> JsonObject:
     found = await run_in_thread(service.checkpoints.find, asked.tinker_path, owner)
     await run_in_thread(service.checkpoints.remove, found)
     return {}
@@ -204,37 +199,35 @@ async def load_weights(service: TinkerService, owner: str, tree: JsonObject) -> 
 
 _external = partial(TinkerService.save_weights, kind="external_weights")
 _create = partial(TinkerService.new_model, kind=requests.CreateModel, work=TinkerService.create)
-VERBS: Mapping[tuple[str, str], tuple[type[requests.BaseRequest] | None, Verb]] = {
-    ("POST", "create_session"): (None, TinkerService.create_session),
-    ("POST", "session_heartbeat"): (OfSession, TinkerService.heartbeat),
-    ("POST", "sessions/{session_id}/finish"): (OfSession, TinkerService.finish),
-    ("POST", "create_model"): (None, _create),
-    ("POST", "get_info"): (requests.GetInfo, TinkerService.get_info),
-    ("POST", "optim_step"): _in_turn(requests.OptimStep, TinkerService.step),
-    ("POST", "save_weights_for_sampler"): _in_turn(
+VERBS: Mapping[str, tuple[type[requests.BaseRequest] | None, Verb]] = {
+    "POST create_session": (None, TinkerService.create_session),
+    "POST session_heartbeat": (OfSession, TinkerService.heartbeat),
+    "POST sessions/{session_id}/finish": (OfSession, TinkerService.finish),
+    "POST create_model": (None, _create),
+    "POST get_info": (requests.GetInfo, TinkerService.get_info),
+    "POST optim_step": _in_turn(requests.OptimStep, TinkerService.step),
+    "POST save_weights_for_sampler": _in_turn(
         requests.SaveForSampler, TinkerService.save_for_sampler
     ),
-    ("POST", "save_weights"): _in_turn(requests.SaveWeights, TinkerService.save_weights),
-    ("POST", "save_weights_external"): _in_turn(requests.SaveWeights, _external),
-    ("POST", "load_weights"): (None, load_weights),
-    ("POST", "create_sampling_session"): (
-        *(requests.CreateSamplingSession, TinkerService.create_sampler),
-    ),
-    ("POST", "asample"): (requests.Sample, TinkerService.sample),
-    ("POST", "cancel_future"): (requests.OfRequest, TinkerService.cancel),
-    ("GET", "get_server_capabilities"): (None, TinkerService.capabilities),
-    ("GET", "samplers/{sampler_id}"): (requests.OfSampler, TinkerService.get_sampler),
-    ("GET", "sessions"): (Page, list_sessions),
-    ("GET", "sessions/{session_id}"): (OfSession, TinkerService.get_session),
-    ("GET", "checkpoints"): (Page, list_checkpoints),
-    ("GET", "training_runs"): (Page, list_runs),
-    ("GET", "training_runs/{run}"): (Page, get_run),
-    ("GET", "training_runs/{run}/checkpoints"): (Page, list_checkpoints),
-    ("POST", "weights_info"): (OfCheckpoint, weights_info),
-    ("POST", "copy_weights"): (requests.CopyWeights, copy_weights),
-    ("GET", f"{_CHECKPOINT}/external_weights_urls"): (OfCheckpoint, weights_urls),
-    ("DELETE", _CHECKPOINT): (OfCheckpoint, delete),
-    ("PUT", f"{_CHECKPOINT}/ttl"): (OfCheckpoint, set_ttl),
+    "POST save_weights": _in_turn(requests.SaveWeights, TinkerService.save_weights),
+    "POST save_weights_external": _in_turn(requests.SaveWeights, _external),
+    "POST load_weights": (None, load_weights),
+    "POST create_sampling_session": (CreateSamplingSession, TinkerService.create_sampler),
+    "POST asample": (requests.Sample, TinkerService.sample),
+    "POST cancel_future": (Named, TinkerService.cancel),
+    "GET get_server_capabilities": (None, TinkerService.capabilities),
+    "GET samplers/{sampler_id}": (Named, TinkerService.get_sampler),
+    "GET sessions": (Page, list_sessions),
+    "GET sessions/{session_id}": (OfSession, TinkerService.get_session),
+    "GET checkpoints": (Page, list_checkpoints),
+    "GET training_runs": (Page, list_runs),
+    "GET training_runs/{run}": (Page, get_run),
+    "GET training_runs/{run}/checkpoints": (Page, list_checkpoints),
+    "POST weights_info": (Named, weights_info),
+    "POST copy_weights": (requests.CopyWeights, copy_weights),
+    f"GET {_CHECKPOINT}/external_weights_urls": (Named, weights_urls),
+    f"DELETE {_CHECKPOINT}": (Named, delete),
+    f"PUT {_CHECKPOINT}/ttl": (Named, set_ttl),
 }
 """Requests, if they are read at once, and verbs, by method and route."""
 
@@ -257,8 +250,8 @@ class _Route(APIRoute):
 def add_routes(app: FastAPI, service: TinkerService) -> FastAPI:
     """Add the protocol's routes to an application, and return it."""
     router = APIRouter(prefix=ROOT, route_class=_Route)
-    for (method, path), (kind, verb) in VERBS.items():
-        answer = partial(_answer, service, kind, verb)
+    for route, (kind, verb) in VERBS.items():
+        answer, (method, path) = partial(_answer, service, kind, verb), route.split()
         router.add_api_route(f"/{path}", answer, methods=[method])
 
     @router.post("/auth/token")
@@ -279,7 +272,7 @@ def add_routes(app: FastAPI, service: TinkerService) -> FastAPI:
 
     @router.post("/retrieve_future")
     async def retrieve_future(request: Request) -> Response:
-        name = parsed(requests.OfRequest, await _values(request)).request_id
+        name = parsed(Named, await _values(request)).request_id
         found = await service.retrieve(owner_of(request), name)
         if found is None:  # the SDK asks again after this status, without a warning to its user
             waiting = {"type": "try_again", "request_id": name, "queue_state": "active"}

@@ -11,6 +11,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,7 +32,6 @@ from turnwise.trajectory.images import placed
 
 logger = logging.getLogger(__name__)
 
-_FACTOR = 0x9E3779B97F4A7C15  # of the hashes; odd, so that none of its powers is 0
 _MOST_SAMPLED = 2**25  # tokens of samples that are kept; beyond, the oldest are dropped
 _MOST_TRAINED = 2**24  # tokens of all models' passes that are kept until their steps are taken
 
@@ -57,18 +57,12 @@ trainer's log-probs."""
 
 
 class SampleIndex:
-    """Samples of the engines of late, of all clients, by owner and ids.
+    """Samples of the engines of late, of all clients, by owner and a hash of all their ids."""
 
-    Args:
-        longest: Maximum number of ids of a prompt and its completion.
-        decode: Returns the text of ids.
-    """
-
-    def __init__(self, longest: int, decode: Callable[[list[int]], str]) -> None:
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self.decode = decode
         self.trained = 0
         """Tokens of passes that models keep until their steps are taken."""
-        self._powers = np.cumprod(np.full(longest + 1, _FACTOR, np.uint64))
         self._kept: dict[tuple[str, int, int], _Sampled] = {}
         self._size = 0
 
@@ -76,11 +70,10 @@ class SampleIndex:
         self, owner: str, prompt: Sequence[int], done: Sequence[Completion], version: int
     ) -> None:
         first, images = np.asarray(prompt, np.int32), placed(prompt)
-        start = int(self._terms(_seen(first, images)).sum())
+        start = _hashes(_seen(first, images).tolist())[-1]
         for each in filter(lambda one: one.token_ids, done):
             ids, logprobs = np.asarray(each.token_ids, np.int32), np.asarray(each.logprobs)
-            end = int(self._terms(ids, len(first)).sum())
-            key = owner, len(first) + len(ids), (start + end) % 2**64
+            key = owner, len(first) + len(ids), _hashes(each.token_ids, start)[-1]
             if (same := self._kept.pop(key, None)) is not None:
                 self._size -= same.size
             made = _Sampled(first, ids, logprobs, each.finish_reason, version, images)
@@ -92,10 +85,9 @@ class SampleIndex:
     def turns(self, owner: str, ids: Array) -> list[_Sampled]:
         """Return the samples that make up a sequence, in their order: the longest that it begins
         with, then the longest that the prompt of this one begins with ..."""
-        hashes = np.cumsum(self._terms(ids)).tolist()  # of each beginning
-        found, length = list[_Sampled](), len(ids)
+        hashes, found, length = _hashes(ids.tolist()), list[_Sampled](), len(ids)
         while length:
-            kept = self._kept.get((owner, length, hashes[length - 1]))
+            kept = self._kept.get((owner, length, hashes[length]))
             if kept and np.array_equal(
                 _seen(np.concatenate([kept.prompt, kept.ids]), kept.images), ids[:length]
             ):
@@ -105,11 +97,10 @@ class SampleIndex:
                 length -= 1
         return found
 
-    def _terms(self, ids: Array, start: int = 0) -> Array:
-        """Return the terms whose sum, modulo 2**64, is the hash of a sequence that has these ids
-        from a position on."""
-        terms: Array = (ids.astype(np.uint64) + np.uint64(1)) * self._powers[start:][: len(ids)]
-        return terms
+
+def _hashes(ids: Sequence[int], start: int = 0) -> list[int]:
+    """Return a hash of each beginning of a sequence, from that of an empty one on."""
+    return list(accumulate(ids, lambda before, each: hash((before, each)), initial=start))
 
 
 class RunLog:

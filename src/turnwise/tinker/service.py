@@ -30,17 +30,7 @@ from turnwise.errors import EngineError, InputError, TurnwiseError, visible
 from turnwise.serving.openai.errors import explain
 from turnwise.tinker import requests
 from turnwise.tinker.checkpoints import Checkpoint, Checkpoints, Kind, expiry
-from turnwise.tinker.futures import (
-    SMALLEST,
-    WAIT_SECONDS,
-    Busy,
-    Futures,
-    Gone,
-    Missing,
-    Reply,
-    Turns,
-    Work,
-)
+from turnwise.tinker.futures import SMALLEST, Busy, Futures, Gone, Missing, Reply, Turns, Work
 from turnwise.tinker.images import ChunkReader
 from turnwise.tinker.losses import NOT_STABLE, STABLE
 from turnwise.tinker.run_log import RunLog, SampleIndex
@@ -49,6 +39,7 @@ from turnwise.tinker.wire import Array, TrainingRequest, sample_reply, training_
 logger = logging.getLogger(__name__)
 
 _Kind = TypeVar("_Kind", bound=requests.BaseRequest)
+_Work = Callable[..., Awaitable[Reply]]
 _SILENT_SECONDS = 900.0
 """Time without a heartbeat, which clients send every 10 s, after which a session ends."""
 _LOOK_SECONDS = 30.0
@@ -56,8 +47,8 @@ _MOST_SESSIONS = 1000
 """Sessions of one owner, beyond which those that are silent for `_QUIET_SECONDS` end."""
 _QUIET_SECONDS = 120.0
 _UNUSED_SECONDS = 3600.0
-"""Time without a sample after which weights that have no name are removed, if there are newer ones
-of their model: a loop saves some at every step."""
+"""Time without a sample after which weights that have no name are removed when newer ones of their
+model are saved: a loop saves some at every step."""
 _HEAD = (
     "this server trains no adapter of the output head: train_unembed has no effect, because "
     "engines could not score prompts beside it"
@@ -153,7 +144,7 @@ class TinkerService:
         self._trainer_turn = asyncio.Lock()
         self._sessions: dict[str, Session] = {}
         self._files = RunFiles(folder / "tinker_sessions")
-        self._sampled = SampleIndex(config.model.max_length, decode)
+        self._sampled = SampleIndex(decode)
 
     def restore(self) -> None:
         """Go on with the sessions and samplers of a server that was killed, from their files."""
@@ -183,7 +174,6 @@ class TinkerService:
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
             await self._end_silent(_SILENT_SECONDS)
-            await self._remove_unused()
             with suppress(OSError):  # a folder that has gone meanwhile
                 await run_in_thread(self.checkpoints.tidy)
 
@@ -191,24 +181,11 @@ class TinkerService:
         """End sessions that are silent for some time, all or an owner's, all at once: each has its
         turn at the trainer to wait for."""
         oldest = time.monotonic() - seconds
-        silent = [
-            each
-            for each in self._sessions.values()
-            if each.seen < oldest and owner in (None, each.owner)
-        ]
+        own = list(self._sessions.values()) if owner is None else self.sessions_of(owner)
+        silent = [each for each in own if each.seen < oldest]
         for session in silent:
             logger.info("the Tinker session %s is silent, and ends", session.id)
         await together(self._end(session) for session in silent)
-
-    async def _remove_unused(self) -> None:
-        """Remove weights without a name that nobody samples from, but for each model's newest."""
-        oldest, newer = time.monotonic() - _UNUSED_SECONDS, set[str]()
-        for session in list(self._sessions.values()):
-            for sampler in reversed(list(session.samplers.values())):
-                if (saved := sampler.snapshot) is not None:
-                    if sampler.seen < oldest and saved.run in newer:
-                        await self._drop(sampler)
-                    newer.add(saved.run)
 
     async def _drop(self, sampler: Sampler) -> None:
         sampler.session.samplers.pop(sampler.id, None)
@@ -219,13 +196,8 @@ class TinkerService:
     # Sessions
 
     async def capabilities(self, owner: str, _: JsonObject) -> JsonObject:
-        known = {
-            "model_name": self.model_name,
-            "max_context_length": self._config.model.max_length,
-            "trainable": True,
-            "sampleable": True,
-        }
-        return {"supported_models": [known]}
+        own = {"model_name": self.model_name, "max_context_length": self._config.model.max_length}
+        return {"supported_models": [own | {"trainable": True, "sampleable": True}]}
 
     async def create_session(self, owner: str, _: JsonObject) -> JsonObject:
         if len(self.sessions_of(owner)) >= _MOST_SESSIONS:
@@ -236,11 +208,11 @@ class TinkerService:
         await self._note(session, {"id": session.id, "owner": owner})
         self._sessions[session.id] = session
         info = f"{_HEAD}; {_STAND_IN % self._stable}" if self._stable else _HEAD
-        return {"type": "create_session", "session_id": session.id, "info_message": info}
+        return {"session_id": session.id, "info_message": info}
 
     async def heartbeat(self, owner: str, asked: requests.OfSession) -> JsonObject:
         self._session(asked.session_id, owner)
-        return {"type": "session_heartbeat"}
+        return {}
 
     async def get_session(self, owner: str, asked: requests.OfSession) -> JsonObject:
         if (session := self._own(asked.session_id, owner)) is None:
@@ -295,9 +267,9 @@ class TinkerService:
 
     async def retrieve(self, owner: str, request_id: str) -> Reply | None:
         """Return the result of a request; None if it has none yet."""
-        return await self._session(request_id, owner).futures.retrieve(request_id, WAIT_SECONDS)
+        return await self._session(request_id, owner).futures.retrieve(request_id)
 
-    async def cancel(self, owner: str, asked: requests.OfRequest) -> JsonObject:
+    async def cancel(self, owner: str, asked: requests.Named) -> JsonObject:
         """End a sample for which nobody waits; others of a model wait for its passes."""
         if ":sample:" in asked.request_id and (own := self._own(asked.request_id, owner)):
             own.futures.drop(asked.request_id)
@@ -306,17 +278,13 @@ class TinkerService:
     # Training
 
     async def new_model(
-        self, owner: str, tree: JsonObject, kind: type[_Kind], work: Callable[..., Awaitable[Reply]]
+        self, owner: str, tree: JsonObject, kind: type[_Kind], work: _Work
     ) -> JsonObject:
         """Answer a request for a model, which a method makes by its name, session and request."""
         given = parsed(requests.OfNewModel, tree)
         session = self._session(given.session_id, owner)
         name = f"{session.id}:train:{given.model_seq_id}"
-
-        async def create() -> Reply:
-            return await work(self, name, session, checked(kind, tree))
-
-        self._begin(session, name, create)
+        self._begin(session, name, partial(self._answer, kind, work, tree, name, session))
         return {"request_id": name, "model_id": name}
 
     async def create(self, name: str, session: Session, asked: requests.CreateModel) -> Reply:
@@ -326,7 +294,7 @@ class TinkerService:
         spec, owner = asked.lora_config.model_dump(), session.owner
         new = Checkpoint(name, "snapshots", "", owner, self.model_name, 0, spec)
         await self._add_model(session, replace(new, run_metadata=asked.user_metadata))
-        return {"type": "create_model", "model_id": name}
+        return {"model_id": name}
 
     async def _add_model(self, session: Session, state: Checkpoint, *loaded: object) -> Model:
         """Add an adapter; `loaded` are the arguments of `AdapterRank.read`, if it was saved."""
@@ -353,7 +321,7 @@ class TinkerService:
         model, name = self._model(asked.model_id, owner), self.model_name
         data = {"model_name": name, "tokenizer_id": self._tokenizer}
         known = {"model_id": model.id, "model_name": name, "model_data": data}
-        return known | {"type": "get_info", "is_lora": True, "lora_rank": model.state.spec["rank"]}
+        return known | {"is_lora": True, "lora_rank": model.state.spec["rank"]}
 
     async def train(self, owner: str, request: TrainingRequest) -> JsonObject:
         """Answer `forward_backward`, whose body is a message."""
@@ -377,17 +345,20 @@ class TinkerService:
         return await run_in_thread(training_reply, outputs, loss)
 
     async def in_turn(
-        self, owner: str, tree: JsonObject, kind: type[_Kind], work: Callable[..., Awaitable[Reply]]
+        self, owner: str, tree: JsonObject, kind: type[_Kind], work: _Work
     ) -> JsonObject:
         """Answer a request of a model by a method once those before it have ended; one that is
         wrong fails then, because a client cannot fill its position again."""
         given = parsed(requests.OfModel, tree)
         model = self._model(given.model_id, owner)
+        return self._enqueue(model, given.seq_id, partial(self._answer, kind, work, tree, model))
 
-        async def answer() -> Reply:
-            return await work(self, model, checked(kind, tree))
-
-        return self._enqueue(model, given.seq_id, answer)
+    async def _answer(
+        self, kind: type[_Kind], work: _Work, tree: JsonObject, *given: object
+    ) -> Reply:
+        asked = parsed(kind, tree)
+        asked.check()
+        return await work(self, *given, asked)
 
     async def step(self, model: Model, asked: requests.OptimStep) -> Reply:
         taken = asked.adam_params
@@ -406,13 +377,17 @@ class TinkerService:
         # `inflight`: the weights of its creation, or newer ones.
         if asked.path is not None:
             saved = await self._save(model, "sampler_weights", asked.path, asked)
-            return {"type": "save_weights_for_sampler", "path": saved.address}
+            return {"path": saved.address}
         if (number := asked.sampling_session_seq_id) is None:
             raise InputError("save_weights_for_sampler needs a path, or a sampling session")
         sampler = f"{model.session.id}:sample:{number}"
         saved = await self._save(model, "snapshots", str(number), asked)
+        oldest = time.monotonic() - _UNUSED_SECONDS
+        for each in list(model.session.samplers.values()):
+            if each.snapshot and each.snapshot.run == saved.run and each.seen < oldest:
+                await self._drop(each)
         await self._add_sampler(Sampler(sampler, model.session, saved))
-        return {"type": "save_weights_for_sampler", "sampling_session_id": sampler}
+        return {"sampling_session_id": sampler}
 
     async def save_weights(
         self, model: Model, asked: requests.SaveWeights, kind: Kind = "weights"
@@ -424,13 +399,13 @@ class TinkerService:
         await self._ask("read", model.id, *state)
         model.log.drop()  # of passes whose gradient is dropped
         model.state = replace(model.state, version=saved.version)
-        return {"type": "load_weights", "path": saved.address, "model_id": model.id}
+        return {"path": saved.address, "model_id": model.id}
 
     async def create_from(self, name: str, session: Session, asked: requests.LoadWeights) -> Reply:
         saved, *state = await self._saved(asked, session)
         new = replace(saved, run=name, kind="snapshots", run_metadata=asked.user_metadata)
         await self._add_model(session, new, *state)
-        return {"type": "load_weights", "path": saved.address, "model_id": name}
+        return {"path": saved.address, "model_id": name}
 
     async def _saved(
         self, asked: requests.LoadWeights, session: Session
@@ -443,8 +418,9 @@ class TinkerService:
         self, model: Model, kind: Kind, name: str, asked: requests.Saving
     ) -> Checkpoint:
         """Save a model, as `weights` with its optimizer."""
-        kept = {"expires": expiry(asked.ttl_seconds), "user_metadata": asked.user_metadata}
-        saved = replace(model.state, kind=kind, name=name, created=str(expiry(0)), **kept)
+        state, expires = model.state, expiry(asked.ttl_seconds)
+        saved = replace(state, kind=kind, name=name, created=str(expiry(0)), expires=expires)
+        saved = replace(saved, user_metadata=asked.user_metadata)
         begun = await run_in_thread(
             partial(self.checkpoints.begin, saved, overwrite=asked.overwrite)
         )
@@ -503,7 +479,7 @@ class TinkerService:
             elif asked.base_model is None:
                 raise InputError("create_sampling_session needs a model_path or a base_model")
             await self._add_sampler(Sampler(name, session, saved))
-        return {"type": "create_sampling_session", "sampling_session_id": name}
+        return {"sampling_session_id": name}
 
     async def _add_sampler(self, made: Sampler) -> None:
         session = made.session
@@ -511,15 +487,13 @@ class TinkerService:
         await self._note(session, [made.id, made.checkpoint and asdict(made.checkpoint)])
         self._session(session.id, session.owner).samplers[made.id] = made
 
-    async def get_sampler(self, owner: str, asked: requests.OfSampler) -> JsonObject:
+    async def get_sampler(self, owner: str, asked: requests.Named) -> JsonObject:
         sampler = self._sampler(asked.sampler_id, owner)
         saved = None if sampler.snapshot else sampler.checkpoint
         named = None if saved is None else saved.address
         return {"sampler_id": sampler.id, "base_model": self.model_name, "model_path": named}
 
     async def sample(self, owner: str, asked: requests.Sample) -> JsonObject:
-        if asked.sampling_session_id is None or asked.seq_id is None:
-            raise InputError("asample needs a sampling_session_id and a seq_id")
         sampler = self._sampler(asked.sampling_session_id, owner)
         name = f"{sampler.id}:{asked.seq_id}"
         size = sum(32 * len(chunk.tokens) + len(chunk.data) for chunk in asked.prompt.chunks)
@@ -535,7 +509,8 @@ class TinkerService:
         saved, route = sampler.checkpoint, Route(group=name)
         if saved is not None:
             if sampler.snapshot is None:
-                await run_in_thread(self.checkpoints.check_unchanged, saved)
+                find = self.checkpoints.find
+                await run_in_thread(find, saved.address, saved.owner, saved.created)
             folder = str(self.checkpoints.folder(saved))
             route = Route("", name, f"{saved.address} {saved.created}", folder)
         made = asked.requests(ids, name, route, self._config.model.max_length)
@@ -564,10 +539,3 @@ def parsed(kind: type[_Kind], tree: JsonObject) -> _Kind:
         return kind.model_validate(tree)
     except ValidationError as error:
         raise InputError(explain(list(map(dict, error.errors())), tree)[0]) from error
-
-
-def checked(kind: type[_Kind], tree: JsonObject) -> _Kind:
-    """Return a request of plain values; InputError also names what this server has not."""
-    asked = parsed(kind, tree)
-    asked.check()
-    return asked
