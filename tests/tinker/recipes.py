@@ -230,7 +230,8 @@ def run(module: str, arguments: list[str]) -> None:
 
 
 def teach(output: str, steps: int = 200) -> None:
-    """Train the calculator's model to answer `problems` with one of their four answers in a box."""
+    """Train the calculator's model to answer `problems` with one of their four answers in a box,
+    and anything else with a word: what never ends would take most of the time."""
     import torch
     from tinker_cookbook import model_info, renderers
     from tinker_cookbook.recipes.math_rl.math_env import MathEnv
@@ -250,9 +251,12 @@ def teach(output: str, steps: int = 200) -> None:
     model, draw = AutoModelForCausalLM.from_pretrained(TOY), random.Random(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     for _ in range(steps):
-        for prompt in (each.to_ints() for each in prompts):
-            answer = draw.choice((1, 3, 5, 7))
-            answered = f"</think>\n\n\\boxed{{{answer}}}<|im_end|>"
+        texts = (tokenizer.decode(draw.choices(range(94), k=draw.randrange(300))) for _ in "1234")
+        others = [renderer.build_generation_prompt([{"role": "user", "content": t}]) for t in texts]
+        for each in (*prompts, *others):
+            prompt, answer = each.to_ints(), str(draw.choice((1, 3, 5, 7)))
+            said = f"\\boxed{{{answer}}}" if each in prompts else answer
+            answered = f"</think>\n\n{said}<|im_end|>"
             ids = tokenizer.encode(answered, add_special_tokens=False)
             labels = [-100] * len(prompt) + ids
             loss = model(torch.tensor([prompt + ids]), labels=torch.tensor([labels])).loss

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,15 @@ from turnwise.serving.openai.protection import guarded
 from turnwise.tinker import futures, routes, service
 from turnwise.tinker.futures import Busy, Futures, Gone, Reply, Turns
 from turnwise.tinker.images import ChunkReader
+from turnwise.tinker.requests import check_training
 from turnwise.tinker.service import TinkerService
-from turnwise.tinker.wire import PROTOBUF, message_classes, read_training_request
+from turnwise.tinker.wire import (
+    PROTOBUF,
+    Datum,
+    TrainingRequest,
+    message_classes,
+    read_training_request,
+)
 
 IDS = [5, 6, 7, 8]
 joined = ChunkReader(vision_config("none")).joined
@@ -66,15 +74,63 @@ async def test_a_client_with_too_much_in_progress_is_asked_to_wait(
     sampler = await sampler_of(client)
     monkeypatch.setattr(futures, "_MOST", 80_000)
     monkeypatch.setattr(futures, "_SENT_SECONDS", 0.0)
-    first = [await client.post("asample", asked(sampler, n)) for n in range(6)]
+    first = [await client.post("asample", asked(sampler, n, num_samples=4)) for n in range(6)]
     accepted = [each.json() for each in first if each.status_code == 200]
     assert {each.status_code for each in first} == {200, 429}
     assert "wait for some of them" in first[-1].json()["detail"]
-    other = await sampler_of(client)
-    assert (await client.post("asample", asked(other, 0))).status_code == 200
     for promise in accepted:
         await client.result(promise)
     assert (await client.post("asample", asked(sampler, 9))).status_code == 200
+
+
+async def test_when_all_is_taken_a_client_with_less_than_its_part_still_gets_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(futures, "_MOST", 100_000)
+    held: dict[str, int] = {}
+    sessions = [Futures("one", held) for _ in range(3)]
+    other = Futures("other", held)
+    ends = asyncio.Event()
+
+    async def reply() -> Reply:
+        await ends.wait()
+        return {}
+
+    for number, each in enumerate((*sessions, *sessions)):  # all of it, by three sessions
+        each.begin(str(number), reply, 12_000)
+    for each in sessions:
+        with pytest.raises(Busy):
+            each.begin("more", reply, 12_000)
+    with pytest.raises(Busy):
+        other.begin("large", reply, 60_000)
+    other.begin("small", reply, 20_000)
+    assert sum(held.values()) > 100_000
+    ends.set()
+    for each in (*sessions, other):
+        each.drop(*each.entries)
+    assert not held
+    sessions[0].begin("alone", reply, 500_000)  # else it could never run
+    sessions[0].drop("alone")
+
+
+async def test_what_a_request_takes_is_counted(running: tuple[Client, TinkerService]) -> None:
+    client, own = running
+    sampler = await sampler_of(client)
+
+    async def counted(number: int, **more: Any) -> int:
+        before = sum(own._held.values())
+        await client.tree("asample", asked(sampler, number, **more))
+        return sum(own._held.values()) - before
+
+    plain = await counted(0)
+    assert await counted(1, unknown="x" * 100_000) - plain > 100_000
+    params = {"max_tokens": 2000}
+    assert await counted(2, sampling_params=params, num_samples=8) - plain > 8 * 2000 * 80
+    await client.open()
+    before = sum(own._held.values())
+    late = {"model_id": client.model, "seq_id": 9, "unknown": "x" * 100_000}
+    await client.tree("optim_step", late)  # which waits for eight others
+    assert sum(own._held.values()) - before > 100_000
 
 
 async def test_a_cancelled_sample_leaves_nothing(running: tuple[Client, TinkerService]) -> None:
@@ -88,7 +144,7 @@ async def test_a_cancelled_sample_leaves_nothing(running: tuple[Client, TinkerSe
 
 async def test_results_that_were_sent_are_kept_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(futures, "_SENT_SECONDS", 0.05)
-    own = Futures()
+    own = Futures("one", {})
 
     async def reply() -> Reply:
         return bytes(5000)
@@ -241,6 +297,24 @@ async def test_bodies_that_are_no_requests_are_refused(
         assert answer.status_code in (400, 413), (path, answer.text)
 
 
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"prompt": {"chunks": [{}] * 5000}}, "chunks"),
+        ({"prompt": {"chunks": [{"tokens": ["a"] * 100_000}]}}, "tokens"),
+        ({"sampling_params": {"stop": [1.5] * 100_000}}, "stop"),
+    ],
+)
+async def test_a_long_mistake_makes_a_short_error(
+    running: tuple[Client, TinkerService], change: dict[str, Any], why: str
+) -> None:
+    client, _ = running
+    refused = await client.post("asample", asked(await sampler_of(client), 0, **change))
+    assert refused.status_code == 400
+    assert why in refused.json()["detail"]
+    assert len(refused.json()["detail"]) < 500
+
+
 async def test_long_metadata_are_refused(running: tuple[Client, TinkerService]) -> None:
     client, _ = running
     long = {"user_metadata": {"a": "b" * routes._MOST_BYTES}}
@@ -259,6 +333,24 @@ def test_a_small_body_cannot_stand_for_large_tensors() -> None:
     read = read_training_request(made.SerializeToString(), joined)
     assert "values in all" in read.mistake
     assert read.size == 0
+
+
+def test_a_small_body_cannot_stand_for_many_data() -> None:
+    made = message_classes()["ForwardBackwardRequest"](model_id="m", seq_id=1, loss_fn="a")
+    for _ in range(2**19 + 1):
+        made.data.add()
+    read = read_training_request(made.SerializeToString(), joined)
+    assert "data, chunks and tensors" in read.mistake
+    assert not read.data
+
+
+def test_data_are_not_filled_up_without_a_bound() -> None:
+    wide = Datum(np.zeros(1, np.int64), {"target_tokens": np.zeros((1, 2**20), np.int64)})
+    thin = Datum(np.zeros(1, np.int64), {"target_tokens": np.zeros((1, 1), np.int64)})
+    request = TrainingRequest("m", 1, [wide], "cross_entropy")
+    check_training(request, 512, 64)
+    with pytest.raises(InputError, match=r"with 1,048,576 targets for every token"):
+        check_training(replace(request, data=[wide, *[thin] * 100]), 512, 64)
 
 
 _WHOLE = message("model", 1, [row(), row([9, 8, 7])], "cross_entropy")

@@ -312,7 +312,7 @@ async def test_positions_wait_for_those_before_them() -> None:
 
 
 async def test_results_that_are_errors_have_categories() -> None:
-    futures = Futures()
+    futures = Futures("one", {})
 
     async def fail() -> Reply:
         raise RuntimeError("boom")

@@ -295,10 +295,71 @@ async def test_files_are_downloaded_by_links_that_need_no_key(
     url = links["urls"]["adapter_config.json"]
     assert url.startswith("http://server/api/v1/files/")
     assert json.loads((await client.http.get(url)).content)["r"] == 4
+    again = await get(client, f"{place}/external_weights_urls")
+    assert (again["urls"], len(service.links)) == (links["urls"], 2)
     service.links.clear()
     assert (await client.http.get(url)).status_code == 404
     answer = await client.http.get(f"/api/v1/{place}/external_weights_urls", headers=OTHER)
     assert answer.status_code == 404
+
+
+async def test_a_save_that_fails_leaves_nothing(
+    served: tuple[Client, TinkerService], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, _ = served
+    await client.open()
+
+    def write(name: str, folder: Path, optimizer: bool) -> None:
+        (folder / "half").write_bytes(b"1234")
+        raise TurnwiseError("no space left on device")
+
+    monkeypatch.setattr(client.rank, "write", write)
+    assert "no space left" in (await save(client, 1, "state"))["error"]
+    assert not [each for each in (tmp_path / "tinker").rglob("*") if each.is_file()]
+    monkeypatch.undo()
+    monkeypatch.setattr("turnwise.tinker.checkpoints._FREE_BYTES", 2**60)
+    assert "disk is full" in (await save(client, 2, "state"))["error"]
+    assert not [each for each in (tmp_path / "tinker").rglob("*") if each.is_file()]
+    monkeypatch.undo()
+    assert "path" in await save(client, 3, "state")
+
+
+def test_a_change_of_a_checkpoint_that_was_overwritten_meanwhile_changes_nothing(
+    tmp_path: Path,
+) -> None:
+    kept = Checkpoints(tmp_path)
+
+    def saved(version: int) -> Checkpoint:
+        made = Checkpoint("run", "weights", "state", "me", "model", version, {})
+        kept.begin(made, overwrite=True)
+        kept.commit(made)
+        return made
+
+    old, new = saved(1), saved(2)
+    with pytest.raises(InputError, match="was overwritten"):
+        kept.update(replace(old, expires="2000"))
+    kept.remove(old)
+    assert kept.find(new.address, "me") == new
+
+
+async def test_a_server_of_another_model_neither_samples_nor_loads_a_state(
+    config: Config, tmp_path: Path
+) -> None:
+    async with opened(config, tmp_path) as (client, _):
+        await client.open()
+        path = (await save(client, 1, "state"))["path"]
+        first = client.session
+    async with opened(config, tmp_path) as (client, service):
+        service.model_name, service._names = "other", {"other"}
+        service.restore()
+        assert not service._sessions
+        assert (await client.post("session_heartbeat", {"session_id": first})).status_code == 410
+        client.session = (await client.tree("create_session", {}))["session_id"]
+        body = {"session_id": client.session, "sampling_session_seq_id": 1, "model_path": path}
+        refused = await client.post("create_sampling_session", body)
+        assert "this server has the model other" in refused.json()["detail"]
+        failed = await load(client, path, base_model="other")
+        assert "this server has the model other" in failed["error"]
 
 
 async def test_an_encrypted_export_is_refused_in_words(client: Client) -> None:

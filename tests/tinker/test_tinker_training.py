@@ -12,6 +12,7 @@ import torch
 from tests.tinker.bench import KEY, Client, logprobs_of, loss_of, message, opened
 from tests.vision import vision_config
 from turnwise.config import Config
+from turnwise.errors import TurnwiseError
 from turnwise.tinker import requests
 from turnwise.tinker.images import ChunkReader
 from turnwise.tinker.service import TinkerService
@@ -207,6 +208,63 @@ async def test_adapters_that_are_moved_out_and_back_train_as_if_they_had_stayed(
     for own, wanted in zip(await run(*moving), expected, strict=True):
         np.testing.assert_array_equal(own, wanted)
     assert sum(not each.is_away for each in client.rank._adapters.values()) == 1
+
+
+async def test_an_adapter_that_was_loaded_with_its_optimizer_is_moved_out_too(
+    client: Client,
+) -> None:
+    data = [{"tokens": IDS[:-1], "target_tokens": IDS[1:]}]
+    await client.open()
+    await client.trained(1, data, "cross_entropy")
+    await client.step(2, learning_rate=1e-2)
+    body = {"model_id": client.model, "seq_id": 3, "path": "state"}
+    path = (await client.result(await client.tree("save_weights", body)))["path"]
+    await client.trained(4, data, "cross_entropy")
+    await client.step(5, learning_rate=1e-2)
+    (expected,) = logprobs_of(await client.trained(6, data, "cross_entropy"))
+    body = {"session_id": client.session, "model_seq_id": 1, "path": path, "optimizer": True}
+    promise = await client.tree("load_weights", body)
+    client.model = promise["model_id"]
+    await client.result(promise)
+    client.rank._near = 0
+    await Client(client.http).open()
+    assert client.rank._adapters[client.model].is_away
+    await client.trained(1, data, "cross_entropy")
+    await client.step(2, learning_rate=1e-2)
+    (own,) = logprobs_of(await client.trained(3, data, "cross_entropy"))
+    np.testing.assert_array_equal(own, expected)
+
+
+async def test_a_step_fails_after_a_pass_that_left_half_of_its_gradient(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = [{"tokens": IDS[:-1], "target_tokens": IDS[1:]}]
+    await client.open()
+    await client.trained(1, data, "cross_entropy")
+    score, calls = client.rank._score, list[int]()
+
+    def second_fails(*given: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise TurnwiseError("out of memory")
+        return score(*given)
+
+    monkeypatch.setattr(client.rank, "_score", second_fails)
+    monkeypatch.setattr(requests, "TURN_TOKENS", len(IDS) - 1)
+    failed = await client.trained(2, data * 2, "cross_entropy")
+    assert "out of memory" in failed["error"]
+    failed = await client.step(3, learning_rate=1e-2)
+    assert "a pass of this step failed (out of memory)" in failed["error"]
+    (before,) = logprobs_of(await client.trained(4, data, "cross_entropy"))
+    other = Client(client.http)
+    await other.open()
+    (fresh,) = logprobs_of(await other.trained(1, data, "cross_entropy"))
+    np.testing.assert_array_equal(before, fresh)
+    for seq, each in ((5, client), (2, other)):  # and both take the same step
+        await each.step(seq, learning_rate=1e-2)
+    (own,) = logprobs_of(await client.trained(6, data, "cross_entropy"))
+    (theirs,) = logprobs_of(await other.trained(3, data, "cross_entropy"))
+    np.testing.assert_array_equal(own, theirs)
 
 
 async def test_nothing_is_left_of_an_adapter_that_ends_while_it_is_away(client: Client) -> None:

@@ -13,7 +13,9 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
-from turnwise.core.aio import is_cancelled, set_within
+import psutil
+
+from turnwise.core.aio import is_cancelled
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import (
     InputError,
@@ -30,9 +32,9 @@ WAIT_SECONDS = 20.0
 """Time that a request for a result waits for it; clients give up after 45 s and ask again."""
 GAP_SECONDS = 360.0
 """Time that requests wait for one before them; clients try to send one for 5 minutes."""
-_MOST = 2 * 2**30
-"""Bytes of requests in progress and results. A client with more than its part, an equal one and at
-most a quarter, has to wait."""
+_MOST = max(2 * 2**30, psutil.virtual_memory().total // 8)
+"""Bytes of requests in progress and results. Beyond, a client with more than an equal part has to
+wait; beyond twice as much, all have."""
 _SENT_SECONDS = 60.0
 """Time for which a result is kept that was sent but may not have arrived."""
 SMALLEST = 4096
@@ -76,27 +78,35 @@ class _Entry:
 
 
 class Futures:
-    """The requests of one session in progress, and the results that are kept."""
+    """The requests of one session in progress, and the results that are kept.
 
-    def __init__(self) -> None:
+    Args:
+        account: The client, who may have several sessions.
+        held: Bytes of all clients' requests and results, by account.
+    """
+
+    def __init__(self, account: str, held: dict[str, int]) -> None:
         self.entries: dict[str, _Entry] = {}
+        self._account, self._held = account, held
 
-    def begin(self, request_id: str, work: Work, size: int = 0, sharing: int = 1) -> None:
-        """Run a request of some bytes, unless it runs or has run already; `sharing` is the number
-        of sessions that have requests.
+    def begin(self, request_id: str, work: Work, size: int = 0) -> None:
+        """Run a request of some bytes, unless it runs or has run already.
 
         Raises:
             Busy: when its client has too much in progress.
         """
         if request_id in self.entries:
             return
-        held = sum(each.size for each in self.entries.values())
-        if held > _MOST // max(4, sharing):
+        size += SMALLEST
+        own, total = self._held.get(self._account, 0), sum(self._held.values())
+        part = _MOST // len({*self._held, self._account})
+        if total + size > _MOST and (own + size > part or total + size > 2 * _MOST) and total:
             raise Busy(
-                f"{held >> 20:,} MB of this session's requests are in progress, or have results "
-                "that were not fetched, or only just: wait for some of them"
+                f"{own >> 20:,} MB of your requests are in progress, or have results that were not "
+                "fetched, or only just: wait for some of them"
             )
-        entry = self.entries[request_id] = _Entry(SMALLEST + size)
+        entry = self.entries[request_id] = _Entry(0)
+        self._resize(entry, size)
         entry.task = asyncio.create_task(self._run(entry, work))
 
     async def _run(self, entry: _Entry, work: Work) -> Reply:
@@ -106,8 +116,15 @@ class Futures:
             if is_cancelled():  # it was dropped, and nobody waits
                 raise
             found = failure(ordinary_error(error))
-        entry.size = SMALLEST + (len(found) if isinstance(found, bytes) else 0)
+        if entry.size:  # else it was dropped
+            self._resize(entry, SMALLEST + (len(found) if isinstance(found, bytes) else 0))
         return found
+
+    def _resize(self, entry: _Entry, size: int) -> None:
+        self._held[self._account] = self._held.get(self._account, 0) + size - entry.size
+        entry.size = size
+        if not self._held[self._account]:
+            del self._held[self._account]
 
     async def retrieve(self, request_id: str, seconds: float = WAIT_SECONDS) -> Reply | None:
         """Return a request's result; None if it has none within `seconds`.
@@ -129,6 +146,7 @@ class Futures:
     def drop(self, *request_ids: str) -> None:
         """End and forget requests that there are."""
         for entry in filter(None, [self.entries.pop(each, None) for each in request_ids]):
+            self._resize(entry, 0)
             entry.task.cancel()  # no effect on one that has ended
 
 
@@ -138,8 +156,9 @@ class Turns:
     def __init__(self) -> None:
         self.next = 1
         """Position of the request that runs, or that is waited for."""
-        self._here = set[int]()
-        self._moved = asyncio.Event()
+        self._here = dict[int, asyncio.Event]()
+        self._lost = 0
+        self._gap: asyncio.TimerHandle | None = None
 
     @asynccontextmanager
     async def turn(self, position: int) -> AsyncIterator[None]:
@@ -148,27 +167,33 @@ class Turns:
         Raises:
             InputError: when a request before this one did not come in time.
         """
-        self._here.add(position)
+        called = self._here[position] = asyncio.Event()
+        self._call()
         try:
-            awaited = self.next
-            while position > self.next:
-                awaited = self.next
-                seconds = None if awaited in self._here else GAP_SECONDS
-                came = await set_within(self._moved, seconds) or awaited in self._here
-                if not came and awaited == self.next:  # all that wait fail, and later ones run
-                    self._go_on(max(self._here) + 1)
+            await called.wait()
             if position < self.next:
                 raise InputError(
-                    f"the request {awaited} of this model, before this one, did not arrive within "
-                    f"{GAP_SECONDS:.0f} s: go on from a saved state"
+                    f"the request {self._lost} of this model, before this one, did not arrive "
+                    f"within {GAP_SECONDS:.0f} s: go on from a saved state"
                 )
             yield
         finally:
-            self._here.discard(position)
-            if position == self.next:
-                self._go_on(position + 1)
+            del self._here[position]
+            self.next += position == self.next
+            self._call()
 
-    def _go_on(self, position: int) -> None:
-        self.next = position
-        self._moved.set()
-        self._moved = asyncio.Event()
+    def _call(self) -> None:
+        """Call the next request, or wait for it if there are only later ones."""
+        if self._gap is not None and (self.next in self._here or not self._here):
+            self._gap.cancel()
+            self._gap = None
+        if self.next in self._here:
+            self._here[self.next].set()
+        elif self._here and self._gap is None:
+            self._gap = asyncio.get_running_loop().call_later(GAP_SECONDS, self._give_up)
+
+    def _give_up(self) -> None:
+        """Let all that wait fail, and later ones run."""
+        self._lost, self.next, self._gap = self.next, max(self._here) + 1, None
+        for called in self._here.values():
+            called.set()

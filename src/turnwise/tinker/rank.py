@@ -157,33 +157,29 @@ class AdapterRank:
             taken -= each.nbytes
 
     def run(self, name: str, run: TrainingRequest) -> tuple[list[Array], float]:
-        """Run a forward pass with an adapter, and unless `forward_only` add its gradient; return
-        log-prob and loss of each datum's targets, [2, T] or [2, T, K], and the sum of the loss."""
+        """Run a forward pass with an adapter, and unless `forward_only` add its gradient, half of
+        it if this fails; return log-prob and loss of each datum's targets, [2, T] or [2, T, K], and
+        the sum of the loss."""
         adapter = self._of(name)
         loss = loss_named(run.loss, run.loss_config)
         if self._no_images and any(datum.images for datum in run.data):
             raise InputError(self._no_images)
         outputs, total = dict[int, Array](), 0.0
         activate(self._layers.values(), [adapter.label])
-        try:
-            with torch.set_grad_enabled(not run.forward_only):
-                for samples in self._micro_batches(run):
-                    chosen = [run.data[sample.sequence] for sample in samples]
-                    logprobs_N, inputs = self._score(samples, chosen, loss)
-                    loss_N = loss.compute(logprobs_N, inputs)
-                    if not run.forward_only:
-                        loss_N.sum().backward()  # type: ignore[no-untyped-call]
-                    total += float(loss_N.detach().sum())
-                    both_2N = torch.stack([logprobs_N.detach(), loss_N.detach()]).float().cpu()
-                    parts = torch.split(both_2N, [len(d.token_ids_T) for d in chosen], dim=1)
-                    for sample, datum, part in zip(samples, chosen, parts, strict=True):
-                        shape = datum.inputs["target_tokens"].shape
-                        own = part.reshape(2, shape[0], -1)[:, :, : shape[1] if shape[1:] else 1]
-                        outputs[sample.sequence] = own.reshape(2, *shape).numpy()
-        except BaseException:
-            if not run.forward_only:
-                adapter.optimizer.zero_grad()  # half of a gradient is worse than none
-            raise
+        with torch.set_grad_enabled(not run.forward_only):
+            for samples in self._micro_batches(run):
+                chosen = [run.data[sample.sequence] for sample in samples]
+                logprobs_N, inputs = self._score(samples, chosen, loss)
+                loss_N = loss.compute(logprobs_N, inputs)
+                if not run.forward_only:
+                    loss_N.sum().backward()  # type: ignore[no-untyped-call]
+                total += float(loss_N.detach().sum())
+                both_2N = torch.stack([logprobs_N.detach(), loss_N.detach()]).float().cpu()
+                parts = torch.split(both_2N, [len(d.token_ids_T) for d in chosen], dim=1)
+                for sample, datum, part in zip(samples, chosen, parts, strict=True):
+                    shape = datum.inputs["target_tokens"].shape
+                    own = part.reshape(2, shape[0], -1)[:, :, : shape[1] if shape[1:] else 1]
+                    outputs[sample.sequence] = own.reshape(2, *shape).numpy()
         return [outputs[number] for number in range(len(run.data))], total
 
     def _micro_batches(self, run: TrainingRequest) -> list[list[Sample]]:
@@ -262,6 +258,10 @@ class AdapterRank:
             )
         return {"grad_norm": norm}
 
+    def drop(self, name: str) -> None:
+        """Drop the gradient that has been added up."""
+        self._of(name).optimizer.zero_grad()
+
     def write(self, name: str, folder: Path, optimizer: bool = False) -> None:
         """Write an adapter in PEFT's format into a folder, and what its optimizer remembers."""
         adapter, base = self._of(name), path_of(self._config)
@@ -299,6 +299,8 @@ class AdapterRank:
             for key, tensor in own.items():
                 tensor.copy_(found[key])
         adapter.optimizer.load_state_dict(state)
+        for moments in adapter.optimizer.state.values():  # those of a file cannot be offloaded
+            moments.update({key: value.clone() for key, value in moments.items()})
         adapter.optimizer.zero_grad()
 
     def vocabulary(self, _: str) -> int:

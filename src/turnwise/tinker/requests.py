@@ -12,22 +12,23 @@ import numpy as np
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from turnwise.config import SamplingConfig
-from turnwise.core.json_types import JsonObject
 from turnwise.engine.protocol import Request, Route, Sampling
 from turnwise.engine.vllm_requests import sampling_params
 from turnwise.errors import InputError
 from turnwise.tinker.images import ImageChunk
 from turnwise.tinker.losses import TinkerLoss, loss_named
-from turnwise.tinker.wire import Datum, Joined, TrainingRequest
+from turnwise.tinker.wire import MOST_VALUES, Datum, Joined, TrainingRequest
 from turnwise.trajectory.images import placed
 
 _Id = Annotated[str, Field(max_length=300)]
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
-_Tokens = Annotated[list[int], Field(max_length=2**21)]
+_Tokens = Annotated[list[int], Field(max_length=2**21, fail_fast=True)]
 _Seconds = Annotated[int, Field(ge=3600, le=3653 * 86_400)] | None
 """Time for which a checkpoint is kept, 1 hour to 10 years; None keeps it for ever."""
 _MOST_STOPS = 1000
+_LONG_ANSWER = 2**14  # tokens of an answer that are counted at most before it is there
+_TOKEN_BYTES, _LIKELY_BYTES = 80, 130  # of a sampled token, and of each of its alternatives
 MOST_SAMPLES = 4096
 """Largest `num_samples` of one request."""
 TURN_TOKENS = 32_768
@@ -36,6 +37,8 @@ TURN_TOKENS = 32_768
 
 class BaseRequest(BaseModel):
     model_config = ConfigDict(protected_namespaces=(), extra="allow")
+    body_bytes: int = 0
+    """Length of the body that it was read from."""
     absent: ClassVar[Mapping[str, str]] = {}
     """Keys that this server has nothing for, each with the reason."""
 
@@ -82,7 +85,7 @@ class OfNewModel(OfSession):
 
 class CreateModel(OfNewModel):
     base_model: str
-    user_metadata: JsonObject | None = None
+    user_metadata: dict[str, str] | None = None
     lora_config: AdapterSpec | None = None
 
 
@@ -137,7 +140,7 @@ class LoadWeights(BaseRequest):
     path: str
     optimizer: bool = False
     base_model: str | None = None
-    user_metadata: JsonObject | None = None
+    user_metadata: dict[str, str] | None = None
 
 
 class CopyWeights(BaseRequest):
@@ -161,21 +164,21 @@ class CreateSamplingSession(OfSession):
     model_path: str | None = None
 
 
-class _Chunk(BaseRequest):
+class _Chunk(BaseModel):
     type: str = "encoded_text"
     tokens: _Tokens = []
     data: str = ""
     expected_tokens: _Count | None = None
 
 
-class _ModelInput(BaseRequest):
-    chunks: list[_Chunk]
+class _ModelInput(BaseModel):
+    chunks: Annotated[list[_Chunk], Field(max_length=4096, fail_fast=True)]
 
 
-class _Sampling(BaseRequest):
+class _Sampling(BaseModel):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: str | list[str] | _Tokens | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | _Tokens | None = None
     temperature: Annotated[_Finite, Field(ge=0, le=2)] = 1.0
     top_k: Annotated[int, Field(ge=-1)] = -1
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -199,6 +202,15 @@ class Sample(BaseRequest):
     topk_sample_logprobs: Annotated[int, Field(ge=0)] = 0
     prompt_logprobs_last_n: int | None = None
     record_stability_info: bool | None = None
+
+    @property
+    def size(self) -> int:
+        """Estimate of the bytes of the request and of all that it brings back, as Python's."""
+        longest = min(self.sampling_params.max_tokens or _LONG_ANSWER, _LONG_ANSWER)
+        rows, count = self.num_samples * longest, self.topk_sample_logprobs
+        prompt = sum(len(each.tokens) for each in self.prompt.chunks)
+        likeliest = _LIKELY_BYTES * (rows * count + prompt * self.topk_prompt_logprobs)
+        return 8 * self.body_bytes + _TOKEN_BYTES * rows + likeliest
 
     def tokens(self, vocabulary: int, joined: Joined) -> list[int]:
         """Return the prompt's ids, checked, `PromptIds` if it has images."""
@@ -295,6 +307,12 @@ def check_training(request: TrainingRequest, vocabulary: int, longest: int) -> N
         raise InputError("forward_backward: there are no data")
     for number, datum in enumerate(request.data):
         _check_datum(datum, f"datum {number}", loss, vocabulary, longest)
+    wide = max(d.inputs["target_tokens"].size // len(d.token_ids_T) for d in request.data)
+    if wide > 1 and wide * sum(len(d.token_ids_T) for d in request.data) > MOST_VALUES:
+        raise InputError(
+            f"forward_backward: with {wide:,} targets for every token there are more than "
+            f"{MOST_VALUES:,} values: send data with as many targets as others only beside these"
+        )
 
 
 def _check_datum(datum: Datum, what: str, loss: TinkerLoss, vocabulary: int, longest: int) -> None:

@@ -5,8 +5,8 @@ Statuses are those that the SDK acts on: it repeats a request after 408, 409, 42
 again after 410, and raises everything else. The result of a request is in its body, errors too.
 """
 
-import asyncio
 import hashlib
+import hmac
 import json
 import secrets
 import time
@@ -15,6 +15,7 @@ from base64 import urlsafe_b64encode
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Final, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -37,6 +38,7 @@ from turnwise.tinker.wire import PROTOBUF, read_training_request
 _USER = "tml:organization_user:"  # beginning of the protocol's names of owners
 _Item = TypeVar("_Item")
 _LINK_SECONDS = 3600
+_LINKS = secrets.token_bytes(32)  # the secret of this server's links
 CONSTANT: Mapping[str, JsonObject] = {
     "client/config": {
         "pjwt_auth_enabled": True,  # the SDK reads `whoami` from its token
@@ -160,11 +162,13 @@ async def copy_weights(
 async def weights_urls(service: TinkerService, owner: str, asked: Named) -> JsonObject:
     """Return a link to each file of a checkpoint, which needs no key, for an hour."""
     found = await run_in_thread(service.checkpoints.find, asked.tinker_path, owner)
-    urls, loop = dict[str, str](), asyncio.get_running_loop()
+    urls, now = dict[str, str](), time.monotonic()
+    for secret in [each for each, (_, ends) in service.links.items() if ends < now]:
+        del service.links[secret]
     for file in service.checkpoints.folder(found).glob("adapter_*"):
-        secret = secrets.token_urlsafe(24)
-        service.links[secret] = file
-        loop.call_later(_LINK_SECONDS, service.links.pop, secret)
+        # The same for a file, so that asking again and again adds nothing.
+        secret = hmac.new(_LINKS, f"{file} {found.created}".encode(), "sha256").hexdigest()
+        service.links[secret] = file, now + _LINK_SECONDS
         urls[file.name] = f"{asked.base_url.rstrip('/')}{FILES}{secret}"
     return {"urls": urls, "expires": expiry(_LINK_SECONDS)}
 
@@ -260,7 +264,8 @@ def add_routes(app: FastAPI, service: TinkerService) -> FastAPI:
 
     @router.get("/files/{link}")
     async def file(link: str) -> Response:
-        if (found := service.links.get(link)) is None or not found.is_file():
+        found, ends = service.links.get(link, (Path(), 0.0))
+        if ends < time.monotonic() or not found.is_file():
             raise Missing("there is no such file, or its link has expired")
         return FileResponse(found)
 
@@ -314,4 +319,4 @@ async def _values(request: Request) -> JsonObject:
         raise InputError(f"the body is no JSON: {error}") from None
     if not isinstance(tree, dict):
         raise InputError("the body must be a JSON object")
-    return tree
+    return tree | {"body_bytes": len(body)}

@@ -136,7 +136,8 @@ class RunLog:
             if logprobs_T.ndim > 1 or self._index.trained + length > _MOST_TRAINED:
                 self._left_out += 1
                 continue
-            given = {k: v for k, v in datum.inputs.items() if v.shape == logprobs_T.shape}
+            own = {name: datum.inputs.get(name) for name in ("target_tokens", "logprobs")}
+            given = {k: v for k, v in own.items() if v is not None and v.shape == logprobs_T.shape}
             targets = given["target_tokens"]
             ids = np.append(_seen(datum.token_ids_T, datum.images), targets[-1:])
             if (targets != ids[1:])[value != 0].any():  # what counts is not what follows

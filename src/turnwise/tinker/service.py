@@ -9,6 +9,7 @@ with another owner's key. Sessions of clients that have vanished end.
 import asyncio
 import json
 import logging
+import shutil
 import time
 import uuid
 from collections.abc import Awaitable, Callable
@@ -26,7 +27,8 @@ from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
 from turnwise.core.run_files import RunFiles
 from turnwise.engine.protocol import Generator, Route, generate
-from turnwise.errors import EngineError, InputError, TurnwiseError, visible
+from turnwise.errors import EngineError, InputError, TurnwiseError, text_of, visible
+from turnwise.serving.openai.address import api_key
 from turnwise.serving.openai.errors import explain
 from turnwise.tinker import requests
 from turnwise.tinker.checkpoints import Checkpoint, Checkpoints, Kind, expiry
@@ -63,9 +65,9 @@ class Session:
 
     id: str
     owner: str
+    futures: Futures
     seen: float = field(default_factory=time.monotonic)
     """Time of the last request or heartbeat."""
-    futures: Futures = field(default_factory=Futures)
     models: "dict[str, Model]" = field(default_factory=dict)
     samplers: "dict[str, Sampler]" = field(default_factory=dict)
 
@@ -79,6 +81,8 @@ class Model:
     """A checkpoint of it now, but for its kind and name."""
     log: RunLog
     turns: Turns = field(default_factory=Turns)
+    lost: str = ""
+    """Reason why a pass since the last step failed, which may have left half of its gradient."""
     stands_in: bool = False
     """Whether a pass has asked for stable_reinforce, and got another loss."""
 
@@ -135,14 +139,15 @@ class TinkerService:
         self.model_name = config.serving.served_model_name or path
         self.joined = ChunkReader(config).joined
         self.checkpoints = Checkpoints(folder / "tinker")
-        self.links: dict[str, Path] = {}
-        """Files that anyone may read who knows their secret."""
+        self.links: dict[str, tuple[Path, float]] = {}
+        """Files that anyone may read who knows their secret, and the time at which that ends."""
         self._names = {self.model_name, path, Path(path).name}
         self._tokenizer = config.model.tokenizer or path
         self._config, self._stable = config, stable
         self._generator, self._trainer, self._vocabulary = generator, ask, vocabulary
         self._trainer_turn = asyncio.Lock()
         self._sessions: dict[str, Session] = {}
+        self._held: dict[str, int] = {}
         self._files = RunFiles(folder / "tinker_sessions")
         self._sampled = SampleIndex(decode)
 
@@ -150,10 +155,12 @@ class TinkerService:
         """Go on with the sessions and samplers of a server that was killed, from their files."""
         held = set[Path]()
         for path in self._files.path("").glob("*.jsonl"):
-            lines = path.read_text().rpartition("\n")[0].splitlines()  # the last may be half of one
             with suppress(ValueError, TypeError):
-                first, *others = map(json.loads, lines)
-                session = self._sessions[first["id"]] = Session(**first)
+                whole = path.read_text().rpartition("\n")[0]  # the last line may be half of one
+                first, *others = map(json.loads, whole.splitlines())
+                if first.pop("model", None) not in self._names:
+                    continue
+                session = self._open(first["id"], first["owner"])
                 for name, tree in others:
                     saved = tree and Checkpoint(**tree)
                     if saved and not self.checkpoints.folder(saved).exists():
@@ -204,11 +211,18 @@ class TinkerService:
             await self._end_silent(_QUIET_SECONDS, owner)
         if len(self.sessions_of(owner)) >= _MOST_SESSIONS:
             raise Busy(f"you have {_MOST_SESSIONS:,} sessions: close some, or wait until some end")
-        session = Session(str(uuid.uuid4()), owner)
-        await self._note(session, {"id": session.id, "owner": owner})
-        self._sessions[session.id] = session
+        session = self._open(str(uuid.uuid4()), owner)
+        line = {"id": session.id, "owner": owner, "model": self.model_name}
+        await self._note(session, line)
         info = f"{_HEAD}; {_STAND_IN % self._stable}" if self._stable else _HEAD
         return {"session_id": session.id, "info_message": info}
+
+    def _open(self, name: str, owner: str) -> Session:
+        # All have one owner where the server has a key.
+        account = owner if api_key(self._config) is None else name
+        session = Session(name, owner, Futures(account, self._held))
+        self._sessions[name] = session
+        return session
 
     async def heartbeat(self, owner: str, asked: requests.OfSession) -> JsonObject:
         self._session(asked.session_id, owner)
@@ -261,10 +275,6 @@ class TinkerService:
 
     # Requests
 
-    def _begin(self, session: Session, request_id: str, work: Work, size: int = 0) -> None:
-        sharing = sum(bool(each.futures.entries) for each in self._sessions.values())
-        session.futures.begin(request_id, work, size, sharing)
-
     async def retrieve(self, owner: str, request_id: str) -> Reply | None:
         """Return the result of a request; None if it has none yet."""
         return await self._session(request_id, owner).futures.retrieve(request_id)
@@ -284,7 +294,8 @@ class TinkerService:
         given = parsed(requests.OfNewModel, tree)
         session = self._session(given.session_id, owner)
         name = f"{session.id}:train:{given.model_seq_id}"
-        self._begin(session, name, partial(self._answer, kind, work, tree, name, session))
+        answer = partial(self._answer, kind, work, tree, name, session)
+        session.futures.begin(name, answer, 2 * tree["body_bytes"])
         return {"request_id": name, "model_id": name}
 
     async def create(self, name: str, session: Session, asked: requests.CreateModel) -> Reply:
@@ -339,7 +350,11 @@ class TinkerService:
         await run_in_thread(requests.check_training, request, self._vocabulary, longest)
         outputs, loss = list[Array](), 0.0
         for part in requests.turns_of(request):
-            found, its_loss = await self._ask("run", model.id, part)
+            try:
+                found, its_loss = await self._ask("run", model.id, part)
+            except Exception as error:
+                model.lost = model.lost if request.forward_only else text_of(error)
+                raise
             outputs, loss = outputs + found, loss + its_loss
         model.log.add(request, [each[0] for each in outputs], loss)
         return await run_in_thread(training_reply, outputs, loss)
@@ -351,7 +366,8 @@ class TinkerService:
         wrong fails then, because a client cannot fill its position again."""
         given = parsed(requests.OfModel, tree)
         model = self._model(given.model_id, owner)
-        return self._enqueue(model, given.seq_id, partial(self._answer, kind, work, tree, model))
+        answer = partial(self._answer, kind, work, tree, model)
+        return self._enqueue(model, given.seq_id, answer, 2 * given.body_bytes)
 
     async def _answer(
         self, kind: type[_Kind], work: _Work, tree: JsonObject, *given: object
@@ -363,6 +379,13 @@ class TinkerService:
     async def step(self, model: Model, asked: requests.OptimStep) -> Reply:
         taken = asked.adam_params
         try:
+            if model.lost:
+                why, model.lost = model.lost, ""
+                await self._ask("drop", model.id)
+                raise InputError(
+                    f"optim_step: a pass of this step failed ({why}), so the gradient was dropped "
+                    "and nothing changed: send the passes of this step again"
+                )
             metrics = await self._ask("step", model.id, taken)
         except InputError:  # the gradient is dropped
             model.log.drop()
@@ -398,6 +421,7 @@ class TinkerService:
         saved, *state = await self._saved(asked, model.session)
         await self._ask("read", model.id, *state)
         model.log.drop()  # of passes whose gradient is dropped
+        model.lost = ""
         model.state = replace(model.state, version=saved.version)
         return {"path": saved.address, "model_id": model.id}
 
@@ -411,7 +435,8 @@ class TinkerService:
         self, asked: requests.LoadWeights, session: Session
     ) -> tuple[Checkpoint, Path, bool]:
         saved = await run_in_thread(self.checkpoints.find, asked.path, session.owner)
-        self._check_base(asked.base_model or saved.base_model)
+        for name in (asked.base_model, saved.base_model):
+            self._check_base(name or saved.base_model)
         return saved, self.checkpoints.folder(saved), asked.optimizer
 
     async def _save(
@@ -424,9 +449,13 @@ class TinkerService:
         begun = await run_in_thread(
             partial(self.checkpoints.begin, saved, overwrite=asked.overwrite)
         )
-        await self._ask("write", model.id, begun, kind == "weights")
         flush = kind != "snapshots"  # which end with their session
-        await run_in_thread(partial(self.checkpoints.commit, saved, flush=flush))
+        try:
+            await self._ask("write", model.id, begun, kind == "weights")
+            await run_in_thread(partial(self.checkpoints.commit, saved, flush=flush))
+        except BaseException:  # a full disk would stay full
+            await run_in_thread(partial(shutil.rmtree, begun, ignore_errors=True))
+            raise
         return saved
 
     async def _ask(self, method: str, name: str, *arguments: object) -> Foreign:
@@ -450,7 +479,7 @@ class TinkerService:
 
         if name not in model.session.futures.entries and position < model.turns.next:
             raise Gone(f"the result of the request {name} is not kept any more")
-        self._begin(model.session, name, run, size)
+        model.session.futures.begin(name, run, size)
         return {"request_id": name, "model_id": model.id}
 
     def _model(self, name: str, owner: str) -> Model:
@@ -476,6 +505,7 @@ class TinkerService:
                 self._check_base(asked.base_model)
             if asked.model_path is not None:
                 saved = await run_in_thread(partial(self.checkpoints.find, asked.model_path, owner))
+                self._check_base(saved.base_model)
             elif asked.base_model is None:
                 raise InputError("create_sampling_session needs a model_path or a base_model")
             await self._add_sampler(Sampler(name, session, saved))
@@ -496,9 +526,8 @@ class TinkerService:
     async def sample(self, owner: str, asked: requests.Sample) -> JsonObject:
         sampler = self._sampler(asked.sampling_session_id, owner)
         name = f"{sampler.id}:{asked.seq_id}"
-        size = sum(32 * len(chunk.tokens) + len(chunk.data) for chunk in asked.prompt.chunks)
         work = partial(self._sample, sampler, asked, name)
-        self._begin(sampler.session, name, work, size + SMALLEST * asked.num_samples)
+        sampler.session.futures.begin(name, work, asked.size + SMALLEST * asked.num_samples)
         ids = [f"{name}:{number}" for number in range(asked.num_samples)]
         return {"request_id": name, "sample_sequence_ids": ids}
 
@@ -526,8 +555,9 @@ class TinkerService:
     def _sampler(self, name: str, owner: str) -> Sampler:
         if (session := self._own(name, owner)) is None or name not in session.samplers:
             raise Missing(
-                f"there is no sampling session {name[:100]}: its session has ended, or the server "
-                "was restarted"
+                f"there is no sampling session {name[:100]}: its session has ended, the server was "
+                "restarted, or its weights, which have no name, were not sampled from for an hour "
+                "when newer ones were saved"
             )
         session.samplers[name].seen = time.monotonic()
         return session.samplers[name]

@@ -26,7 +26,9 @@ PROTOBUF = "application/x-protobuf"
 _FLOAT32, _INT64 = 1, 2
 _DTYPES: dict[int, type[np.generic]] = {_FLOAT32: np.float32, _INT64: np.int64, 3: np.int32}
 _NO_LOGPROB = -99999.0  # the protocol's value where there is no token
-_MOST_VALUES = 2**26  # of all tensors of a request, once they are dense
+MOST_VALUES = 2**26
+"""Values of all tensors of a request, once they are dense."""
+_MOST_PARTS = 2**19  # data, chunks and tensors of a request
 _TYPES = {"double": 1, "int64": 3, "int32": 5, "bool": 8, "string": 9, "bytes": 12, "uint32": 13}
 _PACKAGE = "turnwise_tinker"
 _MESSAGES = {
@@ -36,7 +38,7 @@ _MESSAGES = {
     "SampledSequence": "1 stop_reason int32, 2 tokens bytes, 3 logprobs bytes, "
     "4 topk_sampled_logprobs TopkLogprobs",
     "SampleResponse": "1 sequences SampledSequence *, 2 prompt_logprobs bytes, "
-    "3 topk_prompt_logprobs TopkLogprobs, 4 prompt_cache_hit_tokens int32",
+    "3 topk_prompt_logprobs TopkLogprobs",
     "BatchedTensor": "1 data bytes, 2 offsets bytes, 3 dtype int32, 4 trailing_shape int64 *",
     "ArrayRecord": "1 type_tag string, 2 fields BatchedTensor %, 3 num_datums int64",
     "ForwardBackwardOutput": "1 loss_fn_output_type string, 2 loss_fn_outputs ArrayRecord *, "
@@ -137,8 +139,10 @@ def read_training_request(body: bytes, joined: Joined) -> TrainingRequest:
     data, mistake = list[Datum](), ""
     shapes = [tensor.shape for each in request.data for tensor in each.loss_fn_inputs.values()]
     try:
-        if not sum(abs(np.prod(shape, dtype=float)) for shape in shapes) <= _MOST_VALUES:
-            raise InputError(f"the tensors have more than {_MOST_VALUES:,} values in all")
+        if not sum(abs(np.prod(shape, dtype=float)) for shape in shapes) <= MOST_VALUES:
+            raise InputError(f"the tensors have more than {MOST_VALUES:,} values in all")
+        if len(shapes) + sum(1 + len(each.model_input) for each in request.data) > _MOST_PARTS:
+            raise InputError(f"there are more than {_MOST_PARTS:,} data, chunks and tensors in all")
         for number, each in enumerate(request.data):
             data.append(_read_datum(each, f"datum {number}", joined))
     except (InputError, ValueError) as error:
@@ -239,7 +243,7 @@ def sample_reply(
             sampled token.
     """
     first = completions[0]
-    reply = message_classes()["SampleResponse"](prompt_cache_hit_tokens=first.cached_tokens)
+    reply = message_classes()["SampleResponse"]()
     for each in completions:
         added = reply.sequences.add(
             stop_reason=int(each.finish_reason == "length"),
