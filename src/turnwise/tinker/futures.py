@@ -73,7 +73,9 @@ def failure(error: Exception) -> JsonObject:
 class _Entry:
     size: int
     """Bytes of the request, and once it has ended of its result."""
-    task: "asyncio.Task[Reply]" = field(init=False)
+    result: "asyncio.Future[Reply]" = field(default_factory=asyncio.Future)
+    """Cancelled once the request is dropped, whatever its task still ends."""
+    task: "asyncio.Task[None]" = field(init=False)
     is_sent: bool = False
 
 
@@ -109,16 +111,16 @@ class Futures:
         self._resize(entry, size)
         entry.task = asyncio.create_task(self._run(entry, work))
 
-    async def _run(self, entry: _Entry, work: Work) -> Reply:
+    async def _run(self, entry: _Entry, work: Work) -> None:
         try:
             found = await work()
         except (Exception, asyncio.CancelledError) as error:
             if is_cancelled():  # it was dropped, and nobody waits
                 raise
             found = failure(ordinary_error(error))
-        if entry.size:  # else it was dropped
+        if not entry.result.done():
             self._resize(entry, SMALLEST + (len(found) if isinstance(found, bytes) else 0))
-        return found
+            entry.result.set_result(found)
 
     def _resize(self, entry: _Entry, size: int) -> None:
         self._held[self._account] = self._held.get(self._account, 0) + size - entry.size
@@ -133,21 +135,22 @@ class Futures:
             Gone: when there is no such request, or its result is not kept any more.
         """
         if (entry := self.entries.get(request_id)) is not None:
-            await asyncio.wait([entry.task], timeout=seconds)
+            await asyncio.wait([entry.result], timeout=seconds)
         if entry is None or self.entries.get(request_id) is not entry:
             raise Gone(f"there is no result of a request {visible(request_id)[:100]}")
-        if not entry.task.done():
+        if not entry.result.done():
             return None
         if not entry.is_sent:
             entry.is_sent = True
             asyncio.get_running_loop().call_later(_SENT_SECONDS, self.drop, request_id)
-        return entry.task.result()
+        return entry.result.result()
 
     def drop(self, *request_ids: str) -> None:
         """End and forget requests that there are."""
         for entry in filter(None, [self.entries.pop(each, None) for each in request_ids]):
             self._resize(entry, 0)
-            entry.task.cancel()  # no effect on one that has ended
+            for each in (entry.result, entry.task):  # no effect on those that have ended
+                each.cancel()
 
 
 class Turns:
