@@ -18,7 +18,7 @@ from tests.vision import vision_config
 from turnwise.chat.session_store import SessionStore
 from turnwise.config import Config, SamplingConfig
 from turnwise.config.serving import ServingConfig
-from turnwise.errors import InputError
+from turnwise.errors import EngineError, InputError
 from turnwise.serving.openai.protection import guarded
 from turnwise.tinker import futures, routes, service
 from turnwise.tinker.futures import Busy, Futures, Gone, Reply, Turns
@@ -101,16 +101,37 @@ async def test_when_all_is_taken_a_client_with_less_than_its_part_still_gets_in(
     for each in sessions:
         with pytest.raises(Busy):
             each.begin("more", reply, 12_000)
+    for name in ("a", "b"):
+        other.begin(name, reply, 10**9)  # counted as a quarter of all: half of it is its part
     with pytest.raises(Busy):
-        other.begin("large", reply, 60_000)
-    other.begin("small", reply, 20_000)
+        other.begin("c", reply)
     assert sum(held.values()) > 100_000
     ends.set()
     for each in (*sessions, other):
         each.drop(*each.entries)
     assert not held
-    sessions[0].begin("alone", reply, 500_000)  # else it could never run
-    sessions[0].drop("alone")
+
+
+async def test_an_error_of_an_engine_is_the_result_of_its_sample(
+    running: tuple[Client, TinkerService], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, own = running
+    sampler = await sampler_of(client)
+
+    async def failing(*_: object) -> Any:
+        await asyncio.sleep(0.01)
+        raise error
+
+    monkeypatch.setattr(service, "generate", failing)
+    for number, (error, category) in enumerate(
+        [(EngineError("engine 0 died"), "server"), (InputError("k is too large"), "user")]
+    ):
+        promise = await client.tree("asample", asked(sampler, number, num_samples=2))
+        assert await client.result(promise) == {"error": str(error), "category": category}
+    held = sum(own._held.values())
+    assert held == 2 * futures.SMALLEST
+    large = asked(sampler, 2, topk_prompt_logprobs=2**40)  # which is refused, but not for ever
+    assert "error" in await client.result(await client.tree("asample", large))
 
 
 async def test_what_a_request_takes_is_counted(running: tuple[Client, TinkerService]) -> None:
@@ -342,6 +363,8 @@ def test_a_small_body_cannot_stand_for_many_data() -> None:
     read = read_training_request(made.SerializeToString(), joined)
     assert "data, chunks and tensors" in read.mistake
     assert not read.data
+    del made.data[100_000:]
+    assert read_training_request(made.SerializeToString(), joined).size > 20_000_000
 
 
 def test_data_are_not_filled_up_without_a_bound() -> None:

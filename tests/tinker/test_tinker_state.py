@@ -348,12 +348,14 @@ async def test_a_server_of_another_model_neither_samples_nor_loads_a_state(
     async with opened(config, tmp_path) as (client, _):
         await client.open()
         path = (await save(client, 1, "state"))["path"]
-        first = client.session
+        await snapshot(client, 2, 0)
+        saved, first = tmp_path / "tinker" / client.model / "snapshots" / "0", client.session
     async with opened(config, tmp_path) as (client, service):
         service.model_name, service._names = "other", {"other"}
         service.restore()
         assert not service._sessions
         assert (await client.post("session_heartbeat", {"session_id": first})).status_code == 410
+        assert saved.is_dir()  # the other model may be served here again
         client.session = (await client.tree("create_session", {}))["session_id"]
         body = {"session_id": client.session, "sampling_session_seq_id": 1, "model_path": path}
         refused = await client.post("create_sampling_session", body)

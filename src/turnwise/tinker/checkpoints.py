@@ -139,9 +139,13 @@ class Checkpoints:
         """Make a checkpoint of another's files, unless it is made already."""
         if self._read(self.folder(copied)) is None:
             begun = self.begin(copied)
-            with translate_unwritable(begun):
-                shutil.copytree(self.folder(source), begun, dirs_exist_ok=True)
-            self.commit(copied)
+            try:
+                with translate_unwritable(begun):
+                    shutil.copytree(self.folder(source), begun, dirs_exist_ok=True)
+                self.commit(copied)
+            except BaseException:  # a full disk would stay full
+                shutil.rmtree(begun, ignore_errors=True)
+                raise
 
     def remove(self, checkpoint: Checkpoint) -> None:
         """Remove a checkpoint, and the folders that are empty then."""

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 
 import psutil
 
-from turnwise.core.aio import is_cancelled
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import (
     InputError,
@@ -99,10 +98,10 @@ class Futures:
         """
         if request_id in self.entries:
             return
-        size += SMALLEST
+        size = min(size + SMALLEST, _MOST // 4)  # of an estimate: no request is refused for ever
         own, total = self._held.get(self._account, 0), sum(self._held.values())
         part = _MOST // len({*self._held, self._account})
-        if total + size > _MOST and (own + size > part or total + size > 2 * _MOST) and total:
+        if total + size > _MOST and ((own and own + size > part) or total + size > 2 * _MOST):
             raise Busy(
                 f"{own >> 20:,} MB of your requests are in progress, or have results that were not "
                 "fetched, or only just: wait for some of them"
@@ -115,7 +114,7 @@ class Futures:
         try:
             found = await work()
         except (Exception, asyncio.CancelledError) as error:
-            if is_cancelled():  # it was dropped, and nobody waits
+            if entry.result.done():  # it was dropped, and nobody waits
                 raise
             found = failure(ordinary_error(error))
         if not entry.result.done():
@@ -171,6 +170,8 @@ class Turns:
             InputError: when a request before this one did not come in time.
         """
         called = self._here[position] = asyncio.Event()
+        if position < self.next:  # it was given up a moment ago
+            called.set()
         self._call()
         try:
             await called.wait()
@@ -197,6 +198,7 @@ class Turns:
 
     def _give_up(self) -> None:
         """Let all that wait fail, and later ones run."""
-        self._lost, self.next, self._gap = self.next, max(self._here) + 1, None
+        self._lost, self._gap = self.next, None
+        self.next = max(self.next, *self._here) + 1
         for called in self._here.values():
             called.set()

@@ -155,18 +155,18 @@ class TinkerService:
         """Go on with the sessions and samplers of a server that was killed, from their files."""
         held = set[Path]()
         for path in self._files.path("").glob("*.jsonl"):
-            with suppress(ValueError, TypeError):
+            with suppress(ValueError, TypeError, LookupError):
                 whole = path.read_text().rpartition("\n")[0]  # the last line may be half of one
                 first, *others = map(json.loads, whole.splitlines())
-                if first.pop("model", None) not in self._names:
-                    continue
-                session = self._open(first["id"], first["owner"])
+                own = first["model"] in self._names  # else another model may be served here again
+                session = self._open(first["id"], first["owner"]) if own else None
                 for name, tree in others:
-                    saved = tree and Checkpoint(**tree)
-                    if saved and not self.checkpoints.folder(saved).exists():
+                    saved = Checkpoint(**tree) if tree else None
+                    if saved and not (folder := self.checkpoints.folder(saved)).exists():
                         continue
-                    made = session.samplers[name] = Sampler(name, session, saved or None)
-                    held |= {self.checkpoints.folder(made.snapshot)} if made.snapshot else set()
+                    held |= {folder} if saved else set()
+                    if session is not None:
+                        session.samplers[name] = Sampler(name, session, saved)
         self.checkpoints.tidy(held)
 
     async def _note(self, session: Session, line: object) -> None:
@@ -302,7 +302,7 @@ class TinkerService:
         self._check_base(asked.base_model)
         if asked.lora_config is None:
             raise InputError("this server trains adapters: create_model needs a lora_config")
-        spec, owner = asked.lora_config.model_dump(), session.owner
+        spec, owner = asked.lora_config.model_dump(exclude={"body_bytes"}), session.owner
         new = Checkpoint(name, "snapshots", "", owner, self.model_name, 0, spec)
         await self._add_model(session, replace(new, run_metadata=asked.user_metadata))
         return {"model_id": name}
@@ -380,8 +380,8 @@ class TinkerService:
         taken = asked.adam_params
         try:
             if model.lost:
-                why, model.lost = model.lost, ""
                 await self._ask("drop", model.id)
+                why, model.lost = model.lost, ""
                 raise InputError(
                     f"optim_step: a pass of this step failed ({why}), so the gradient was dropped "
                     "and nothing changed: send the passes of this step again"
@@ -405,11 +405,15 @@ class TinkerService:
             raise InputError("save_weights_for_sampler needs a path, or a sampling session")
         sampler = f"{model.session.id}:sample:{number}"
         saved = await self._save(model, "snapshots", str(number), asked)
-        oldest = time.monotonic() - _UNUSED_SECONDS
-        for each in list(model.session.samplers.values()):
-            if each.snapshot and each.snapshot.run == saved.run and each.seen < oldest:
-                await self._drop(each)
-        await self._add_sampler(Sampler(sampler, model.session, saved))
+        try:
+            oldest = time.monotonic() - _UNUSED_SECONDS
+            for each in list(model.session.samplers.values()):
+                if each.snapshot and each.snapshot.run == saved.run and each.seen < oldest:
+                    await self._drop(each)
+            await self._add_sampler(Sampler(sampler, model.session, saved))
+        except BaseException:  # its session has ended meanwhile
+            await run_in_thread(self.checkpoints.remove, saved)
+            raise
         return {"sampling_session_id": sampler}
 
     async def save_weights(
@@ -427,7 +431,8 @@ class TinkerService:
 
     async def create_from(self, name: str, session: Session, asked: requests.LoadWeights) -> Reply:
         saved, *state = await self._saved(asked, session)
-        new = replace(saved, run=name, kind="snapshots", run_metadata=asked.user_metadata)
+        new = replace(saved, run=name, kind="snapshots", created=str(expiry(0)), expires=None)
+        new = replace(new, run_metadata=asked.user_metadata)
         await self._add_model(session, new, *state)
         return {"path": saved.address, "model_id": name}
 

@@ -87,7 +87,8 @@ class TrainingRequest:
         """Bytes of the data."""
         tensors = (each for datum in self.data for each in datum.inputs.values())
         files = sum(len(one.image.data) for datum in self.data for one in datum.images)
-        return files + sum(d.token_ids_T.nbytes for d in self.data) + sum(t.nbytes for t in tensors)
+        whole = sum(300 + 250 * len(d.inputs) + d.token_ids_T.nbytes for d in self.data)
+        return files + whole + sum(t.nbytes for t in tensors)
 
 
 @cache
