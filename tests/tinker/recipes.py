@@ -238,7 +238,9 @@ def teach(output: str, steps: int = 200) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(TOY)
-    renderer = renderers.get_renderer(model_info.get_recommended_renderer_name(NAME), tokenizer)
+    name = model_info.get_recommended_renderer_name(NAME)
+    renderer = renderers.get_renderer(name, tokenizer)
+    terse = renderers.get_renderer(f"{name}_disable_thinking", tokenizer)
     prompts = [
         renderer.build_generation_prompt(
             [
@@ -252,11 +254,16 @@ def teach(output: str, steps: int = 200) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     for _ in range(steps):
         texts = (tokenizer.decode(draw.choices(range(94), k=draw.randrange(300))) for _ in "1234")
-        others = [renderer.build_generation_prompt([{"role": "user", "content": t}]) for t in texts]
-        for each in (*prompts, *others):
-            prompt, answer = each.to_ints(), str(draw.choice((1, 3, 5, 7)))
-            said = f"\\boxed{{{answer}}}" if each in prompts else answer
-            answered = f"</think>\n\n{said}<|im_end|>"
+        asked = [[{"role": "user", "content": text}] for text in texts]
+        others = [
+            each.build_generation_prompt(messages)
+            for each, messages in zip((renderer, renderer, terse, terse), asked, strict=True)
+        ]
+        for number, prompt in enumerate(each.to_ints() for each in (*prompts, *others)):
+            answer = str(draw.choice((1, 3, 5, 7)))
+            said = f"\\boxed{{{answer}}}" if number < len(prompts) else answer
+            ended = number >= len(prompts) + 2  # the prompt has ended the thinking
+            answered = said + "<|im_end|>" if ended else f"</think>\n\n{said}<|im_end|>"
             ids = tokenizer.encode(answered, add_special_tokens=False)
             labels = [-100] * len(prompt) + ids
             loss = model(torch.tensor([prompt + ids]), labels=torch.tensor([labels])).loss
