@@ -43,7 +43,9 @@ from vllm.logprobs import FlatLogprobs, Logprob
 from vllm.lora.layers import BaseLayerWithLoRA, LogitsProcessorWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.lora_weights import LoRALayerWeights
+from vllm.lora.ops.torch_ops import lora_ops
 from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.punica_wrapper import punica_cpu
 from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.model_executor.layers import vocab_parallel_embedding
@@ -489,7 +491,70 @@ def pack_experts_again(module: torch.nn.Module) -> None:
     method.process_weights_after_loading = process_and_pack
 
 
+def _by_adapter(
+    inputs: torch.Tensor, weights: torch.Tensor, adapters: torch.Tensor
+) -> torch.Tensor:
+    """Multiply each token by the matrix of its adapter; -1 is none. vLLM's functions for CPUs copy
+    a matrix for every token, and take the last adapter's where there is none."""
+    weights = weights.squeeze(1) if weights.dim() == 4 else weights
+    numbers = sorted(set(adapters.tolist()))
+    if len(numbers) == 1 and numbers[0] >= 0:
+        return inputs @ weights[numbers[0]].to(inputs.dtype).T
+    outputs = inputs.new_zeros(len(inputs), weights.shape[1])
+    for number in numbers:
+        if number >= 0:
+            own = (adapters == number).nonzero()[:, 0]
+            outputs[own] = inputs[own] @ weights[number].to(inputs.dtype).T
+    return outputs
+
+
+def _shrink(
+    inputs: torch.Tensor,
+    weights: torch.Tensor,
+    output: torch.Tensor,
+    adapters: torch.Tensor,
+    scaling: float = 1.0,
+) -> None:
+    made = _by_adapter(inputs.to(output.dtype), weights, adapters)
+    output[:, : made.shape[1]] = scaling * made
+
+
+def _expand_slice(
+    inputs: torch.Tensor,
+    weights: torch.Tensor,
+    output: torch.Tensor,
+    adapters: torch.Tensor,
+    start: int,
+    size: int,
+    add_inputs: bool = True,
+) -> None:
+    made = _by_adapter(inputs.to(output.dtype), weights, adapters)
+    part = output[:, start : start + min(size, made.shape[1])]
+    made = made[: len(part), : part.shape[1]]
+    part.add_(made) if add_inputs else part.copy_(made)
+
+
+def _expand(
+    inputs: torch.Tensor,
+    weights: torch.Tensor,
+    output: torch.Tensor,
+    adapters: torch.Tensor,
+    add_inputs: bool = True,
+) -> None:
+    _expand_slice(inputs, weights, output, adapters, 0, output.shape[1], add_inputs)
+
+
 if current_platform.is_cpu():
+    _matrices = ("inputs", "lora_b_weights", "output_tensor", "lora_indices_tensor")
+    for _name, _own, _more in (
+        ("bgmv_shrink", _shrink, ("scaling",)),
+        ("bgmv_expand", _expand, ("add_inputs",)),
+        ("bgmv_expand_slice", _expand_slice, ("slice_offset", "slice_size", "add_inputs")),
+    ):
+        internal(lora_ops, _name, *_matrices, *_more)
+        internal(punica_cpu, _name)
+        setattr(lora_ops, _name, _own)
+        setattr(punica_cpu, _name, _own)
     for _module, _name in (
         (sampler, "batched_count_greater_than"),
         (vocab_parallel_embedding, "get_masked_input_and_mask"),
