@@ -138,12 +138,13 @@ def read_training_request(body: bytes, joined: Joined) -> TrainingRequest:
         raise InputError("forward_backward needs a model_id, and a seq_id from 1 on")
     values = {name: value.text or value.number for name, value in request.loss_fn_config_v2.items()}
     data, mistake = list[Datum](), ""
-    shapes = [tensor.shape for each in request.data for tensor in each.loss_fn_inputs.values()]
     try:
+        parts = (1 + len(each.model_input) + len(each.loss_fn_inputs) for each in request.data)
+        if len(request.data) > _MOST_PARTS or sum(parts) > _MOST_PARTS:
+            raise InputError(f"there are more than {_MOST_PARTS:,} data, chunks and tensors in all")
+        shapes = [tensor.shape for each in request.data for tensor in each.loss_fn_inputs.values()]
         if not sum(abs(np.prod(shape, dtype=float)) for shape in shapes) <= MOST_VALUES:
             raise InputError(f"the tensors have more than {MOST_VALUES:,} values in all")
-        if len(shapes) + sum(1 + len(each.model_input) for each in request.data) > _MOST_PARTS:
-            raise InputError(f"there are more than {_MOST_PARTS:,} data, chunks and tensors in all")
         for number, each in enumerate(request.data):
             data.append(_read_datum(each, f"datum {number}", joined))
     except (InputError, ValueError) as error:
