@@ -512,12 +512,12 @@ async def test_losses_are_divided_by_all_trained_tokens_whatever_the_log_keeps(
     two: dict[str, Any] = {"tokens": IDS[:-1]}
     two["target_tokens"] = [[each, 1] for each in IDS[1:]]
     two["weights"] = [[0.5, 0.5]] * 4 + [[0.0, 0.0]]
-    monkeypatch.setattr("turnwise.tinker.run_log._MOST_TRAINED", 12)
+    monkeypatch.setattr("turnwise.tinker.run_log._MOST_TRAINED", 80)
     losses = [
         loss_of(await client.trained(seq, data, "cross_entropy"))
         for seq, data in enumerate([[plain], [odd, two], [plain]], 1)
     ]
-    assert service._sampled.trained == 10
+    assert service._sampled.trained == 74  # of two data
     await client.step(4, learning_rate=1e-3)
     assert service._sampled.trained == 0
     await client.tree(f"sessions/{client.session}/finish", {})

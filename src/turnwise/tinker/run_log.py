@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 
 _MOST_SAMPLED = 2**25  # tokens of samples that are kept; beyond, the oldest are dropped
 _MOST_TRAINED = 2**24  # tokens of all models' passes that are kept until their steps are taken
+_DATUM_TOKENS = 32  # as many tokens as a datum counts beside its own, for its objects
 
 
 class _Sampled(NamedTuple):
@@ -62,7 +63,7 @@ class SampleIndex:
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self.decode = decode
         self.trained = 0
-        """Tokens of passes that models keep until their steps are taken."""
+        """Size, in tokens, of passes that models keep until their steps are taken."""
         self._kept: dict[tuple[str, int, int], _Sampled] = {}
         self._size = 0
 
@@ -131,20 +132,21 @@ class RunLog:
         factor = LOSSES[request.loss].factor or "advantages"
         for datum, logprobs_T in zip(request.data, logprobs, strict=True):
             length = len(datum.token_ids_T)
+            size = length + _DATUM_TOKENS
             value = datum.inputs.get(factor, np.ones(logprobs_T.shape, np.float32))
             self._tokens += int(value.reshape(length, -1).any(axis=1).sum())
-            if logprobs_T.ndim > 1 or self._index.trained + length > _MOST_TRAINED:
+            if logprobs_T.ndim > 1 or self._index.trained + size > _MOST_TRAINED:
                 self._left_out += 1
                 continue
-            own = {name: datum.inputs.get(name) for name in ("target_tokens", "logprobs")}
-            given = {k: v for k, v in own.items() if v is not None and v.shape == logprobs_T.shape}
-            targets = given["target_tokens"]
+            sampled = datum.inputs.get("logprobs", logprobs_T[:0])
+            given = {"logprobs": sampled} if sampled.shape == logprobs_T.shape else {}
+            targets = datum.inputs["target_tokens"]
             ids = np.append(_seen(datum.token_ids_T, datum.images), targets[-1:])
             if (targets != ids[1:])[value != 0].any():  # what counts is not what follows
                 ids = ids[:0]
             self._trained.append((given | {"ids": ids, "value": value}, logprobs_T))
-            self._index.trained += length
-            self._held += length
+            self._index.trained += size
+            self._held += size
 
     async def step(self, version: int, learning_rate: float, metrics: Mapping[str, float]) -> None:
         """Write a step that began with the weights of a version, beside what comes next."""
