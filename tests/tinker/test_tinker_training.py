@@ -12,7 +12,7 @@ import torch
 from tests.tinker.bench import KEY, Client, logprobs_of, loss_of, message, opened
 from tests.vision import vision_config
 from turnwise.config import Config
-from turnwise.errors import TurnwiseError
+from turnwise.errors import InputError, TurnwiseError
 from turnwise.tinker import requests
 from turnwise.tinker.images import ChunkReader
 from turnwise.tinker.service import TinkerService
@@ -265,6 +265,36 @@ async def test_a_step_fails_after_a_pass_that_left_half_of_its_gradient(
     (own,) = logprobs_of(await client.trained(6, data, "cross_entropy"))
     (theirs,) = logprobs_of(await other.trained(3, data, "cross_entropy"))
     np.testing.assert_array_equal(own, theirs)
+
+
+@pytest.mark.parametrize("kind", ["first part", "second part", "reply"])
+async def test_only_a_pass_that_has_run_fails_the_step_after_it(
+    served: tuple[Client, TinkerService], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    client, service = served
+    await client.open()
+    data = [{"tokens": IDS[:-1], "target_tokens": IDS[1:]}] * 2
+    await client.trained(1, data, "cross_entropy")
+    ask, passes = service._trainer, list[object]()
+
+    async def refusing(method: str, *arguments: object) -> Any:
+        passes.extend([method] if method == "run" else [])
+        if kind != "reply" and len(passes) == (kind == "second part") + 1:
+            raise InputError("refused")
+        return await ask(method, *arguments)
+
+    def failing(*_: object) -> bytes:
+        raise MemoryError("refused")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(requests, "TURN_TOKENS", 5)
+        patch.setattr(service, "_trainer", refusing)
+        if kind == "reply":
+            patch.setattr("turnwise.tinker.service.training_reply", failing)
+        assert "refused" in (await client.trained(2, data, "cross_entropy"))["error"]
+    stepped = await client.step(3, learning_rate=1e-2)
+    assert ("metrics" in stepped) == (kind == "first part")
+    assert "metrics" in await client.step(4, learning_rate=1e-2)
 
 
 async def test_nothing_is_left_of_an_adapter_that_ends_while_it_is_away(client: Client) -> None:

@@ -349,15 +349,17 @@ class TinkerService:
         longest = self._config.model.max_length
         await run_in_thread(requests.check_training, request, self._vocabulary, longest)
         outputs, loss = list[Array](), 0.0
-        for part in requests.turns_of(request):
-            try:
+        try:
+            for part in requests.turns_of(request):
                 found, its_loss = await self._ask("run", model.id, part)
-            except Exception as error:
-                model.lost = model.lost if request.forward_only else text_of(error)
-                raise
-            outputs, loss = outputs + found, loss + its_loss
-        model.log.add(request, [each[0] for each in outputs], loss)
-        return await run_in_thread(training_reply, outputs, loss)
+                outputs, loss = outputs + found, loss + its_loss
+            model.log.add(request, [each[0] for each in outputs], loss)
+            return await run_in_thread(training_reply, outputs, loss)
+        except Exception as error:
+            # A first part that is refused did not run.
+            if not request.forward_only and (outputs or not isinstance(error, InputError)):
+                model.lost = text_of(error)
+            raise
 
     async def in_turn(
         self, owner: str, tree: JsonObject, kind: type[_Kind], work: _Work
