@@ -6,6 +6,7 @@ process of an engine imports this file, which applies the patches.
 
 import gc
 import time
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Mapping
 from functools import partialmethod
 from multiprocessing.context import BaseContext
@@ -497,14 +498,20 @@ def _by_adapter(
     """Multiply each token by the matrix of its adapter; -1 is none. vLLM's functions for CPUs copy
     a matrix for every token, and take the last adapter's where there is none."""
     weights = weights.squeeze(1) if weights.dim() == 4 else weights
-    numbers = sorted(set(adapters.tolist()))
-    if len(numbers) == 1 and numbers[0] >= 0:
+    numbers = adapters.tolist()
+    if numbers[0] >= 0 and numbers.count(numbers[0]) == len(numbers):
         return inputs @ weights[numbers[0]].to(inputs.dtype).T
-    outputs = inputs.new_zeros(len(inputs), weights.shape[1])
-    for number in numbers:
-        if number >= 0:
-            own = (adapters == number).nonzero()[:, 0]
-            outputs[own] = inputs[own] @ weights[number].to(inputs.dtype).T
+    counts = dict(sorted(Counter(numbers).items()))
+    order = adapters.argsort()  # tokens of an adapter are beside each other
+    parts = torch.split(inputs[order], [*counts.values()])
+    made = [
+        part @ weights[number].to(inputs.dtype).T
+        if number >= 0
+        else part.new_zeros(len(part), weights.shape[1])
+        for number, part in zip(counts, parts, strict=True)
+    ]
+    outputs = torch.empty_like(joined := torch.cat(made))
+    outputs[order] = joined
     return outputs
 
 
