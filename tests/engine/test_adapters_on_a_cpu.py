@@ -1,4 +1,4 @@
-"""How an engine on a CPU multiplies tokens by the matrices of their adapters."""
+"""An engine on a CPU multiplies each token by the matrices of its own adapter."""
 
 import pytest
 import torch
@@ -26,3 +26,10 @@ def test_each_token_is_multiplied_by_its_own_adapter(adapters: list[int]) -> Non
     vllm.punica_cpu.bgmv_expand(between, expand, whole, numbers, add_inputs=False)
     torch.testing.assert_close(whole[:, :5], expected[:, 3:8] - 1)
     assert bool((whole[:, 5:] == 1).all())
+
+
+def test_a_step_without_tokens_computes_nothing() -> None:
+    output = torch.zeros(0, 2)
+    numbers = torch.zeros(0, dtype=torch.long)
+    vllm.lora_ops.bgmv_shrink(torch.zeros(0, 6), torch.randn(3, 1, 2, 6), output, numbers, 0.5)
+    assert output.shape == (0, 2)

@@ -1,7 +1,6 @@
 """Limits of what clients of a Tinker server leave behind or send wrong, without engines."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.responses import PlainTextResponse
 
-from tests.tinker.bench import KEY, Client, logprobs_of, message, opened
+from tests.tinker.bench import KEY, Client, logprobs_of, message
 from tests.vision import vision_config
 from turnwise.chat.session_store import SessionStore
-from turnwise.config import Config, SamplingConfig
+from turnwise.config import SamplingConfig
 from turnwise.config.serving import ServingConfig
 from turnwise.errors import EngineError, InputError
 from turnwise.serving.openai.protection import guarded
@@ -41,19 +40,6 @@ def row(ids: list[int] = IDS) -> dict[str, Any]:
     return {"tokens": ids[:-1], "target_tokens": ids[1:], "weights": [1.0] * (len(ids) - 1)}
 
 
-@pytest.fixture
-async def running(
-    make_config: Callable[..., Config], model_path: str, tmp_path: Path
-) -> AsyncIterator[tuple[Client, TinkerService]]:
-    config = make_config(
-        model={"path": model_path, "max_length": 64, "lora": {"rank": 8}},
-        weights={"lora": "adapter"},
-        training={"threads": 1},
-    )
-    async with opened(config, tmp_path) as (client, own):
-        yield client, own
-
-
 async def sampler_of(client: Client) -> str:
     session = (await client.tree("create_session", {}))["session_id"]
     body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "model"}
@@ -68,9 +54,9 @@ def asked(sampler: str, seq: int, **more: Any) -> dict[str, Any]:
 
 
 async def test_a_client_with_too_much_in_progress_is_asked_to_wait(
-    running: tuple[Client, TinkerService], monkeypatch: pytest.MonkeyPatch
+    served: tuple[Client, TinkerService], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client, _ = running
+    client, _ = served
     sampler = await sampler_of(client)
     monkeypatch.setattr(futures, "_MOST", 80_000)
     monkeypatch.setattr(futures, "_SENT_SECONDS", 0.0)
@@ -113,9 +99,9 @@ async def test_when_all_is_taken_a_client_with_less_than_its_part_still_gets_in(
 
 
 async def test_an_error_of_an_engine_is_the_result_of_its_sample(
-    running: tuple[Client, TinkerService], monkeypatch: pytest.MonkeyPatch
+    served: tuple[Client, TinkerService], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client, own = running
+    client, own = served
     sampler = await sampler_of(client)
 
     async def failing(*_: object) -> Any:
@@ -134,8 +120,8 @@ async def test_an_error_of_an_engine_is_the_result_of_its_sample(
     assert "error" in await client.result(await client.tree("asample", large))
 
 
-async def test_what_a_request_takes_is_counted(running: tuple[Client, TinkerService]) -> None:
-    client, own = running
+async def test_what_a_request_takes_is_counted(served: tuple[Client, TinkerService]) -> None:
+    client, own = served
     sampler = await sampler_of(client)
 
     async def counted(number: int, **more: Any) -> int:
@@ -154,8 +140,8 @@ async def test_what_a_request_takes_is_counted(running: tuple[Client, TinkerServ
     assert sum(own._held.values()) - before > 100_000
 
 
-async def test_a_cancelled_sample_leaves_nothing(running: tuple[Client, TinkerService]) -> None:
-    client, own = running
+async def test_a_cancelled_sample_leaves_nothing(served: tuple[Client, TinkerService]) -> None:
+    client, own = served
     promise = await client.tree("asample", asked(await sampler_of(client), 0, num_samples=8))
     await client.tree("cancel_future", {"request_id": promise["request_id"]})
     assert not any(each.futures.entries for each in own._sessions.values())
@@ -183,9 +169,9 @@ async def test_results_that_were_sent_are_kept_for_a_while(monkeypatch: pytest.M
 
 
 async def test_requests_after_one_that_never_comes_fail_in_words(
-    monkeypatch: pytest.MonkeyPatch, running: tuple[Client, TinkerService]
+    monkeypatch: pytest.MonkeyPatch, served: tuple[Client, TinkerService]
 ) -> None:
-    client, _ = running
+    client, _ = served
     monkeypatch.setattr(futures, "GAP_SECONDS", 0.2)
     await client.open()
     await client.trained(1, [row()], "cross_entropy")
@@ -227,9 +213,9 @@ async def test_turns_go_on_when_those_who_run_or_wait_are_cancelled() -> None:
 
 
 async def test_a_session_that_ends_answers_those_who_wait(
-    running: tuple[Client, TinkerService],
+    served: tuple[Client, TinkerService],
 ) -> None:
-    client, _ = running
+    client, _ = served
     await client.open()
     late = (await client.train(2, [row()], "cross_entropy")).json()
     waiting = asyncio.create_task(
@@ -241,9 +227,9 @@ async def test_a_session_that_ends_answers_those_who_wait(
 
 
 async def test_silent_sessions_make_room_for_new_ones(
-    running: tuple[Client, TinkerService], monkeypatch: pytest.MonkeyPatch
+    served: tuple[Client, TinkerService], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    client, own = running
+    client, own = served
     monkeypatch.setattr(service, "_MOST_SESSIONS", 3)
     names = [(await client.tree("create_session", {}))["session_id"] for _ in range(3)]
     refused = await client.post("create_session", {})
@@ -254,9 +240,9 @@ async def test_silent_sessions_make_room_for_new_ones(
 
 
 async def test_a_thousand_clients_that_vanish_leave_nothing(
-    running: tuple[Client, TinkerService],
+    served: tuple[Client, TinkerService],
 ) -> None:
-    client, own = running
+    client, own = served
     for number in range(1000):
         key = {"X-API-Key": f"tml-{number}"}
         session = (await client.post("create_session", {}, **key)).json()["session_id"]
@@ -273,9 +259,9 @@ async def test_a_thousand_clients_that_vanish_leave_nothing(
 
 
 async def test_weights_without_a_name_go_once_there_are_newer_ones(
-    running: tuple[Client, TinkerService], tmp_path: Path
+    served: tuple[Client, TinkerService], tmp_path: Path
 ) -> None:
-    client, own = running
+    client, own = served
     await client.open()
     held = own._sessions[client.session].samplers
     for number in range(3):
@@ -289,9 +275,9 @@ async def test_weights_without_a_name_go_once_there_are_newer_ones(
 
 
 async def test_numbers_that_are_none_are_refused_and_answers_are_json(
-    running: tuple[Client, TinkerService],
+    served: tuple[Client, TinkerService],
 ) -> None:
-    client, _ = running
+    client, _ = served
     await client.open()
 
     async def send(path: str, text: str) -> Any:
@@ -310,9 +296,9 @@ async def test_numbers_that_are_none_are_refused_and_answers_are_json(
 
 @pytest.mark.parametrize("body", [b"[" * 100_000, b'{"a": ' * 100_000, b"\xff", b"1"])
 async def test_bodies_that_are_no_requests_are_refused(
-    running: tuple[Client, TinkerService], body: bytes
+    served: tuple[Client, TinkerService], body: bytes
 ) -> None:
-    client, _ = running
+    client, _ = served
     for path in ("asample", "retrieve_future", "optim_step", "create_session"):
         answer = await client.http.post(f"/api/v1/{path}", content=body, headers=KEY)
         assert answer.status_code in (400, 413), (path, answer.text)
@@ -327,17 +313,17 @@ async def test_bodies_that_are_no_requests_are_refused(
     ],
 )
 async def test_a_long_mistake_makes_a_short_error(
-    running: tuple[Client, TinkerService], change: dict[str, Any], why: str
+    served: tuple[Client, TinkerService], change: dict[str, Any], why: str
 ) -> None:
-    client, _ = running
+    client, _ = served
     refused = await client.post("asample", asked(await sampler_of(client), 0, **change))
     assert refused.status_code == 400
     assert why in refused.json()["detail"]
     assert len(refused.json()["detail"]) < 500
 
 
-async def test_long_metadata_are_refused(running: tuple[Client, TinkerService]) -> None:
-    client, _ = running
+async def test_long_metadata_are_refused(served: tuple[Client, TinkerService]) -> None:
+    client, _ = served
     long = {"user_metadata": {"a": "b" * routes._MOST_BYTES}}
     assert (await client.post("create_session", long)).status_code == 413
 

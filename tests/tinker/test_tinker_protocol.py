@@ -4,7 +4,6 @@ import asyncio
 import base64
 import json
 import re
-from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.tinker.bench import KEY, Client, logprobs_of, loss_of, opened
-from turnwise.config import Config
+from tests.tinker.bench import KEY, Client, logprobs_of, loss_of
 from turnwise.engine.adapters import read_adapter
 from turnwise.serving.openai.protection import key_in
 from turnwise.tinker.backend import server_config
@@ -29,24 +27,6 @@ IDS = [5, 6, 7, 8, 9, 10]
 def datum(ids: list[int] = IDS, weight: float = 1.0) -> dict[str, Any]:
     weights = [weight] * (len(ids) - 1)
     return {"tokens": ids[:-1], "target_tokens": ids[1:], "weights": weights}
-
-
-@pytest.fixture
-async def served(
-    make_config: Callable[..., Config], model_path: str, tmp_path: Path
-) -> AsyncIterator[tuple[Client, TinkerService]]:
-    config = make_config(
-        model={"path": model_path, "max_length": 64, "lora": {"rank": 8}},
-        weights={"lora": "adapter"},
-        training={"threads": 1},
-    )
-    async with opened(config, tmp_path) as (client, service):
-        yield client, service
-
-
-@pytest.fixture
-def client(served: tuple[Client, TinkerService]) -> Client:
-    return served[0]
 
 
 async def test_log_probs_of_a_new_adapter_are_those_of_the_model(

@@ -1,6 +1,6 @@
 """Another loss in the place of stable_reinforce, where the server was started so."""
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -13,15 +13,6 @@ from turnwise.tinker.backend import open_tinker
 from turnwise.tinker.losses import STAND_INS
 
 IDS = [5, 6, 7, 8]
-
-
-@pytest.fixture
-def config(make_config: Callable[..., Config], model_path: str) -> Config:
-    return make_config(
-        model={"path": model_path, "max_length": 64, "lora": {"rank": 8}},
-        weights={"lora": "adapter"},
-        training={"threads": 1},
-    )
 
 
 @pytest.fixture

@@ -1,9 +1,8 @@
-"""What clients save, and what is left when the server is killed, without engines: see `bench`."""
+"""States that clients save, and those that a killed server leaves; without engines: see `bench`."""
 
 import asyncio
 import json
 import shutil
-from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -28,26 +27,6 @@ from turnwise.viewer.run_files import RunFiles
 IDS = [5, 6, 7, 8, 9, 10]
 SUPERVISED = {"tokens": IDS[:-1], "target_tokens": IDS[1:], "weights": [1.0] * 5}
 OTHER = {"X-API-Key": "tml-two"}
-
-
-@pytest.fixture
-def config(make_config: Callable[..., Config], model_path: str) -> Config:
-    return make_config(
-        model={"path": model_path, "max_length": 64, "lora": {"rank": 8}},
-        weights={"lora": "adapter"},
-        training={"threads": 1},
-    )
-
-
-@pytest.fixture
-async def served(config: Config, tmp_path: Path) -> AsyncIterator[tuple[Client, TinkerService]]:
-    async with opened(config, tmp_path) as (client, service):
-        yield client, service
-
-
-@pytest.fixture
-def client(served: tuple[Client, TinkerService]) -> Client:
-    return served[0]
 
 
 async def save(client: Client, seq: int, name: str, verb: str = "save_weights", **more: Any) -> Any:

@@ -1,17 +1,14 @@
 """Training through the protocol: targets, losses, memory and turns, without engines."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from tests.tinker.bench import KEY, Client, logprobs_of, loss_of, message, opened
+from tests.tinker.bench import KEY, Client, logprobs_of, loss_of, message
 from tests.vision import vision_config
-from turnwise.config import Config
 from turnwise.errors import InputError, TurnwiseError
 from turnwise.tinker import requests
 from turnwise.tinker.images import ChunkReader
@@ -19,24 +16,6 @@ from turnwise.tinker.service import TinkerService
 from turnwise.tinker.wire import PROTOBUF, message_classes, read_training_request
 
 IDS = [5, 6, 7, 8, 9, 10]
-
-
-@pytest.fixture
-async def served(
-    make_config: Callable[..., Config], model_path: str, tmp_path: Path
-) -> AsyncIterator[tuple[Client, TinkerService]]:
-    config = make_config(
-        model={"path": model_path, "max_length": 64, "lora": {"rank": 8}},
-        weights={"lora": "adapter"},
-        training={"threads": 1},
-    )
-    async with opened(config, tmp_path) as (client, service):
-        yield client, service
-
-
-@pytest.fixture
-def client(served: tuple[Client, TinkerService]) -> Client:
-    return served[0]
 
 
 def shapes_of(reply: bytes) -> list[tuple[int, list[int]]]:

@@ -498,10 +498,9 @@ def _by_adapter(
     """Multiply each token by the matrix of its adapter; -1 is none. vLLM's functions for CPUs copy
     a matrix for every token, and take the last adapter's where there is none."""
     weights = weights.squeeze(1) if weights.dim() == 4 else weights
-    numbers = adapters.tolist()
-    if numbers[0] >= 0 and numbers.count(numbers[0]) == len(numbers):
-        return inputs @ weights[numbers[0]].to(inputs.dtype).T
-    counts = dict(sorted(Counter(numbers).items()))
+    counts = dict(sorted(Counter(adapters.tolist() or [0]).items()))  # a step may have no token
+    if len(counts) == 1 and (only := min(counts)) >= 0:
+        return inputs @ weights[only].to(inputs.dtype).T
     order = adapters.argsort()  # tokens of an adapter are beside each other
     parts = torch.split(inputs[order], [*counts.values()])
     made = [
