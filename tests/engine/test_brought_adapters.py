@@ -16,13 +16,13 @@ from turnwise.errors import InputError
 
 def adapter(number: int) -> LoadedAdapter:
     request: Any = None
-    return LoadedAdapter(number, request)
+    return LoadedAdapter(number, request, brought=True)
 
 
 def test_the_one_that_was_not_needed_for_longest_makes_room() -> None:
     table = AdapterTable()
     for number, name in enumerate("abc"):
-        table.bring(name, adapter(number))
+        table.add(name, adapter(number))
     assert table.touch("a")
     assert not table.touch("d")
     taken = table.take()
@@ -35,7 +35,7 @@ def test_the_one_that_was_not_needed_for_longest_makes_room() -> None:
 def test_one_that_a_request_uses_makes_room_if_all_are_in_use() -> None:
     table = AdapterTable()
     for number, name in enumerate("abc"):
-        table.bring(name, adapter(number))
+        table.add(name, adapter(number))
     with table.using("a", "first"), table.using("b", "second"):
         taken = [table.take(), table.take()]
         assert [each[0] for each in taken if each is not None] == ["c", "a"]
@@ -44,7 +44,9 @@ def test_one_that_a_request_uses_makes_room_if_all_are_in_use() -> None:
 
 def test_those_of_the_configuration_never_make_room() -> None:
     table = AdapterTable()
-    table.add("served", adapter(0))
+    served = adapter(0)
+    served.brought = False
+    table.add("served", served)
     assert table.touch("served")
     assert table.take() is None
 

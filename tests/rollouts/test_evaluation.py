@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from turnwise.config import Config
-from turnwise.core.aio import for_each, together
+from turnwise.core.aio import for_each, is_cancelled, task_group, together
 from turnwise.errors import DeadlineError, InputError
 from turnwise.observe.metrics import StepMetrics
 from turnwise.rollouts import Group, Problem
@@ -334,6 +334,16 @@ async def test_the_first_error_ends_what_runs_together() -> None:
     with pytest.raises(ValueError, match="it"):
         await together([slow(), fails()])
     assert ended == ["slow"]
+    assert not is_cancelled()  # nobody has cancelled this task
+
+    async def in_a_group() -> None:
+        async with task_group() as tasks:
+            tasks.create_task(slow())
+            tasks.create_task(fails())
+
+    with pytest.raises(ValueError, match="it"):
+        await in_a_group()
+    assert not is_cancelled()
     assert await together(asyncio.sleep(0, number) for number in range(3)) == [0, 1, 2]
 
 

@@ -399,6 +399,7 @@ async def test_a_momentary_lack_of_threads_ends_no_run(
     began = time.monotonic()
     with monkeypatch.context() as lacking:
         lacking.setattr(aio, "_idle_threads", NeverIdle())
+        lacking.setattr(aio, "_THREAD_SECONDS", 0.5)  # each of several calls waits for a thread
         lacking.setattr(threading.Thread, "start", start)
         group = await run(row, n=2, **options)
     assert dict(group.dropped) == {"system_error" if process else "environment_error": 2}

@@ -9,6 +9,7 @@ import asyncio
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -81,14 +82,21 @@ class Client:
 def message(
     model: str, seq: int, data: list[dict[str, Any]], loss: str, forward_only: bool = False
 ) -> bytes:
-    """Return a forward_backward request: each datum has `tokens`, and inputs by their names."""
+    """Return a forward_backward request: each datum has `tokens`, and inputs by their names; a
+    member of `tokens` may be the file of an image, with the number of ids that it is to have."""
     made = message_classes()["ForwardBackwardRequest"](
         model_id=model, seq_id=seq, loss_fn=loss, forward_only=forward_only
     )
     for each in data:
         datum = made.data.add()
-        ids = np.asarray(each["tokens"], np.int32)
-        datum.model_input.add().encoded_text.tokens = ids.tobytes()
+        for is_text, part in groupby(each["tokens"], lambda one: not isinstance(one, tuple)):
+            if is_text:
+                ids = np.asarray([*part], np.int32)
+                datum.model_input.add().encoded_text.tokens = ids.tobytes()
+            else:
+                for data, expected in part:
+                    image = datum.model_input.add().image
+                    image.data, image.format, image.expected_tokens = data, "png", expected
         for name, values in each.items():
             if name != "tokens":
                 whole = name == "target_tokens"
@@ -114,15 +122,17 @@ def loss_of(reply: bytes) -> float:
 
 
 @asynccontextmanager
-async def opened(config: Config, folder: Path) -> AsyncIterator[tuple[Client, TinkerService]]:
+async def opened(
+    config: Config, folder: Path, stable: str = ""
+) -> AsyncIterator[tuple[Client, TinkerService]]:
     rank = AdapterRank(config)
-    words = rank._model.config.vocab_size
+    words = rank._model.config.get_text_config().vocab_size
     engine = SimulatedEngine(vocab_size=min(words, VOCABULARY))
 
     async def ask(method: str, *arguments: object) -> Any:
         return getattr(rank, method)(*arguments)
 
-    service = TinkerService(config, engine, ask, words, folder)
+    service = TinkerService(config, engine, ask, words, folder, stable=stable)
     app = add_routes(FastAPI(), service)
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:

@@ -6,10 +6,9 @@
     python -m tests.tinker.official --cookbook tinker_cookbook-0.6.1 [--e2e FOLDER] [-k NAME]
 
 The cookbook's `tests/recipes` start recipes by `uv run python -m MODULE`; what stands in for `uv`
-here gives them local rows and the server's model (see `recipes`), and `loss_fn` to those whose loss
-would be stable_reinforce, which the server does not compute; nothing else. FOLDER is `e2e` of the
-SDK's repository, which its packages lack; its table of servers gets ours. The other tests of both,
-in the packages and beside them, mock the server or need none.
+here gives them local rows and the server's model (see `recipes`); nothing else. FOLDER is `e2e` of
+the SDK's repository, which its packages lack; its table of servers gets ours. The other tests of
+both, in the packages and beside them, mock the server or need none.
 """
 
 import argparse
@@ -22,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests.tinker.recipes import ENVS, ROOT, SDK, in_cookbook, model_in, run, server
+from tests.tinker.recipes import ENVS, ROOT, SDK, STAND_IN, in_cookbook, model_in, run, server
 
 NAME = "Qwen/Qwen3.5-9B"
 """Name of the small model, which one recipe has in its source."""
@@ -35,9 +34,8 @@ KEYS = {
     ),
 }
 """Arguments of recipes that name models; of others `model_name`."""
-WITH_LOSS = ("tinker_cookbook.recipes.math_rl.train",)
 LEFT_OUT = {
-    "test_recipe_vlm_classifier.py": "needs a model that sees",
+    "test_recipe_vlm_classifier.py": "needs a model that sees, as `recipes` has one",
     "test_recipe_forecasting.py": "downloads its rows itself",
 }
 SECONDS = 900.0
@@ -47,8 +45,7 @@ def run_recipe(module: str, arguments: list[str]) -> None:
     """Run a recipe with the server's model."""
     keys = KEYS.get(module.removeprefix("tinker_cookbook.recipes."), ("model_name",))
     kept = [each for each in arguments if each.partition("=")[0] not in keys]
-    loss = ["loss_fn=importance_sampling"] * (module in WITH_LOSS)
-    run(module, [*kept, *loss, *(f"{key}={NAME}" for key in keys)])
+    run(module, [*kept, *(f"{key}={NAME}" for key in keys)])
 
 
 def pytest_collection() -> None:
@@ -138,7 +135,7 @@ def main(arguments: list[str]) -> int:
         if given is not None and options.url:
             failed += tests(options.url)
         elif given is not None:
-            with server(model, folder, name, *keys) as url:
+            with server(model, folder, name, *STAND_IN, *keys) as url:
                 failed += tests(url)
     return failed
 

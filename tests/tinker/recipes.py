@@ -4,14 +4,16 @@
     python -m tests.tinker.recipes [--url URL] [--only NAME ...] [--folder DIR] [--seconds S]
 
 Without --url it starts `turnwise tinker` with the calculator's model, which first learns to give
-short answers in a box, so that some rewards are 1; RECIPE_MODEL and RECIPE_NAME choose another
-model and the name by which recipes choose its renderer. A recipe gets that name and small sizes on
-its command line. What it would download is made here: `run MODULE ...` gives
-`datasets.load_dataset` local rows by the data set's name and registers the model's tokenizer, then
-runs the recipe's module as it is.
+short answers in a box, so that some rewards are 1, and with importance_sampling in the place of
+stable_reinforce, which some recipes ask for: a server at a URL needs that option, too. RECIPE_MODEL
+and RECIPE_NAME choose another model and the name by which recipes choose its renderer. A recipe
+gets that name and small sizes on its command line. What it would download is made here: `run MODULE
+...` gives `datasets.load_dataset` local rows by the data set's name and registers the model's
+tokenizer, then runs the recipe's module as it is.
 """
 
 import argparse
+import io
 import json
 import os
 import random
@@ -36,11 +38,13 @@ NAME = os.environ.get("RECIPE_NAME", "Qwen/Qwen3.6-35B-A3B")
 """Name under which the small model is served: a recipe chooses its renderer by it, and one has this
 name in its source."""
 _TWENTY = "multiplayer_rl, twenty_questions"
+_SEES = "vlm_classifier"
 OWN_NAMES = {_TWENTY: "Qwen/Qwen3.5-9B"}
 """Names of the model for recipes that have another one in their source, whose player answers."""
 WHY = {
     _TWENTY: f"its source names {OWN_NAMES[_TWENTY]} for the player who answers, and a server has "
     "one name: without --url it gets a server of its own",
+    _SEES: "needs a model that sees: without --url it gets a server of its own, with a tiny one",
     "multiplayer_rl, text_arena": "needs TextArena: make envs",
     "search_tool": "needs a Chroma database and Gemini's embeddings: tool_use has a local tool",
 }
@@ -48,6 +52,8 @@ WHY = {
 BUILDERS_ROWS = {"rl_basic": 8, "sl_basic": 256}
 """Rows of the data sets of recipes whose batches of 128 no argument changes; of others 64."""
 RENDERER = "renderer_name=qwen3_5_disable_thinking"
+STAND_IN = ("--stable-reinforce", "importance_sampling")
+"""Arguments of a server for recipes whose loss is stable_reinforce."""
 START_SECONDS = 600.0
 RESULTS = re.compile(r"loss|nll|reward/total|kl|accuracy|num_sequences|grad_norm")
 """Metrics of a recipe's last step that are worth a cell."""
@@ -64,18 +70,15 @@ def recipes(folder: Path, name: str = NAME) -> dict[str, tuple[str, list[str]]]:
     sl = ["batch_size=4", "max_length=1024", steps, log, model]
     loop = [f"{model}", "batch_size=4", rank, steps, "save_every=1"]
     return {
-        "rl_loop": (
-            f"{base}rl_loop",
-            [*loop, "group_size=8", "max_tokens=32", "loss_fn=importance_sampling"],
-        ),
+        "rl_loop": (f"{base}rl_loop", [*loop, "group_size=8", "max_tokens=32"]),
         "rl_basic": (f"{base}rl_basic", [model, "max_tokens=32", "max_steps=1", rank]),
         "sl_loop": (f"{base}sl_loop", [*loop, "max_length=1024"]),
         "sl_basic": (f"{base}sl_basic", [model, steps, rank]),
         "chat_sl": (f"{base}chat_sl.train", [*sl, rank, f"dataset={rows}"]),
-        "math_rl": (f"{base}math_rl.train", [*rl, "env=gsm8k", "loss_fn=importance_sampling"]),
+        "math_rl": (f"{base}math_rl.train", [*rl, "env=gsm8k"]),
         "math_rl, arithmetic, asynchronous": (
             f"{base}math_rl.train",
-            [*rl, "loss_fn=importance_sampling", "max_steps_off_policy=1"],
+            [*rl, "max_steps_off_policy=1"],
         ),
         "distillation, on policy": (
             f"{base}distillation.on_policy_distillation",
@@ -112,6 +115,10 @@ def recipes(folder: Path, name: str = NAME) -> dict[str, tuple[str, list[str]]]:
                 *("batch_size=4", "num_train_datapoints=16", "num_test_datapoints=2"),
                 *("max_tokens=8", steps, log, model, "eval_every=0"),
             ],
+        ),
+        _SEES: (
+            f"{base}vlm_classifier.train",
+            ["batch_size=4", "num_epochs=1", "n_eval=8", steps, rank, log, model],
         ),
         "search_tool": (f"{base}search_tool.train", [steps, log, model]),
         "tool_use": ("tests.tinker.tool_recipe", [model, RENDERER]),
@@ -177,20 +184,38 @@ def rows_of(name: str, count: int) -> dict[str, list[dict[str, Any]]]:
     if name == "Salesforce/wikitext":
         line = "After the long day many people could only wait until the time when it was over ."
         return {"train": [{"text": line} for _ in range(4000)]}
+    if name == "dpdl-benchmark/caltech101":
+        colours = ("red", "green", "blue")
+        pictures: list[dict[str, Any]] = [
+            {"image": {"bytes": square(each)}, "label": each} for each in colours * (count // 3)
+        ]
+        return {"train": pictures, "test": pictures[:8]}
     raise OSError(f"the data set {name} is not made here, and there is no network")
+
+
+def square(colour: str) -> bytes:
+    """Return the file of a picture."""
+    from PIL import Image
+
+    buffer = io.BytesIO()
+    Image.new("RGB", (84, 56), colour).save(buffer, "PNG")
+    return buffer.getvalue()
 
 
 def run(module: str, arguments: list[str]) -> None:
     """Run one recipe in this process."""
     import datasets
-    from tinker_cookbook import tokenizer_utils
-    from transformers import AutoTokenizer
+    from tinker_cookbook import image_processing_utils, tokenizer_utils
+    from transformers import AutoImageProcessor, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(os.environ["RECIPE_TOKENIZER"])
+    place = os.environ["RECIPE_TOKENIZER"]
+    tokenizer = AutoTokenizer.from_pretrained(place)
 
     def load(path: str, *_: object, split: str | None = None, **more: Any) -> object:
         rows = rows_of(path, int(os.environ["RECIPE_ROWS"]))
         made = {key: datasets.Dataset.from_list(own) for key, own in rows.items()}
+        if "label" in rows["train"][0]:
+            made = {key: own.class_encode_column("label") for key, own in made.items()}
         if split is None:
             return datasets.DatasetDict(made)
         if split not in made:
@@ -198,20 +223,24 @@ def run(module: str, arguments: list[str]) -> None:
         return made[split].to_iterable_dataset() if more.get("streaming") else made[split]
 
     datasets.load_dataset = load
+    image_processing_utils.get_image_processor = lambda _: AutoImageProcessor.from_pretrained(place)
     tokenizer_utils.register_tokenizer(NAME, lambda: tokenizer)
     sys.argv = [module, *arguments]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def teach(output: str, steps: int = 200) -> None:
-    """Train the calculator's model to answer `problems` with one of their four answers in a box."""
+    """Train the calculator's model to answer `problems` with one of their four answers in a box,
+    and anything else with a word: what never ends would take most of the time."""
     import torch
     from tinker_cookbook import model_info, renderers
     from tinker_cookbook.recipes.math_rl.math_env import MathEnv
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(TOY)
-    renderer = renderers.get_renderer(model_info.get_recommended_renderer_name(NAME), tokenizer)
+    name = model_info.get_recommended_renderer_name(NAME)
+    renderer = renderers.get_renderer(name, tokenizer)
+    terse = renderers.get_renderer(f"{name}_disable_thinking", tokenizer)
     prompts = [
         renderer.build_generation_prompt(
             [
@@ -224,9 +253,17 @@ def teach(output: str, steps: int = 200) -> None:
     model, draw = AutoModelForCausalLM.from_pretrained(TOY), random.Random(0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     for _ in range(steps):
-        for prompt in (each.to_ints() for each in prompts):
-            answer = draw.choice((1, 3, 5, 7))
-            answered = f"</think>\n\n\\boxed{{{answer}}}<|im_end|>"
+        texts = (tokenizer.decode(draw.choices(range(94), k=draw.randrange(300))) for _ in "1234")
+        asked = [[{"role": "user", "content": text}] for text in texts]
+        others = [
+            each.build_generation_prompt(messages)
+            for each, messages in zip((renderer, renderer, terse, terse), asked, strict=True)
+        ]
+        for number, prompt in enumerate(each.to_ints() for each in (*prompts, *others)):
+            answer = str(draw.choice((1, 3, 5, 7)))
+            said = f"\\boxed{{{answer}}}" if number < len(prompts) else answer
+            ended = number >= len(prompts) + 2  # the prompt has ended the thinking
+            answered = said + "<|im_end|>" if ended else f"</think>\n\n{said}<|im_end|>"
             ids = tokenizer.encode(answered, add_special_tokens=False)
             labels = [-100] * len(prompt) + ids
             loss = model(torch.tensor([prompt + ids]), labels=torch.tensor([labels])).loss
@@ -252,6 +289,13 @@ def model_in(folder: Path) -> Path:
         command = [sys.executable, __file__, "teach", str(place)]
         subprocess.run(command, env=in_cookbook(), check=True)
     return place
+
+
+def seeing_in(folder: Path) -> Path:
+    """Return the folder of a tiny model that sees, with random weights."""
+    from tests.vision import make_qwen_vl  # seconds to import
+
+    return Path(make_qwen_vl(folder / "seeing"))
 
 
 @contextmanager
@@ -312,7 +356,8 @@ def attempt(
     place = folder / re.sub(r"\W+", "_", name)
     shutil.rmtree(place, ignore_errors=True)  # else some go on from states of an earlier server
     place.mkdir()
-    own = [] if module.endswith("create_data") else [f"log_path={place / 'log'}"]
+    key = "experiment_dir" if name == _SEES else "log_path"
+    own = [] if module.endswith("create_data") else [f"{key}={place / 'log'}"]
     environment = in_cookbook(
         TINKER_BASE_URL=url,
         TINKER_API_KEY=os.environ.get("TINKER_API_KEY", "tml-recipes"),
@@ -353,13 +398,13 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     folder = options.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
-    model = model_in(folder)
     names = options.only or list(recipes(folder))
+    text = model_in(folder) if options.url or names != [_SEES] else folder
     failed = 0
     say = partial(print, flush=True)
     say("| recipe | | what it printed | s |\n|---|---|---|---|")
 
-    def each(url: str, names: list[str]) -> None:
+    def each(url: str, names: list[str], model: Path = text) -> None:
         nonlocal failed
         for name in names:
             sys.stderr.write(f"{name} ...\n")
@@ -373,10 +418,15 @@ def main(arguments: list[str]) -> int:
         return failed
     by_name = dict[str, list[str]]()
     for name in names:
-        by_name.setdefault(OWN_NAMES.get(name, NAME), []).append(name)
+        if name != _SEES:
+            by_name.setdefault(OWN_NAMES.get(name, NAME), []).append(name)
     for served, own in by_name.items():
-        with server(model, folder, served) as url:
+        with server(text, folder, served, *STAND_IN) as url:
             each(url, own)
+    if _SEES in names:
+        seeing = seeing_in(folder)
+        with server(seeing, folder, NAME, "model.max_length=1024") as url:
+            each(url, [_SEES], seeing)
     return failed
 
 

@@ -103,7 +103,7 @@ async def test_what_cannot_be_sampled_has_a_sentence(client: Client) -> None:
         "category": "user",
     }
     failed = await sampled(client, 1, record_stability_info=True)
-    assert "loss_fn=importance_sampling" in failed["error"]
+    assert "--stable-reinforce" in failed["error"]
     failed = await sampled(client, 2, target_prompt_logprobs={"data": [1], "shape": [1, 1]})
     assert "forward(cross_entropy) scores any" in failed["error"]
     for seq, stop in enumerate((["\n"] * 1001, [""], ["a" * 1001], [-1], [2**40]), 3):

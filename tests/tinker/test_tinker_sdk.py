@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from tests.conftest import ROOT, command_environment, python
+from tests.vision import encoded, picture
 
 SDK = ROOT / ".venv-tinker"
 
@@ -25,11 +27,11 @@ def sdk() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(SDK)}
 
 
-@pytest.fixture(scope="module")
-def url(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    folder = tmp_path_factory.mktemp("tinker")
+@contextmanager
+def serving(model: str, folder: Path) -> Iterator[str]:
+    """Run a server, and yield its URL."""
     log = folder / "log"
-    command = [*python(), "-m", "turnwise.cli", "tinker", "--model", model_path, "--port", "0"]
+    command = [*python(), "-m", "turnwise.cli", "tinker", "--model", model, "--port", "0"]
     changes = ["model.max_length=128", f"output_dir={folder}", "training.threads=1"]
     with log.open("w") as file:
         server = subprocess.Popen(
@@ -50,10 +52,20 @@ def url(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[s
 
 
 @pytest.fixture(scope="module")
+def url(model_path: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with serving(model_path, tmp_path_factory.mktemp("tinker")) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
 def seen(sdk: dict[str, str], url: str, model_path: str) -> dict[str, Any]:
-    program = ROOT / "tests" / "tinker" / "sdk_program.py"
+    return printed("sdk_program.py", sdk, url, model_path)
+
+
+def printed(program: str, sdk: dict[str, str], *arguments: str) -> dict[str, Any]:
+    """Return what a program saw."""
     done = subprocess.run(
-        [sys.executable, str(program), url, model_path],
+        [sys.executable, str(ROOT / "tests" / "tinker" / program), *arguments],
         env=sdk,
         capture_output=True,
         text=True,
@@ -94,6 +106,21 @@ def test_likeliest_tokens_have_one_log_prob_in_engine_and_trainer(seen: dict[str
     assert np.all(np.diff(top["engine"]) <= 0)
     assert top["likeliest"] == 2
     assert [value is None for value in top["last"]] == [True] * 4 + [False] * 2
+
+
+@pytest.mark.slow
+def test_an_image_is_the_same_to_the_engine_and_the_trainer(
+    sdk: dict[str, str], vision_path: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "image.png"
+    file.write_bytes(encoded(picture()))  # of 2 x 3 squares
+    with serving(vision_path, tmp_path) as url:
+        seen = printed("sdk_images_program.py", sdk, url, vision_path, str(file), "6")
+    assert seen["losses"][-1] < seen["losses"][0]
+    for sampled, scored in zip(seen["sampled"], seen["scored"], strict=True):
+        np.testing.assert_allclose(sampled, scored, atol=1e-4)
+    assert seen["uncounted"] == 1
+    assert "expected_tokens of an image is 7, and the model makes 6" in seen["wrong"]
 
 
 @pytest.mark.slow

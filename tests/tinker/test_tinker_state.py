@@ -1,9 +1,8 @@
-"""What clients save, and what is left when the server is killed, without engines: see `bench`."""
+"""States that clients save, and those that a killed server leaves; without engines: see `bench`."""
 
 import asyncio
 import json
 import shutil
-from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -28,26 +27,6 @@ from turnwise.viewer.run_files import RunFiles
 IDS = [5, 6, 7, 8, 9, 10]
 SUPERVISED = {"tokens": IDS[:-1], "target_tokens": IDS[1:], "weights": [1.0] * 5}
 OTHER = {"X-API-Key": "tml-two"}
-
-
-@pytest.fixture
-def config(make_config: Callable[..., Config], model_path: str) -> Config:
-    return make_config(
-        model={"path": model_path, "max_length": 64, "lora": {"rank": 8}},
-        weights={"lora": "adapter"},
-        training={"threads": 1},
-    )
-
-
-@pytest.fixture
-async def served(config: Config, tmp_path: Path) -> AsyncIterator[tuple[Client, TinkerService]]:
-    async with opened(config, tmp_path) as (client, service):
-        yield client, service
-
-
-@pytest.fixture
-def client(served: tuple[Client, TinkerService]) -> Client:
-    return served[0]
 
 
 async def save(client: Client, seq: int, name: str, verb: str = "save_weights", **more: Any) -> Any:
@@ -295,10 +274,73 @@ async def test_files_are_downloaded_by_links_that_need_no_key(
     url = links["urls"]["adapter_config.json"]
     assert url.startswith("http://server/api/v1/files/")
     assert json.loads((await client.http.get(url)).content)["r"] == 4
+    again = await get(client, f"{place}/external_weights_urls")
+    assert (again["urls"], len(service.links)) == (links["urls"], 2)
     service.links.clear()
     assert (await client.http.get(url)).status_code == 404
     answer = await client.http.get(f"/api/v1/{place}/external_weights_urls", headers=OTHER)
     assert answer.status_code == 404
+
+
+async def test_a_save_that_fails_leaves_nothing(
+    served: tuple[Client, TinkerService], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, _ = served
+    await client.open()
+
+    def write(name: str, folder: Path, optimizer: bool) -> None:
+        (folder / "half").write_bytes(b"1234")
+        raise TurnwiseError("no space left on device")
+
+    monkeypatch.setattr(client.rank, "write", write)
+    assert "no space left" in (await save(client, 1, "state"))["error"]
+    assert not [each for each in (tmp_path / "tinker").rglob("*") if each.is_file()]
+    monkeypatch.undo()
+    monkeypatch.setattr("turnwise.tinker.checkpoints._FREE_BYTES", 2**60)
+    assert "disk is full" in (await save(client, 2, "state"))["error"]
+    assert not [each for each in (tmp_path / "tinker").rglob("*") if each.is_file()]
+    monkeypatch.undo()
+    assert "path" in await save(client, 3, "state")
+
+
+def test_a_change_of_a_checkpoint_that_was_overwritten_meanwhile_changes_nothing(
+    tmp_path: Path,
+) -> None:
+    kept = Checkpoints(tmp_path)
+
+    def saved(version: int) -> Checkpoint:
+        made = Checkpoint("run", "weights", "state", "me", "model", version, {})
+        kept.begin(made, overwrite=True)
+        kept.commit(made)
+        return made
+
+    old, new = saved(1), saved(2)
+    with pytest.raises(InputError, match="was overwritten"):
+        kept.update(replace(old, expires="2000"))
+    kept.remove(old)
+    assert kept.find(new.address, "me") == new
+
+
+async def test_a_server_of_another_model_neither_samples_nor_loads_a_state(
+    config: Config, tmp_path: Path
+) -> None:
+    async with opened(config, tmp_path) as (client, _):
+        await client.open()
+        path = (await save(client, 1, "state"))["path"]
+        await snapshot(client, 2, 0)
+        saved, first = tmp_path / "tinker" / client.model / "snapshots" / "0", client.session
+    async with opened(config, tmp_path) as (client, service):
+        service.model_name, service._names = "other", {"other"}
+        service.restore()
+        assert not service._sessions
+        assert (await client.post("session_heartbeat", {"session_id": first})).status_code == 410
+        assert saved.is_dir()  # the other model may be served here again
+        client.session = (await client.tree("create_session", {}))["session_id"]
+        body = {"session_id": client.session, "sampling_session_seq_id": 1, "model_path": path}
+        refused = await client.post("create_sampling_session", body)
+        assert "this server has the model other" in refused.json()["detail"]
+        failed = await load(client, path, base_model="other")
+        assert "this server has the model other" in failed["error"]
 
 
 async def test_an_encrypted_export_is_refused_in_words(client: Client) -> None:
@@ -449,12 +491,12 @@ async def test_losses_are_divided_by_all_trained_tokens_whatever_the_log_keeps(
     two: dict[str, Any] = {"tokens": IDS[:-1]}
     two["target_tokens"] = [[each, 1] for each in IDS[1:]]
     two["weights"] = [[0.5, 0.5]] * 4 + [[0.0, 0.0]]
-    monkeypatch.setattr("turnwise.tinker.run_log._MOST_TRAINED", 12)
+    monkeypatch.setattr("turnwise.tinker.run_log._MOST_TRAINED", 80)
     losses = [
         loss_of(await client.trained(seq, data, "cross_entropy"))
         for seq, data in enumerate([[plain], [odd, two], [plain]], 1)
     ]
-    assert service._sampled.trained == 10
+    assert service._sampled.trained == 74  # of two data
     await client.step(4, learning_rate=1e-3)
     assert service._sampled.trained == 0
     await client.tree(f"sessions/{client.session}/finish", {})
@@ -491,7 +533,7 @@ def test_samples_are_found_by_their_ids_until_others_take_their_place(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("turnwise.tinker.run_log._MOST_SAMPLED", 12)
-    index = SampleIndex(8, str)
+    index = SampleIndex(str)
 
     def done(*ids: int) -> Completion:
         return Completion([*ids], [-0.5] * len(ids), [0] * len(ids), "stop")

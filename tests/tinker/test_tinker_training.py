@@ -1,39 +1,21 @@
 """Training through the protocol: targets, losses, memory and turns, without engines."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from tests.tinker.bench import KEY, Client, logprobs_of, loss_of, message, opened
-from turnwise.config import Config
+from tests.tinker.bench import KEY, Client, logprobs_of, loss_of, message
+from tests.vision import vision_config
+from turnwise.errors import InputError, TurnwiseError
 from turnwise.tinker import requests
+from turnwise.tinker.images import ChunkReader
 from turnwise.tinker.service import TinkerService
 from turnwise.tinker.wire import PROTOBUF, message_classes, read_training_request
 
 IDS = [5, 6, 7, 8, 9, 10]
-
-
-@pytest.fixture
-async def served(
-    make_config: Callable[..., Config], model_path: str, tmp_path: Path
-) -> AsyncIterator[tuple[Client, TinkerService]]:
-    config = make_config(
-        model={"path": model_path, "max_length": 64, "lora": {"rank": 8}},
-        weights={"lora": "adapter"},
-        training={"threads": 1},
-    )
-    async with opened(config, tmp_path) as (client, service):
-        yield client, service
-
-
-@pytest.fixture
-def client(served: tuple[Client, TinkerService]) -> Client:
-    return served[0]
 
 
 def shapes_of(reply: bytes) -> list[tuple[int, list[int]]]:
@@ -207,6 +189,93 @@ async def test_adapters_that_are_moved_out_and_back_train_as_if_they_had_stayed(
     assert sum(not each.is_away for each in client.rank._adapters.values()) == 1
 
 
+async def test_an_adapter_that_was_loaded_with_its_optimizer_is_moved_out_too(
+    client: Client,
+) -> None:
+    data = [{"tokens": IDS[:-1], "target_tokens": IDS[1:]}]
+    await client.open()
+    await client.trained(1, data, "cross_entropy")
+    await client.step(2, learning_rate=1e-2)
+    body = {"model_id": client.model, "seq_id": 3, "path": "state"}
+    path = (await client.result(await client.tree("save_weights", body)))["path"]
+    await client.trained(4, data, "cross_entropy")
+    await client.step(5, learning_rate=1e-2)
+    (expected,) = logprobs_of(await client.trained(6, data, "cross_entropy"))
+    body = {"session_id": client.session, "model_seq_id": 1, "path": path, "optimizer": True}
+    promise = await client.tree("load_weights", body)
+    client.model = promise["model_id"]
+    await client.result(promise)
+    client.rank._near = 0
+    await Client(client.http).open()
+    assert client.rank._adapters[client.model].is_away
+    await client.trained(1, data, "cross_entropy")
+    await client.step(2, learning_rate=1e-2)
+    (own,) = logprobs_of(await client.trained(3, data, "cross_entropy"))
+    np.testing.assert_array_equal(own, expected)
+
+
+async def test_a_step_fails_after_a_pass_that_left_half_of_its_gradient(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = [{"tokens": IDS[:-1], "target_tokens": IDS[1:]}]
+    await client.open()
+    await client.trained(1, data, "cross_entropy")
+    score, calls = client.rank._score, list[int]()
+
+    def second_fails(*given: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            raise TurnwiseError("out of memory")
+        return score(*given)
+
+    monkeypatch.setattr(client.rank, "_score", second_fails)
+    monkeypatch.setattr(requests, "TURN_TOKENS", len(IDS) - 1)
+    failed = await client.trained(2, data * 2, "cross_entropy")
+    assert "out of memory" in failed["error"]
+    failed = await client.step(3, learning_rate=1e-2)
+    assert "a pass of this step failed (out of memory)" in failed["error"]
+    (before,) = logprobs_of(await client.trained(4, data, "cross_entropy"))
+    other = Client(client.http)
+    await other.open()
+    (fresh,) = logprobs_of(await other.trained(1, data, "cross_entropy"))
+    np.testing.assert_array_equal(before, fresh)
+    for seq, each in ((5, client), (2, other)):  # and both take the same step
+        await each.step(seq, learning_rate=1e-2)
+    (own,) = logprobs_of(await client.trained(6, data, "cross_entropy"))
+    (theirs,) = logprobs_of(await other.trained(3, data, "cross_entropy"))
+    np.testing.assert_array_equal(own, theirs)
+
+
+@pytest.mark.parametrize("kind", ["first part", "second part", "reply"])
+async def test_only_a_pass_that_has_run_fails_the_step_after_it(
+    served: tuple[Client, TinkerService], monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    client, service = served
+    await client.open()
+    data = [{"tokens": IDS[:-1], "target_tokens": IDS[1:]}] * 2
+    await client.trained(1, data, "cross_entropy")
+    ask, passes = service._trainer, list[object]()
+
+    async def refusing(method: str, *arguments: object) -> Any:
+        passes.extend([method] if method == "run" else [])
+        if kind != "reply" and len(passes) == (kind == "second part") + 1:
+            raise InputError("refused")
+        return await ask(method, *arguments)
+
+    def failing(*_: object) -> bytes:
+        raise MemoryError("refused")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(requests, "TURN_TOKENS", 5)
+        patch.setattr(service, "_trainer", refusing)
+        if kind == "reply":
+            patch.setattr("turnwise.tinker.service.training_reply", failing)
+        assert "refused" in (await client.trained(2, data, "cross_entropy"))["error"]
+    stepped = await client.step(3, learning_rate=1e-2)
+    assert ("metrics" in stepped) == (kind == "first part")
+    assert "metrics" in await client.step(4, learning_rate=1e-2)
+
+
 async def test_nothing_is_left_of_an_adapter_that_ends_while_it_is_away(client: Client) -> None:
     client.rank._near = 0
     first, second = client, Client(client.http)
@@ -288,7 +357,7 @@ async def test_nothing_is_left_of_a_model_whose_session_ends_while_it_is_made(
     async with asyncio.timeout(5):
         while client.rank._adapters:
             await asyncio.sleep(0.01)
-    assert not service._models
+    assert not service._sessions
 
 
 async def test_a_cancelled_call_keeps_the_trainer_until_it_has_ended(
@@ -320,7 +389,7 @@ async def test_a_model_is_not_replaced_when_its_creation_is_sent_again(
     client, service = served
     await client.open()
     adapter = client.rank._adapters[client.model]
-    service.futures.forget(client.model)  # as the oldest results are
+    service._sessions[client.session].futures.drop(client.model)  # as old results are
     body = {"session_id": client.session, "model_seq_id": 0, "base_model": "model"}
     promise = await client.tree("create_model", body | {"lora_config": {"rank": 4}})
     assert "is not kept any more" in (await client.result(promise))["error"]
@@ -353,7 +422,7 @@ async def test_no_sampler_is_added_to_a_session_that_has_ended(
     monkeypatch.setattr(service, "_note", noted)
     body = {"session_id": client.session, "sampling_session_seq_id": 0, "base_model": "model"}
     assert (await client.post("create_sampling_session", body)).status_code == 410
-    assert not service._samplers
+    assert not session.samplers
 
 
 async def test_a_forward_pass_that_fails_leaves_the_gradient(
@@ -379,4 +448,5 @@ async def test_the_sizes_of_tensors_cannot_cancel_each_other_out(client: Client)
         tensor = made.data.add().loss_fn_inputs[name]
         tensor.dtype = 1
         tensor.shape.extend([rows, 2**10])
-    assert "values in all" in read_training_request(made.SerializeToString()).mistake
+    joined = ChunkReader(vision_config("none")).joined
+    assert "values in all" in read_training_request(made.SerializeToString(), joined).mistake

@@ -29,7 +29,7 @@ from turnwise.weights.transport import Manifest, make_sender
 RANK = 4
 GREEDY = SamplingConfig(max_tokens=12, temperature=0.0, ignore_eos=True)
 SHORT = SamplingConfig(max_tokens=32, ignore_eos=True)
-LONG = SamplingConfig(max_tokens=440, ignore_eos=True)
+LONG = SamplingConfig(max_tokens=1500, ignore_eos=True)  # none ends before it is paused
 """A request that an update meets."""
 Completed = asyncio.Task[Completion]
 
@@ -100,7 +100,7 @@ def config(
         adapter_config(model_path, RANK),
     )
     return make_config(
-        model={"path": model_path, "max_length": 512, "lora": {"rank": RANK}},
+        model={"path": model_path, "max_length": 2048, "lora": {"rank": RANK}},
         weights={"lora": "adapter"},
         serving={"adapters": {"opponent": opponent}},
     )

@@ -4,6 +4,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -233,7 +234,7 @@ async def rollout(
 async def serve(command: Command, file: ConfigFile, overrides: Overrides = None) -> None:
     """Serve the model to OpenAI and Anthropic clients, on serving.workers engines."""
     config = command.of(load_config(file, overrides or (), optional=NEEDED_KEYS))
-    async with commands.serve(config, Console()) as server:
+    async with commands.serving(config, Console(), commands.openai_server) as server:
         print_text(f"base URL {server.base_url}")
         for name, url in server.workers().items():
             print_text(f"{name} {url}")
@@ -251,13 +252,17 @@ async def tinker(
     port: Annotated[
         int | None, typer.Option(min=0, max=65535, help="By default serving.port; 0: a free one.")
     ] = None,
+    stable_reinforce: Annotated[
+        str, typer.Option(metavar="LOSS", help="Loss to compute where clients ask for this one.")
+    ] = "",
 ) -> None:
     """Serve programs that are written for Tinker's SDK: train and sample adapters of a model."""
     changes = [*(overrides or ()), *([] if port is None else [f"serving.port={port}"])]
     from turnwise.tinker import backend  # seconds to import
 
     chosen = command.of(await run_in_thread(lambda: backend.server_config(model, config, changes)))
-    async with commands.serving(chosen, Console(), backend.open_tinker) as url:
+    opened = partial(backend.open_tinker, stable=stable_reinforce)
+    async with commands.serving(chosen, Console(), opened) as url:
         print_text(f"TINKER_BASE_URL={url}")
         await asyncio.Event().wait()  # until interrupted
 

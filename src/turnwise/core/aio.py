@@ -15,6 +15,7 @@ from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from typing import ParamSpec, TypeVar
 
+from turnwise.core.optional import Foreign
 from turnwise.errors import ordinary_error
 
 _T = TypeVar("_T")
@@ -35,12 +36,28 @@ def run(main: Coroutine[object, object, _T]) -> _T:
     return uvloop.run(main)
 
 
+class _Group(asyncio.TaskGroup):
+    def __init__(self) -> None:
+        super().__init__()
+        self.running = set[asyncio.Task[Foreign]]()
+
+    def create_task(self, *given: Foreign, **options: Foreign) -> asyncio.Task[Foreign]:
+        task = super().create_task(*given, **options)
+        self.running.add(task)
+        task.add_done_callback(self.running.discard)
+        return task
+
+
 @asynccontextmanager
 async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
     """Open a `TaskGroup` that raises the first error itself, not a group around it."""
     try:
-        async with asyncio.TaskGroup() as group:
+        async with _Group() as group:
             yield group
+            # Before Python 3.13, a group that waits in its exit leaves a task whose child fails
+            # cancelled for good (`is_cancelled`); one that is cancelled in its block does not.
+            while left := [task for task in group.running if not task.done()]:
+                await asyncio.wait(left)
     except BaseExceptionGroup as errors:
         first = errors.exceptions[0]
         raise first from first.__cause__

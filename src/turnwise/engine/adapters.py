@@ -100,6 +100,8 @@ class LoadedAdapter:
     """Version of the trained weights that it is; None for others."""
     users: set[str] = field(default_factory=set)
     """Ids of the requests in flight that use it."""
+    brought: bool = False
+    """Whether a request needed it, so that it may make room for another one."""
 
     def spans(self) -> "list[WeightVersionSpan] | None":
         """Return the version of all tokens of a request; None if the adapter has no version."""
@@ -123,8 +125,7 @@ class AdapterTable:
         self.older: list[LoadedAdapter] = []
         """Versions of the trained adapter before the newest, oldest first."""
         self._by_name: dict[str, LoadedAdapter] = {}
-        self._brought: dict[str, LoadedAdapter] = {}
-        """Those that were loaded when a request needed them, the least recently used first."""
+        """The least recently used first."""
         self._numbers = 0
 
     def new(self, name: str, version: int | None = None) -> LoadedAdapter:
@@ -142,25 +143,19 @@ class AdapterTable:
             self.older.append(before)
         self._by_name[name] = adapter
 
-    def bring(self, name: str, adapter: LoadedAdapter) -> None:
-        """Add an adapter that a request needs, and that may make room for another one later."""
-        self._by_name[name] = self._brought[name] = adapter
-
     def touch(self, name: str) -> bool:
         """Return whether there is an adapter of a name, which is used now."""
-        if (adapter := self._brought.pop(name, None)) is not None:
-            self._brought[name] = adapter
+        if (adapter := self._by_name.pop(name, None)) is not None:
+            self._by_name[name] = adapter
         return name in self._by_name
 
     def take(self) -> tuple[str, LoadedAdapter] | None:
         """Remove and return an adapter that makes room for another one: the one that was not needed
         for the longest time, if there is one that no request uses among these; None if all have to
         stay."""
-        idle = (name for name, each in self._brought.items() if not each.users)
-        if (name := next(idle, next(iter(self._brought), None))) is None:
-            return None
-        del self._by_name[name]
-        return name, self._brought.pop(name)
+        brought = [name for name, each in self._by_name.items() if each.brought]
+        name = min(brought, key=lambda each: bool(self._by_name[each].users), default=None)
+        return None if name is None else (name, self._by_name.pop(name))
 
     def __len__(self) -> int:
         return len(self._by_name) + len(self.older)

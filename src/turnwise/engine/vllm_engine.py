@@ -228,15 +228,15 @@ class VllmEngine:
                 return
             while len(self._adapters) >= self._slots:
                 await self._make_room()
-            adapter = self._adapters.new(route.adapter)
-            key = f"the adapter {route.adapter}"
+            adapter, key = self._adapters.new(route.adapter), f"the adapter {route.adapter}"
+            adapter.brought = True
             try:
                 await self._ask("put_adapter", adapter.number, route.folder, key)
             except BaseException:  # if it arrives after all, its slot would never be free again
                 with suppress(Exception):
                     await self._ask("remove_adapter", adapter.number)
                 raise
-            self._adapters.bring(route.adapter, adapter)
+            self._adapters.add(route.adapter, adapter)
 
     async def _make_room(self) -> None:
         """Remove an adapter. If requests use all of them, it is one that gets no new requests from
@@ -248,7 +248,7 @@ class VllmEngine:
             while leaving.users:  # noqa: ASYNC110 (no event says that a request has ended)
                 await asyncio.sleep(_POLL_SECONDS)
         except BaseException:
-            self._adapters.bring(name, leaving)
+            self._adapters.add(name, leaving)
             raise
         await self._ask("remove_adapter", leaving.number)
 

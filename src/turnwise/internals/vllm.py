@@ -7,7 +7,7 @@ process of an engine imports this file, which applies the patches.
 import gc
 import os
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partialmethod
@@ -46,7 +46,9 @@ from vllm.logprobs import FlatLogprobs, Logprob
 from vllm.lora.layers import BaseLayerWithLoRA, LogitsProcessorWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.lora_weights import LoRALayerWeights
+from vllm.lora.ops.torch_ops import lora_ops
 from vllm.lora.peft_helper import PEFTHelper
+from vllm.lora.punica_wrapper import punica_cpu
 from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.model_executor.layers import vocab_parallel_embedding
@@ -558,6 +560,77 @@ def _pack_if_head(self: object, layer: Any) -> None:
 if current_platform.is_cpu():
     _custom_ops.create_onednn_mm = packing.create
     _method.process_weights_after_loading = _pack_if_head
+
+
+def _by_adapter(
+    inputs: torch.Tensor, weights: torch.Tensor, adapters: torch.Tensor
+) -> torch.Tensor:
+    """Multiply each token by the matrix of its adapter; -1 is none. vLLM's functions for CPUs copy
+    a matrix for every token, and take the last adapter's where there is none."""
+    weights = weights.squeeze(1) if weights.dim() == 4 else weights
+    counts = dict(sorted(Counter(adapters.tolist() or [0]).items()))  # a step may have no token
+    if len(counts) == 1 and (only := min(counts)) >= 0:
+        return inputs @ weights[only].to(inputs.dtype).T
+    order = adapters.argsort()  # tokens of an adapter are beside each other
+    parts = torch.split(inputs[order], [*counts.values()])
+    made = [
+        part @ weights[number].to(inputs.dtype).T
+        if number >= 0
+        else part.new_zeros(len(part), weights.shape[1])
+        for number, part in zip(counts, parts, strict=True)
+    ]
+    outputs = torch.empty_like(joined := torch.cat(made))
+    outputs[order] = joined
+    return outputs
+
+
+def _shrink(
+    inputs: torch.Tensor,
+    weights: torch.Tensor,
+    output: torch.Tensor,
+    adapters: torch.Tensor,
+    scaling: float = 1.0,
+) -> None:
+    made = _by_adapter(inputs.to(output.dtype), weights, adapters)
+    output[:, : made.shape[1]] = scaling * made
+
+
+def _expand_slice(
+    inputs: torch.Tensor,
+    weights: torch.Tensor,
+    output: torch.Tensor,
+    adapters: torch.Tensor,
+    start: int,
+    size: int,
+    add_inputs: bool = True,
+) -> None:
+    made = _by_adapter(inputs.to(output.dtype), weights, adapters)
+    part = output[:, start : start + min(size, made.shape[1])]
+    made = made[: len(part), : part.shape[1]]
+    part.add_(made) if add_inputs else part.copy_(made)
+
+
+def _expand(
+    inputs: torch.Tensor,
+    weights: torch.Tensor,
+    output: torch.Tensor,
+    adapters: torch.Tensor,
+    add_inputs: bool = True,
+) -> None:
+    _expand_slice(inputs, weights, output, adapters, 0, output.shape[1], add_inputs)
+
+
+if current_platform.is_cpu():
+    _matrices = ("inputs", "lora_b_weights", "output_tensor", "lora_indices_tensor")
+    for _name, _own, _more in (
+        ("bgmv_shrink", _shrink, ("scaling",)),
+        ("bgmv_expand", _expand, ("add_inputs",)),
+        ("bgmv_expand_slice", _expand_slice, ("slice_offset", "slice_size", "add_inputs")),
+    ):
+        internal(lora_ops, _name, *_matrices, *_more)
+        internal(punica_cpu, _name)
+        setattr(lora_ops, _name, _own)
+        setattr(punica_cpu, _name, _own)
     for _module, _name in (
         (sampler, "batched_count_greater_than"),
         (vocab_parallel_embedding, "get_masked_input_and_mask"),

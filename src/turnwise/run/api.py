@@ -220,7 +220,9 @@ def serve(
     """
     resolved, _ = _prepare(config, keys, {"model.path": model}, optional=NEEDED_KEYS)
     console = Console(quiet=not progress)
-    thread = EventLoopThread(lambda: commands.serve(resolved, console), "the server")
+    thread = EventLoopThread(
+        lambda: commands.serving(resolved, console, commands.openai_server), "the server"
+    )
     with thread:
         yield thread.start(resolved.engine.start_timeout + _START_SECONDS)
 

@@ -399,18 +399,14 @@ def _opened(
     )
 
 
-@asynccontextmanager
-async def serve(config: Config, console: Console) -> AsyncIterator["OpenAIServer"]:
-    """Serve the model to OpenAI and Anthropic clients for the length of an `async with` block."""
+def openai_server(
+    config: Config, display: "Display"
+) -> AbstractAsyncContextManager["OpenAIServer"]:
+    """Open a server of the model for OpenAI and Anthropic clients."""
+    with display.part("importing libraries"):
+        from turnwise.run.fleet import open_server
 
-    def opened(config: Config, display: "Display") -> AbstractAsyncContextManager["OpenAIServer"]:
-        with display.part("importing libraries"):
-            from turnwise.run.fleet import open_server
-
-        return open_server(config, display)
-
-    async with serving(config, console, opened) as server:
-        yield server
+    return open_server(config, display)
 
 
 @asynccontextmanager

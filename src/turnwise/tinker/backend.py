@@ -6,13 +6,10 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 
-from transformers import AutoConfig
-
 from turnwise.chat.template import load_tokenizer
 from turnwise.config import Config, load_config, make_config
 from turnwise.config.base import NEEDED_KEYS, Tree
 from turnwise.core.aio import run_in_thread, task_group
-from turnwise.core.gguf import resolve_model
 from turnwise.core.optional import Foreign
 from turnwise.core.ray import watching_ray
 from turnwise.errors import InputError, translate_unwritable
@@ -22,10 +19,11 @@ from turnwise.run.fleet import SERVER, begin_imports, make_manager, ray_running,
 from turnwise.serving.openai import import_server
 from turnwise.serving.openai.address import api_key
 from turnwise.serving.placement import gpu_share
+from turnwise.tinker.losses import STAND_INS
 from turnwise.tinker.routes import add_routes
 from turnwise.tinker.service import TinkerService
 from turnwise.tinker.wire import message_classes
-from turnwise.training.trainer_group import TrainerActor, TrainerGroup
+from turnwise.training.trainer_group import TrainerGroup
 
 KEY_PREFIX = "tml-"
 """Beginning of every key that the SDK accepts."""
@@ -39,19 +37,10 @@ DEFAULTS: Tree = {
 adapters that sample at once."""
 
 
-class AdapterActor(TrainerActor):
-    """The process of one rank of the adapters' trainer."""
-
-    def rank_class(self) -> Foreign:
-        from turnwise.tinker.rank import AdapterRank
-
-        return AdapterRank
-
-
 class AdapterGroup(TrainerGroup):
     """All ranks of the adapters' trainer."""
 
-    actor_class = AdapterActor
+    rank_class = "turnwise.tinker.rank:AdapterRank"
 
     async def ask(self, method: str, name: str, *arguments: object) -> Foreign:
         """Call a method of `AdapterRank` with the name of an adapter; return rank 0's answer."""
@@ -92,8 +81,13 @@ def server_config(
 
 
 @asynccontextmanager
-async def open_tinker(config: Config, progress: Display = SILENT) -> AsyncIterator[str]:
-    """Start everything, and stop it on exit; yield the URL that TINKER_BASE_URL has to be."""
+async def open_tinker(
+    config: Config, progress: Display = SILENT, stable: str = ""
+) -> AsyncIterator[str]:
+    """Start everything, and stop it on exit; yield the URL that TINKER_BASE_URL has to be. `stable`
+    is the loss that is computed for stable_reinforce; "" refuses it."""
+    if stable not in ("", *STAND_INS):
+        raise InputError(f"stable-reinforce {stable!r}: it may be {', '.join(STAND_INS)}")
     begin_imports(config)
     folder = await run_in_thread(run_folder(config).absolute)
     async with AsyncExitStack() as stack:
@@ -107,13 +101,12 @@ async def open_tinker(config: Config, progress: Display = SILENT) -> AsyncIterat
         async with task_group() as starting:
             starting.create_task(show_part(progress, starting_engines(config), manager.start))
             started = starting.create_task(trainers)
-            words = starting.create_task(run_in_thread(partial(_vocabulary, config)))
             texts = starting.create_task(run_in_thread(load_tokenizer, config))
         trainer = started.result()
         stack.push_async_callback(trainer.close)
-        engines = manager.scheduler
-        decode = texts.result().decode
-        service = TinkerService(config, engines, trainer.ask, words.result(), folder, decode)
+        words, decode = await trainer.ask("vocabulary", ""), texts.result().decode
+        made = trainer.ask, words, folder, decode, stable
+        service = TinkerService(config, manager.scheduler, *made)
         await run_in_thread(service.restore)
         server_class = await import_server()
         server = server_class(
@@ -140,9 +133,3 @@ def _alone_in(folder: Path) -> Iterator[None]:
         except BlockingIOError:
             raise InputError(f"{folder} is another server's: choose another name=...") from None
         yield
-
-
-def _vocabulary(config: Config) -> int:
-    path, trust = resolve_model(config.model.path), config.model.trust_remote_code
-    shape = AutoConfig.from_pretrained(path, trust_remote_code=trust)
-    return int(shape.get_text_config().vocab_size)

@@ -8,6 +8,7 @@ outlives the server.
 import json
 import re
 import shutil
+import threading
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -28,6 +29,7 @@ _RUN, _KIND, _NAME = r"[\w:-]{1,200}", "|".join(_TYPES), r"\w[\w.-]{0,199}(?<!\.
 _ADDRESS = re.compile(rf"tinker://({_RUN})/({_KIND})/({_NAME})", re.ASCII)
 _META = "meta.json"
 _HALVES = (".tmp", ".old")
+_FREE_BYTES = 2**30  # of the disk, below which nothing is saved
 
 
 def expiry(seconds: int | None) -> str | None:
@@ -70,6 +72,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path) -> None:
         self.root = folder
+        self._changing = threading.Lock()
 
     def begin(self, new: Checkpoint, *, overwrite: bool = False) -> Path:
         """Return the empty folder that a new checkpoint is written to, until `commit`.
@@ -88,20 +91,24 @@ class Checkpoints:
         with translate_unwritable(place):
             shutil.rmtree(temporary(place), ignore_errors=True)
             temporary(place).mkdir(parents=True)
+        if shutil.disk_usage(temporary(place)).free < _FREE_BYTES:
+            shutil.rmtree(temporary(place))
+            raise InputError("the server's disk is full: delete checkpoints, or ask its owner")
         return temporary(place)
 
     def commit(self, new: Checkpoint, *, flush: bool = True) -> None:
         """Complete a checkpoint, which with `flush` survives a loss of power from then on."""
         place = self.folder(new)
-        with translate_unwritable(place):
+        with translate_unwritable(place), self._changing:
             (temporary(place) / _META).write_text(json.dumps(asdict(new), indent=1) + "\n")
             put_in_place(place, flush=flush)
 
-    def find(self, address: str, owner: str) -> Checkpoint:
+    def find(self, address: str, owner: str, created: str = "") -> Checkpoint:
         """Return an owner's checkpoint by its address.
 
         Raises:
-            InputError: when the address is none.
+            InputError: when the address is none, or another has taken the place of one that was
+                `created` then.
             Missing: when there is no such checkpoint, or it is another owner's.
         """
         if (parts := _ADDRESS.fullmatch(address)) is None:
@@ -109,41 +116,45 @@ class Checkpoints:
         found = self._read(self.root / parts[1] / parts[2] / parts[3])
         if found is None or found.owner != owner or found.expired:
             raise Missing(f"there is no checkpoint {address} of yours")
+        if created and found.created != created:
+            raise InputError(f"{address} was overwritten: make a new sampling client for it")
         return found
-
-    def check_unchanged(self, checkpoint: Checkpoint) -> None:
-        """Raise an `InputError` when a checkpoint is gone, or another has taken its name."""
-        if self.find(checkpoint.address, checkpoint.owner).created != checkpoint.created:
-            raise InputError(
-                f"{checkpoint.address} was overwritten: make a new sampling client for it"
-            )
 
     def of(self, owner: str, run: str = "*") -> list[Checkpoint]:
         """Return an owner's checkpoints, of all runs or of one, the newest first."""
         if run != "*" and not re.fullmatch(_RUN, run, re.ASCII):
             return []
-        found = (self._read(p) for kind in _TYPES for p in self.root.glob(f"{run}/{kind}/*"))
+        places = (p for kind in _TYPES for p in self.root.glob(f"{run}/{kind}/*"))
+        found = (self._read(p) for p in places if p.suffix not in _HALVES)
         own = [c for c in found if c and c.owner == owner and not c.expired]
         return sorted(own, key=lambda each: each.created, reverse=True)
 
     def update(self, changed: Checkpoint) -> None:
         """Write what is known of a checkpoint again."""
-        with translate_unwritable(self.folder(changed)):
+        with translate_unwritable(self.folder(changed)), self._changing:
+            self.find(changed.address, changed.owner, changed.created)
             write_file(self.folder(changed) / _META, json.dumps(asdict(changed), indent=1) + "\n")
 
     def copy(self, source: Checkpoint, copied: Checkpoint) -> None:
         """Make a checkpoint of another's files, unless it is made already."""
         if self._read(self.folder(copied)) is None:
             begun = self.begin(copied)
-            with translate_unwritable(begun):
-                shutil.copytree(self.folder(source), begun, dirs_exist_ok=True)
-            self.commit(copied)
+            try:
+                with translate_unwritable(begun):
+                    shutil.copytree(self.folder(source), begun, dirs_exist_ok=True)
+                self.commit(copied)
+            except BaseException:  # a full disk would stay full
+                shutil.rmtree(begun, ignore_errors=True)
+                raise
 
     def remove(self, checkpoint: Checkpoint) -> None:
         """Remove a checkpoint, and the folders that are empty then."""
         place = self.folder(checkpoint)
-        (place / _META).unlink(missing_ok=True)  # from here on it does not exist
-        shutil.rmtree(place, ignore_errors=True)
+        with self._changing:
+            if (now := self._read(place)) is None or now.created != checkpoint.created:
+                return  # another has taken its place
+            (place / _META).unlink()  # from here on it does not exist
+            shutil.rmtree(place, ignore_errors=True)
         with suppress(OSError):
             place.parent.rmdir()
             place.parent.parent.rmdir()
@@ -167,13 +178,15 @@ class Checkpoints:
 
     def describe(self, checkpoint: Checkpoint) -> JsonObject:
         """Return a checkpoint in the protocol's form."""
-        sizes = (each.stat().st_size for each in self.folder(checkpoint).iterdir())
+        size = 0
+        with suppress(OSError):  # one that is removed meanwhile
+            size = sum(each.stat().st_size for each in self.folder(checkpoint).iterdir())
         return {
             "checkpoint_id": f"{checkpoint.kind}/{checkpoint.name}",
             "checkpoint_type": _TYPES[checkpoint.kind],
             "time": checkpoint.created,
             "tinker_path": checkpoint.address,
-            "size_bytes": sum(sizes),
+            "size_bytes": size,
             "public": False,
             "user_metadata": checkpoint.user_metadata,
             "expires_at": checkpoint.expires,

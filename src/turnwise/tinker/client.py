@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +23,7 @@ class ServiceClient:
         model: Folder or Hugging Face name of the model; default: the file's.
         config: A YAML configuration.
         overrides: Its keys, `key.sub=value` each.
+        stable_reinforce: Loss that is computed in the place of that one; "" refuses it.
         project: Arguments of the SDK's `ServiceClient`.
 
     Raises:
@@ -37,6 +39,7 @@ class ServiceClient:
         model: str | None = None,
         config: str | Path | None = None,
         overrides: Sequence[str] = (),
+        stable_reinforce: str = "",
         **project: Foreign,
     ) -> None:
         from turnwise.serving.openai.address import api_key
@@ -45,7 +48,8 @@ class ServiceClient:
         sdk = required("tinker", "tinker", "turnwise.tinker.ServiceClient")
         file = None if config is None else Path(config)
         resolved = server_config(model, file, ["serving.port=0", *overrides])
-        self._thread = EventLoopThread(lambda: open_tinker(resolved), "the Tinker server")
+        opened = partial(open_tinker, resolved, stable=stable_reinforce)
+        self._thread = EventLoopThread(opened, "the Tinker server")
         self.api_key = api_key(resolved) or f"{KEY_PREFIX}local"
         try:
             self.base_url = self._thread.start(resolved.engine.start_timeout + _START_SECONDS)

@@ -3,17 +3,17 @@
 Ids are functions of the request, so a client that sends one again, because its connection broke,
 gets the result of the first and runs nothing twice. A model's requests run in the order of their
 positions, in whatever order they arrive: those after a gap wait until it is filled, or fail once no
-client would still fill it. A result is kept until it was sent, or its session ends; a client with
-too much in progress has to wait, so what all of them leave here is limited.
+client would still fill it. A result is kept until shortly after it was sent, or its session ends; a
+client with too much here has to wait, so what all of them leave is limited.
 """
 
 import asyncio
 import logging
-from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+
+import psutil
 
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import (
@@ -31,11 +31,11 @@ WAIT_SECONDS = 20.0
 """Time that a request for a result waits for it; clients give up after 45 s and ask again."""
 GAP_SECONDS = 360.0
 """Time that requests wait for one before them; clients try to send one for 5 minutes."""
-_MOST = 2 * 2**30
-"""Bytes of requests in progress and results that were not sent. A client with more than its part,
-an equal one and at most a quarter, has to wait."""
-_MOST_SENT = 128 * 2**20
-"""Bytes of results that were sent but may not have arrived; the oldest are dropped."""
+_MOST = max(2 * 2**30, psutil.virtual_memory().total // 8)
+"""Bytes of requests in progress and results. Beyond, a client with more than an equal part has to
+wait; beyond twice as much, all have."""
+_SENT_SECONDS = 60.0
+"""Time for which a result is kept that was sent but may not have arrived."""
 SMALLEST = 4096
 """Bytes that every request counts, for its tasks and names."""
 
@@ -52,137 +52,104 @@ class Busy(TurnwiseError):
     """A request for which there is no room now: its client waits, and sends it again."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """The result of a request: plain values, or a message for which the client asks."""
-
-    tree: JsonObject = field(default_factory=dict)
-    message: bytes | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """The error of a request, in the protocol's form."""
-
-    error: str
-    category: Literal["user", "server", "unknown"]
-    """Whether the request is wrong, or the server failed, or nobody knows."""
-
-    @classmethod
-    def of(cls, error: Exception) -> "Failure":
-        if isinstance(error, InputError | TrajectoryError):
-            return cls(visible(str(error)), "user")
-        if isinstance(error, TurnwiseError):
-            return cls(visible(str(error)), "server")
-        logger.error("a request of a Tinker client failed", exc_info=error)
-        return cls(f"the server has a fault: {visible(text_of(error))}", "unknown")
-
-
-Outcome = Reply | Failure
+Reply = JsonObject | bytes
+"""The result of a request: plain values, or a message for which the client asks."""
 Work = Callable[[], Awaitable[Reply]]
+
+
+def failure(error: Exception) -> JsonObject:
+    """Return the result of a request that failed; its category says whether the request is wrong,
+    or the server failed, or nobody knows."""
+    if isinstance(error, TurnwiseError):
+        own = isinstance(error, InputError | TrajectoryError)
+        return {"error": visible(str(error)), "category": "user" if own else "server"}
+    logger.error("a request of a Tinker client failed", exc_info=error)
+    said = f"the server has a fault: {visible(text_of(error))}"
+    return {"error": said, "category": "unknown"}
 
 
 @dataclass(slots=True, eq=False)
 class _Entry:
-    owner: str
-    session: str
-    """Id of the session, with which that of the request begins."""
     size: int
     """Bytes of the request, and once it has ended of its result."""
-    task: "asyncio.Task[Outcome]" = field(init=False)
+    result: "asyncio.Future[Reply]" = field(default_factory=asyncio.Future)
+    """Cancelled once the request is dropped, whatever its task still ends."""
+    task: "asyncio.Task[None]" = field(init=False)
+    is_sent: bool = False
 
 
 class Futures:
-    """The requests in progress, and the results that are kept."""
+    """The requests of one session in progress, and the results that are kept.
 
-    def __init__(self) -> None:
-        self._entries: dict[str, _Entry] = {}
-        self._sent: dict[str, int] = {}
-        """Sizes of the results that were sent, the oldest first; all else counts in `_held`."""
-        self._sent_size = 0
-        self._held = Counter[str]()
-        """Bytes by sessions."""
+    Args:
+        account: The client, who may have several sessions.
+        held: Bytes of all clients' requests and results, by account.
+    """
 
-    def begin(self, request_id: str, owner: str, work: Work, size: int = 0) -> None:
+    def __init__(self, account: str, held: dict[str, int]) -> None:
+        self.entries: dict[str, _Entry] = {}
+        self._account, self._held = account, held
+
+    def begin(self, request_id: str, work: Work, size: int = 0) -> None:
         """Run a request of some bytes, unless it runs or has run already.
 
         Raises:
             Busy: when its client has too much in progress.
         """
-        if request_id in self._entries:
+        if request_id in self.entries:
             return
-        session = request_id.partition(":")[0]
-        held = self._held[session]
-        if held > _MOST // max(4, len(self._held)):
+        size = min(size + SMALLEST, _MOST // 4)  # of an estimate: no request is refused for ever
+        own, total = self._held.get(self._account, 0), sum(self._held.values())
+        part = _MOST // len({*self._held, self._account})
+        if total + size > _MOST and ((own and own + size > part) or total + size > 2 * _MOST):
             raise Busy(
-                f"{held >> 20:,} MB of this session's requests are in progress, or have results "
-                "that were not fetched: wait for some of them"
+                f"{own >> 20:,} MB of your requests are in progress, or have results that were not "
+                "fetched, or only just: wait for some of them"
             )
-        entry = self._entries[request_id] = _Entry(owner, session, SMALLEST + size)
-        self._held[session] += entry.size
-        entry.task = asyncio.create_task(self._run(request_id, entry, work))
+        entry = self.entries[request_id] = _Entry(0)
+        self._resize(entry, size)
+        entry.task = asyncio.create_task(self._run(entry, work))
 
-    def __contains__(self, request_id: str) -> bool:
-        return request_id in self._entries
-
-    async def _run(self, request_id: str, entry: _Entry, work: Work) -> Outcome:
-        found: Reply | BaseException
+    async def _run(self, entry: _Entry, work: Work) -> None:
         try:
             found = await work()
         except (Exception, asyncio.CancelledError) as error:
-            found = error
-        if self._entries.get(request_id) is not entry:  # it was dropped meanwhile
-            return Failure("the request was dropped", "unknown")
-        outcome = found if isinstance(found, Reply) else Failure.of(ordinary_error(found))
-        size = SMALLEST + len(outcome.message or b"") if isinstance(outcome, Reply) else SMALLEST
-        self._held[entry.session] += size - entry.size
-        entry.size = size
-        return outcome
+            if entry.result.done():  # it was dropped, and nobody waits
+                raise
+            found = failure(ordinary_error(error))
+        if not entry.result.done():
+            self._resize(entry, SMALLEST + (len(found) if isinstance(found, bytes) else 0))
+            entry.result.set_result(found)
 
-    async def retrieve(self, request_id: str, owner: str, seconds: float) -> Outcome | None:
-        """Return a request's outcome; None if it has none within `seconds`.
+    def _resize(self, entry: _Entry, size: int) -> None:
+        self._held[self._account] = self._held.get(self._account, 0) + size - entry.size
+        entry.size = size
+        if not self._held[self._account]:
+            del self._held[self._account]
+
+    async def retrieve(self, request_id: str, seconds: float = WAIT_SECONDS) -> Reply | None:
+        """Return a request's result; None if it has none within `seconds`.
 
         Raises:
-            Gone: when there is no such request of this owner, or its result is not kept any more.
+            Gone: when there is no such request, or its result is not kept any more.
         """
-        entry, done = self._entries.get(request_id), set[object]()
-        if entry is not None and entry.owner == owner:
-            done |= (await asyncio.wait([entry.task], timeout=seconds))[0]
-        if entry is None or entry.owner != owner or self._entries.get(request_id) is not entry:
+        if (entry := self.entries.get(request_id)) is not None:
+            await asyncio.wait([entry.result], timeout=seconds)
+        if entry is None or self.entries.get(request_id) is not entry:
             raise Gone(f"there is no result of a request {visible(request_id)[:100]}")
-        if not done:
+        if not entry.result.done():
             return None
-        if request_id not in self._sent:
-            self._release(entry)
-            self._sent[request_id] = entry.size
-            self._sent_size += entry.size
-            while self._sent_size > _MOST_SENT and len(self._sent) > 1:
-                self._drop(next(iter(self._sent)))
-        return entry.task.result()
+        if not entry.is_sent:
+            entry.is_sent = True
+            asyncio.get_running_loop().call_later(_SENT_SECONDS, self.drop, request_id)
+        return entry.result.result()
 
-    def cancel(self, request_id: str, owner: str) -> None:
-        """End and drop a sample for which nobody waits; others of a model wait for its passes."""
-        entry = self._entries.get(request_id)
-        if entry is not None and entry.owner == owner and ":sample:" in request_id:
-            self._drop(request_id)
-
-    def forget(self, beginning: str) -> None:
-        """End and drop the requests whose ids begin in this way, those of a session."""
-        for name in [each for each in self._entries if each.startswith(beginning)]:
-            self._drop(name)
-
-    def _drop(self, request_id: str) -> None:
-        entry = self._entries.pop(request_id)
-        if (size := self._sent.pop(request_id, None)) is None:
-            self._release(entry)
-        else:
-            self._sent_size -= size
-        entry.task.cancel()  # no effect on one that has ended
-
-    def _release(self, entry: _Entry) -> None:
-        self._held[entry.session] -= entry.size
-        if self._held[entry.session] <= 0:
-            del self._held[entry.session]
+    def drop(self, *request_ids: str) -> None:
+        """End and forget requests that there are."""
+        for entry in filter(None, [self.entries.pop(each, None) for each in request_ids]):
+            self._resize(entry, 0)
+            for each in (entry.result, entry.task):  # no effect on those that have ended
+                each.cancel()
 
 
 class Turns:
@@ -191,9 +158,9 @@ class Turns:
     def __init__(self) -> None:
         self.next = 1
         """Position of the request that runs, or that is waited for."""
-        self._here = set[int]()
-        self._moved = asyncio.Event()
-        self._lost = ""
+        self._here = dict[int, asyncio.Event]()
+        self._lost = 0
+        self._gap: asyncio.TimerHandle | None = None
 
     @asynccontextmanager
     async def turn(self, position: int) -> AsyncIterator[None]:
@@ -202,29 +169,36 @@ class Turns:
         Raises:
             InputError: when a request before this one did not come in time.
         """
-        self._here.add(position)
+        called = self._here[position] = asyncio.Event()
+        if position < self.next:  # it was given up a moment ago
+            called.set()
+        self._call()
         try:
-            while position > self.next:
-                seconds = None if self.next in self._here else GAP_SECONDS
-                try:
-                    await asyncio.wait_for(self._moved.wait(), seconds)
-                except TimeoutError:
-                    gap = position > self.next and self.next not in self._here
-                    if gap:  # all that wait fail, and later ones run
-                        self._lost = (
-                            f"the request {self.next} of this model, before this one, did not "
-                            f"arrive within {GAP_SECONDS:.0f} s: go on from a saved state"
-                        )
-                        self._go_on(max(self._here) + 1)
+            await called.wait()
             if position < self.next:
-                raise InputError(self._lost)
+                raise InputError(
+                    f"the request {self._lost} of this model, before this one, did not arrive "
+                    f"within {GAP_SECONDS:.0f} s: go on from a saved state"
+                )
             yield
         finally:
-            self._here.discard(position)
-            if position == self.next:
-                self._go_on(position + 1)
+            del self._here[position]
+            self.next += position == self.next
+            self._call()
 
-    def _go_on(self, position: int) -> None:
-        self.next = position
-        self._moved.set()
-        self._moved = asyncio.Event()
+    def _call(self) -> None:
+        """Call the next request, or wait for it if there are only later ones."""
+        if self._gap is not None and (self.next in self._here or not self._here):
+            self._gap.cancel()
+            self._gap = None
+        if self.next in self._here:
+            self._here[self.next].set()
+        elif self._here and self._gap is None:
+            self._gap = asyncio.get_running_loop().call_later(GAP_SECONDS, self._give_up)
+
+    def _give_up(self) -> None:
+        """Let all that wait fail, and later ones run."""
+        self._lost, self._gap = self.next, None
+        self.next = max(self.next, *self._here) + 1
+        for called in self._here.values():
+            called.set()

@@ -102,16 +102,21 @@ LOSSES: Mapping[str, TinkerLoss] = {
 """Losses that this server computes, by the protocol's names."""
 
 
+STABLE = "stable_reinforce"
+"""A loss of the protocol whose formula is not published."""
+STAND_INS = [n for n, each in LOSSES.items() if each.needs == _RL and each.factor]
+"""Losses that can be computed in its place, from inputs that its data have."""
 NOT_STABLE = (
     "this server does not compute stable_reinforce: choose another loss (the cookbook's programs "
-    "take loss_fn=importance_sampling)"
+    "take loss_fn=importance_sampling), or start it with --stable-reinforce and the name of one "
+    "that it computes instead"
 )
 
 
 def loss_named(name: str, settings: Settings) -> TinkerLoss:
     """Return a loss, with the client's settings for its defaults; InputError when the server has
     none of this name, or it lacks a setting."""
-    if name == "stable_reinforce":
+    if name == STABLE:
         raise InputError(f"loss_fn: {NOT_STABLE}")
     if (loss := LOSSES.get(name)) is None:
         raise InputError(

@@ -6,6 +6,7 @@ owners or engines. Methods raise `InputError` where the client is wrong.
 """
 
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from turnwise.internals.transformers import activate
 from turnwise.tinker.losses import Inputs, TinkerLoss, loss_named
 from turnwise.tinker.requests import AdamStep, AdapterSpec
 from turnwise.tinker.wire import Array, Datum, TrainingRequest
+from turnwise.training import lora
 from turnwise.training.batching import (
     Columns,
     Layout,
@@ -35,20 +37,12 @@ from turnwise.training.batching import (
 )
 from turnwise.training.layout_check import check_run
 from turnwise.training.loading import load_models, path_of
-from turnwise.training.lora import (
-    ADAPTER_TENSORS,
-    adapted_layers,
-    adapter_config,
-    adapter_tensors,
-    add_adapter,
-    remove_adapter,
-    write_adapter,
-)
 from turnwise.training.memory import GIB, check_room
 from turnwise.training.model import backbone_of, hidden_before, score_hidden
 from turnwise.training.offload import Offload
 from turnwise.training.rank import begin_process
 from turnwise.training.sample import Sample
+from turnwise.trajectory.images import PromptIds
 
 ALPHA = 32.0
 """The `lora_alpha` of clients' adapters of every rank, unless `model.lora.alpha` is set: that of
@@ -97,16 +91,14 @@ class AdapterRank:
         ranks: int = 1,
         address: str = "",
     ) -> None:
-        if ranks > 1:
-            raise InputError("training.ranks: a Tinker server trains on one rank: set it to 1")
         self._config = config
         self.device = begin_process(config, rank, ranks, address)
         check_room(config, self.device, ranks)
         self._models = models = load_models(config, self.device)
         self.layouts, self.layouts_said, self._no_images = check_run(models, config)
         self._model = models.policy.get_submodule("model")
-        self._layers = adapted_layers(self._model)
-        remove_adapter(self._model, "default")  # of `load_models`, which found the layers
+        self._layers = lora.adapted_layers(self._model)
+        lora.remove_adapter(self._model, "default")  # of `load_models`, which found the layers
         self._adapters: dict[str, _Adapter] = {}
         """By name, the least recently used first."""
         self._numbers = itertools.count(1)
@@ -133,13 +125,13 @@ class AdapterRank:
         settings = LoraConfig(rank=spec.rank, alpha=own.alpha or ALPHA, rslora=own.rslora)
         seed = int(torch.randint(2**62, ())) if spec.seed is None else spec.seed
         try:
-            add_adapter(self._model, settings, label, targets, seed)
+            lora.add_adapter(self._model, settings, label, targets, seed)
             named = self._model.named_parameters()
             parameters = [parameter for each, parameter in named if f".{label}." in each]
             for parameter in parameters:
                 parameter.data = parameter.data.to(self.device)
         except BaseException:  # the device may be full; nobody could remove a part of an adapter
-            remove_adapter(self._model, label)
+            lora.remove_adapter(self._model, label)
             raise
         made = _Adapter(label, parameters, torch.optim.AdamW(parameters))
         self._adapters[name], self._tensors[name] = made, made.tensors
@@ -170,39 +162,41 @@ class AdapterRank:
             taken -= each.nbytes
 
     def run(self, name: str, run: TrainingRequest) -> tuple[list[Array], float]:
-        """Run a forward pass with an adapter, and unless `forward_only` add its gradient; return
-        log-prob and loss of each datum's targets, [2, T] or [2, T, K], and the sum of the loss."""
+        """Run a forward pass with an adapter, and unless `forward_only` add its gradient, half of
+        it if this fails; return log-prob and loss of each datum's targets, [2, T] or [2, T, K], and
+        the sum of the loss."""
         adapter = self._of(name)
         loss = loss_named(run.loss, run.loss_config)
+        if self._no_images and any(datum.images for datum in run.data):
+            raise InputError(self._no_images)
         outputs, total = dict[int, Array](), 0.0
         activate(self._layers.values(), [adapter.label])
-        try:
-            with torch.set_grad_enabled(not run.forward_only):
-                share = self._share(run)
-                for samples in share.micro_batches:
-                    chosen = [run.data[sample.sequence] for sample in samples]
-                    logprobs_N, inputs = self._score(samples, share.layout, chosen, loss)
-                    loss_N = loss.compute(logprobs_N, inputs)
-                    if not run.forward_only:
-                        loss_N.sum().backward()  # type: ignore[no-untyped-call]
-                    total += float(loss_N.detach().sum())
-                    both_2N = torch.stack([logprobs_N.detach(), loss_N.detach()]).float().cpu()
-                    parts = torch.split(both_2N, [len(d.token_ids_T) for d in chosen], dim=1)
-                    for sample, datum, part in zip(samples, chosen, parts, strict=True):
-                        shape = datum.inputs["target_tokens"].shape
-                        own = part.reshape(2, shape[0], -1)[:, :, : shape[1] if shape[1:] else 1]
-                        outputs[sample.sequence] = own.reshape(2, *shape).numpy()
-        except BaseException:
-            if not run.forward_only:
-                adapter.optimizer.zero_grad()  # half of a gradient is worse than none
-            raise
+        with torch.set_grad_enabled(not run.forward_only):
+            share = self._share(run)
+            for samples in share.micro_batches:
+                chosen = [run.data[sample.sequence] for sample in samples]
+                logprobs_N, inputs = self._score(samples, share.layout, chosen, loss)
+                loss_N = loss.compute(logprobs_N, inputs)
+                if not run.forward_only:
+                    loss_N.sum().backward()  # type: ignore[no-untyped-call]
+                total += float(loss_N.detach().sum())
+                both_2N = torch.stack([logprobs_N.detach(), loss_N.detach()]).float().cpu()
+                parts = torch.split(both_2N, [len(d.token_ids_T) for d in chosen], dim=1)
+                for sample, datum, part in zip(samples, chosen, parts, strict=True):
+                    shape = datum.inputs["target_tokens"].shape
+                    own = part.reshape(2, shape[0], -1)[:, :, : shape[1] if shape[1:] else 1]
+                    outputs[sample.sequence] = own.reshape(2, *shape).numpy()
         return [outputs[number] for number in range(len(run.data))], total
 
     def _share(self, run: TrainingRequest) -> RankBatches:
         """Divide the data into micro-batches; a sample has one token more, since each token is
         scored by the one before it."""
         samples = [
-            Sample.to_score([*d.token_ids_T.tolist(), 0], [0] + [1] * len(d.token_ids_T), number)
+            Sample.to_score(
+                PromptIds([*d.token_ids_T.tolist(), 0], d.images),
+                [0] + [1] * len(d.token_ids_T),
+                number,
+            )
             for number, d in enumerate(run.data)
         ]
         most = micro_batch_tokens(self._config.training, self.device.type == "cuda")
@@ -239,7 +233,8 @@ class AdapterRank:
             learns_N = (inputs[loss.factor].reshape(len(learns_N), -1) != 0).any(dim=1)
         with self._models.computing(self._models.policy):
             columns = Columns.of(samples, layout, self.device)
-            hidden_NH = hidden_before(backbone_of(self._model), columns)
+            images = self._models.policy.images
+            hidden_NH = hidden_before(backbone_of(self._model), columns, images)
             logprobs_N, _ = score_hidden(
                 self._model, hidden_NH[learns_N], targets_N[learns_N], _PLAIN
             )
@@ -254,36 +249,33 @@ class AdapterRank:
     def step(self, name: str, step: AdamStep) -> dict[str, float]:
         """Take an optimizer step, unless the gradient is not finite; return its metrics."""
         adapter = self._of(name)
-        given = [p.grad for p in adapter.parameters if p.grad is not None]
-        norm = nn.utils.get_total_norm(given) if given else torch.zeros(())
-        finite = bool(torch.isfinite(norm))
-        if finite and given:
-            if 0 < step.grad_clip_norm < float(norm):
-                nn.utils.clip_grads_with_norm_(adapter.parameters, step.grad_clip_norm, norm)
+        limit = step.grad_clip_norm if step.grad_clip_norm > 0 else math.inf
+        norm = float(nn.utils.clip_grad_norm_(adapter.parameters, limit))
+        if math.isfinite(norm):
+            settings = step.model_dump(include={"eps", "weight_decay"}) | {"lr": step.learning_rate}
             for group in adapter.optimizer.param_groups:
-                group["lr"], group["eps"] = step.learning_rate, step.eps
-                group["betas"] = step.beta1, step.beta2
-                group["weight_decay"] = step.weight_decay
+                group.update(settings, betas=(step.beta1, step.beta2))
             adapter.optimizer.step()
         adapter.optimizer.zero_grad()
-        if not finite:
+        if not math.isfinite(norm):
             raise InputError(
-                f"optim_step: the gradient's norm is {float(norm)}, so the step was skipped and "
+                f"optim_step: the gradient's norm is {norm}, so the step was skipped and "
                 "the gradient dropped: look at the weights, advantages and log-probs of the data"
             )
-        return {"grad_norm": float(norm)}
+        return {"grad_norm": norm}
+
+    def drop(self, name: str) -> None:
+        """Drop the gradient that has been added up."""
+        self._of(name).optimizer.zero_grad()
 
     def write(self, name: str, folder: Path, optimizer: bool = False) -> None:
         """Write an adapter in PEFT's format into a folder, and what its optimizer remembers."""
-        adapter = self._of(name)
-        label = adapter.label
-        tensors = {
-            key: tensor.detach().cpu().contiguous()
-            for key, tensor in adapter_tensors(self._model, label)
-        }
-        settings: dict[str, Foreign] = adapter_config(self._model, path_of(self._config), label)
+        adapter, base = self._of(name), path_of(self._config)
+        found = lora.adapter_tensors(self._model, adapter.label)
+        tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in found}
+        settings: dict[str, Foreign] = lora.adapter_config(self._model, base, adapter.label)
         names = {target.rpartition(".")[2] for target in settings["target_modules"]}
-        write_adapter(folder, settings | {"target_modules": sorted(names)}, tensors)
+        lora.write_adapter(folder, settings | {"target_modules": sorted(names)}, tensors)
         if optimizer:
             torch.save(adapter.optimizer.state_dict(), folder / _OPTIMIZER)
 
@@ -300,9 +292,9 @@ class AdapterRank:
             )
         if optimizer:
             state = torch.load(moments, map_location="cpu", weights_only=True)
-        found = load_file(folder / ADAPTER_TENSORS)
-        own = dict(adapter_tensors(self._model, adapter.label))
-        settings = adapter_config(self._model, "", adapter.label)
+        found = load_file(folder / lora.ADAPTER_TENSORS)
+        own = dict(lora.adapter_tensors(self._model, adapter.label))
+        settings = lora.adapter_config(self._model, "", adapter.label)
         fits = {n: t.shape for n, t in found.items()} == {n: t.shape for n, t in own.items()}
         if not fits or any(saved[key] != settings[key] for key in ("lora_alpha", "use_rslora")):
             raise InputError(
@@ -313,14 +305,21 @@ class AdapterRank:
             for key, tensor in own.items():
                 tensor.copy_(found[key])
         adapter.optimizer.load_state_dict(state)
+        for moments in adapter.optimizer.state.values():  # those of a file cannot be offloaded
+            moments.update({key: value.clone() for key, value in moments.items()})
         adapter.optimizer.zero_grad()
+
+    def vocabulary(self, _: str) -> int:
+        """Return the number of ids that the model knows."""
+        config: Foreign = self._model.config
+        return int(config.get_text_config().vocab_size)
 
     def remove(self, name: str) -> None:
         """Forget an adapter; one that is unknown is forgotten already."""
         if (adapter := self._adapters.pop(name, None)) is not None:
             del self._tensors[name]
             self._offload.forget(name)
-            remove_adapter(self._model, adapter.label)
+            lora.remove_adapter(self._model, adapter.label)
 
     def close(self) -> None:
         """Do nothing: no file of the rank outlives its process."""

@@ -12,26 +12,33 @@ import numpy as np
 from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from turnwise.config import SamplingConfig
-from turnwise.core.json_types import JsonObject
 from turnwise.engine.protocol import Request, Route, Sampling
 from turnwise.engine.vllm_requests import sampling_params
 from turnwise.errors import InputError
-from turnwise.tinker.losses import NOT_STABLE, TinkerLoss, loss_named
-from turnwise.tinker.wire import Datum, TrainingRequest
+from turnwise.tinker.images import ImageChunk
+from turnwise.tinker.losses import TinkerLoss, loss_named
+from turnwise.tinker.wire import MOST_VALUES, Datum, Joined, TrainingRequest
+from turnwise.trajectory.images import placed
 
 _Id = Annotated[str, Field(max_length=300)]
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
-_Tokens = Annotated[list[int], Field(max_length=2**21)]
+_Tokens = Annotated[list[int], Field(max_length=2**21, fail_fast=True)]
+_Seconds = Annotated[int, Field(ge=3600, le=3653 * 86_400)] | None
+"""Time for which a checkpoint is kept, 1 hour to 10 years; None keeps it for ever."""
 _MOST_STOPS = 1000
+_LONG_ANSWER = 2**14  # tokens of an answer that are counted at most before it is there
+_TOKEN_BYTES, _LIKELY_BYTES = 80, 130  # of a sampled token, and of each of its alternatives
 MOST_SAMPLES = 4096
 """Largest `num_samples` of one request."""
 TURN_TOKENS = 32_768
 """Tokens of one client that the trainer computes before it turns to the next client."""
 
 
-class _Request(BaseModel):
+class BaseRequest(BaseModel):
     model_config = ConfigDict(protected_namespaces=(), extra="allow")
+    body_bytes: int = 0
+    """Length of the body that it was read from."""
     absent: ClassVar[Mapping[str, str]] = {}
     """Keys that this server has nothing for, each with the reason."""
 
@@ -47,11 +54,22 @@ class _Request(BaseModel):
             raise InputError(f"optimizer {str(kind)[:80]!r}: this server has adamw")
 
 
-class OfSession(_Request):
+class OfSession(BaseRequest):
     session_id: _Id
 
 
-class AdapterSpec(_Request):
+class Named(BaseRequest):
+    """A request for what has a name: one of these."""
+
+    sampler_id: _Id = ""
+    request_id: _Id = ""
+    tinker_path: str = ""
+    ttl_seconds: _Seconds = None
+    base_url: str = ""
+    """URL of the server, as its client writes it."""
+
+
+class AdapterSpec(BaseRequest):
     """An adapter as a client asks for it; none is trained in the output head."""
 
     model_config = ConfigDict(extra="ignore")
@@ -67,11 +85,11 @@ class OfNewModel(OfSession):
 
 class CreateModel(OfNewModel):
     base_model: str
-    user_metadata: JsonObject | None = None
+    user_metadata: dict[str, str] | None = None
     lora_config: AdapterSpec | None = None
 
 
-class GetInfo(_Request):
+class GetInfo(BaseRequest):
     model_id: _Id
 
 
@@ -79,7 +97,7 @@ class OfModel(GetInfo):
     seq_id: Annotated[int, Field(ge=1, lt=2**31)]
 
 
-class AdamStep(_Request):
+class AdamStep(BaseRequest):
     """The settings of one step of AdamW; a `grad_clip_norm` of 0 does not clip."""
 
     type: Literal["adamw"] = "adamw"
@@ -95,12 +113,8 @@ class OptimStep(OfModel):
     adam_params: AdamStep = Field(validation_alias=AliasChoices("adam_params", "optimizer_params"))
 
 
-class Expiring(_Request):
-    ttl_seconds: Annotated[int, Field(ge=3600, le=3653 * 86_400)] | None = None
-    """Time for which a checkpoint is kept, 1 hour to 10 years; None keeps it for ever."""
-
-
-class Saving(Expiring):
+class Saving(BaseRequest):
+    ttl_seconds: _Seconds = None
     user_metadata: dict[str, str] | None = None
     overwrite: bool = False
 
@@ -118,7 +132,7 @@ class SaveWeights(Saving):
     path: str
 
 
-class LoadWeights(_Request):
+class LoadWeights(BaseRequest):
     absent = {
         "weights_access_token": "this server has none, and its checkpoints belong to the key that "
         "saved them"
@@ -126,16 +140,20 @@ class LoadWeights(_Request):
     path: str
     optimizer: bool = False
     base_model: str | None = None
-    user_metadata: JsonObject | None = None
+    user_metadata: dict[str, str] | None = None
 
 
-class CopyWeights(Expiring):
+class CopyWeights(BaseRequest):
+    ttl_seconds: _Seconds = None
     source_path: str
     idempotency_key: _Id = ""
     """The header of this name: a copy is made once for each."""
 
 
-class Page(_Request):
+class Page(BaseRequest):
+    """A part of a list: of all runs, or of one."""
+
+    run: str = "*"
     limit: Annotated[int, Field(ge=0)] = 100
     offset: _Count = 0
 
@@ -146,29 +164,30 @@ class CreateSamplingSession(OfSession):
     model_path: str | None = None
 
 
-class _Chunk(_Request):
+class _Chunk(BaseModel):
     type: str = "encoded_text"
     tokens: _Tokens = []
+    data: str = ""
+    expected_tokens: _Count | None = None
 
 
-class _ModelInput(_Request):
-    chunks: list[_Chunk]
+class _ModelInput(BaseModel):
+    chunks: Annotated[list[_Chunk], Field(max_length=4096, fail_fast=True)]
 
 
-class _Sampling(_Request):
+class _Sampling(BaseModel):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
-    stop: str | list[str] | _Tokens | None = None
+    stop: str | Annotated[list[str], Field(fail_fast=True)] | _Tokens | None = None
     temperature: Annotated[_Finite, Field(ge=0, le=2)] = 1.0
     top_k: Annotated[int, Field(ge=-1)] = -1
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
 
 
-class Sample(_Request):
+class Sample(BaseRequest):
     """A request for samples of one prompt."""
 
     absent = {
-        "record_stability_info": NOT_STABLE,
         "prompt_alt_tokens_k": "vLLM draws no tokens at positions of the prompt",
         "target_prompt_logprobs": "engines score the prompt's own tokens and the likeliest ones; a "
         "training client's forward(cross_entropy) scores any, [N, K] of them",
@@ -176,18 +195,35 @@ class Sample(_Request):
     num_samples: Annotated[int, Field(ge=1, le=MOST_SAMPLES)] = 1
     prompt: _ModelInput
     sampling_params: _Sampling
-    sampling_session_id: _Id | None = None
-    seq_id: _Count | None = None
+    sampling_session_id: _Id
+    seq_id: _Count
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: Annotated[int, Field(ge=0)] = 0
     topk_sample_logprobs: Annotated[int, Field(ge=0)] = 0
     prompt_logprobs_last_n: int | None = None
+    record_stability_info: bool | None = None
 
-    def tokens(self, vocabulary: int) -> list[int]:
-        """Return the prompt's ids, checked."""
-        if odd := {c.type for c in self.prompt.chunks if c.type != "encoded_text"}:
-            raise InputError(f"prompt: this server reads tokens, not chunks of type {min(odd)!r}")
-        ids = [token for chunk in self.prompt.chunks for token in chunk.tokens]
+    @property
+    def size(self) -> int:
+        """Estimate of the bytes of the request and of all that it brings back, as Python's."""
+        longest = min(self.sampling_params.max_tokens or _LONG_ANSWER, _LONG_ANSWER)
+        rows, count = self.num_samples * longest, self.topk_sample_logprobs
+        prompt = sum(len(each.tokens) for each in self.prompt.chunks)
+        likeliest = _LIKELY_BYTES * (rows * count + prompt * self.topk_prompt_logprobs)
+        return 8 * self.body_bytes + _TOKEN_BYTES * rows + likeliest
+
+    def tokens(self, vocabulary: int, joined: Joined) -> list[int]:
+        """Return the prompt's ids, checked, `PromptIds` if it has images."""
+        if odd := {c.type for c in self.prompt.chunks} - {"encoded_text", "image"}:
+            kind = min(odd)[:80]
+            raise InputError(f"prompt: this server reads tokens and images, not {kind!r}")
+        ids = joined(
+            [
+                ImageChunk(c.data, c.expected_tokens or 0) if c.type == "image" else c.tokens
+                for c in self.prompt.chunks
+            ],
+            "prompt",
+        )
         if not ids:
             raise InputError("prompt: it has no tokens")
         if not 0 <= min(ids) <= max(ids) < vocabulary:
@@ -216,6 +252,7 @@ class Sample(_Request):
                 f"{name}:{number}",
                 self._seed(number),
                 route,
+                images=placed(ids),
             )
             for number in range(self.num_samples)
         ]
@@ -270,6 +307,12 @@ def check_training(request: TrainingRequest, vocabulary: int, longest: int) -> N
         raise InputError("forward_backward: there are no data")
     for number, datum in enumerate(request.data):
         _check_datum(datum, f"datum {number}", loss, vocabulary, longest)
+    wide = max(d.inputs["target_tokens"].size // len(d.token_ids_T) for d in request.data)
+    if wide > 1 and wide * sum(len(d.token_ids_T) for d in request.data) > MOST_VALUES:
+        raise InputError(
+            f"forward_backward: with {wide:,} targets for every token there are more than "
+            f"{MOST_VALUES:,} values: send data with as many targets as others only beside these"
+        )
 
 
 def _check_datum(datum: Datum, what: str, loss: TinkerLoss, vocabulary: int, longest: int) -> None:

@@ -11,6 +11,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,13 +27,14 @@ from turnwise.tinker.losses import LOSSES
 from turnwise.tinker.wire import Array, TrainingRequest
 from turnwise.training.reports import TrainedSample
 from turnwise.training.sample import Sample
-from turnwise.trajectory import Trajectory
+from turnwise.trajectory import PlacedImage, PromptIds, Trajectory
+from turnwise.trajectory.images import placed
 
 logger = logging.getLogger(__name__)
 
-_FACTOR = 0x9E3779B97F4A7C15  # of the hashes; odd, so that none of its powers is 0
 _MOST_SAMPLED = 2**25  # tokens of samples that are kept; beyond, the oldest are dropped
 _MOST_TRAINED = 2**24  # tokens of all models' passes that are kept until their steps are taken
+_DATUM_TOKENS = 32  # as many tokens as a datum counts beside its own, for its objects
 
 
 class _Sampled(NamedTuple):
@@ -41,6 +43,13 @@ class _Sampled(NamedTuple):
     logprobs: Array
     finish_reason: str
     version: int
+    images: tuple[PlacedImage, ...]
+
+    @property
+    def size(self) -> int:
+        """Its tokens, and 1 for each 64 bytes of its images: 2 GiB of these at most."""
+        files = sum(len(each.image.data) for each in self.images)
+        return len(self.prompt) + len(self.ids) + files // 64
 
 
 _Trained = tuple[dict[str, Array], Array]
@@ -49,55 +58,50 @@ trainer's log-probs."""
 
 
 class SampleIndex:
-    """Samples of the engines of late, of all clients, by owner and ids.
+    """Samples of the engines of late, of all clients, by owner and a hash of all their ids."""
 
-    Args:
-        longest: Maximum number of ids of a prompt and its completion.
-        decode: Returns the text of ids.
-    """
-
-    def __init__(self, longest: int, decode: Callable[[list[int]], str]) -> None:
+    def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self.decode = decode
         self.trained = 0
-        """Tokens of passes that models keep until their steps are taken."""
-        self._powers = np.cumprod(np.full(longest + 1, _FACTOR, np.uint64))
+        """Size, in tokens, of passes that models keep until their steps are taken."""
         self._kept: dict[tuple[str, int, int], _Sampled] = {}
         self._size = 0
 
     def add(
         self, owner: str, prompt: Sequence[int], done: Sequence[Completion], version: int
     ) -> None:
-        first = np.asarray(prompt, np.int32)
-        start = int(self._terms(first).sum())
+        first, images = np.asarray(prompt, np.int32), placed(prompt)
+        start = _hashes(_seen(first, images).tolist())[-1]
         for each in filter(lambda one: one.token_ids, done):
             ids, logprobs = np.asarray(each.token_ids, np.int32), np.asarray(each.logprobs)
-            end = int(self._terms(ids, len(first)).sum())
-            key = owner, len(first) + len(ids), (start + end) % 2**64
-            self._size += key[1] if self._kept.pop(key, None) is None else 0
-            self._kept[key] = _Sampled(first, ids, logprobs, each.finish_reason, version)
+            key = owner, len(first) + len(ids), _hashes(each.token_ids, start)[-1]
+            if (same := self._kept.pop(key, None)) is not None:
+                self._size -= same.size
+            made = _Sampled(first, ids, logprobs, each.finish_reason, version, images)
+            self._kept[key] = made
+            self._size += made.size
         while self._size > _MOST_SAMPLED:
-            self._size -= (oldest := next(iter(self._kept)))[1]
-            del self._kept[oldest]
+            self._size -= self._kept.pop(next(iter(self._kept))).size
 
     def turns(self, owner: str, ids: Array) -> list[_Sampled]:
         """Return the samples that make up a sequence, in their order: the longest that it begins
         with, then the longest that the prompt of this one begins with ..."""
-        hashes = np.cumsum(self._terms(ids)).tolist()  # of each beginning
-        found, length = list[_Sampled](), len(ids)
+        hashes, found, length = _hashes(ids.tolist()), list[_Sampled](), len(ids)
         while length:
-            kept = self._kept.get((owner, length, hashes[length - 1]))
-            if kept and np.array_equal(np.concatenate([kept.prompt, kept.ids]), ids[:length]):
+            kept = self._kept.get((owner, length, hashes[length]))
+            if kept and np.array_equal(
+                _seen(np.concatenate([kept.prompt, kept.ids]), kept.images), ids[:length]
+            ):
                 found.insert(0, kept)
                 length = len(kept.prompt)
             else:
                 length -= 1
         return found
 
-    def _terms(self, ids: Array, start: int = 0) -> Array:
-        """Return the terms whose sum, modulo 2**64, is the hash of a sequence that has these ids
-        from a position on."""
-        terms: Array = (ids.astype(np.uint64) + np.uint64(1)) * self._powers[start:][: len(ids)]
-        return terms
+
+def _hashes(ids: Sequence[int], start: int = 0) -> list[int]:
+    """Return a hash of each beginning of a sequence, from that of an empty one on."""
+    return list(accumulate(ids, lambda before, each: hash((before, each)), initial=start))
 
 
 class RunLog:
@@ -128,16 +132,21 @@ class RunLog:
         factor = LOSSES[request.loss].factor or "advantages"
         for datum, logprobs_T in zip(request.data, logprobs, strict=True):
             length = len(datum.token_ids_T)
+            size = length + _DATUM_TOKENS
             value = datum.inputs.get(factor, np.ones(logprobs_T.shape, np.float32))
             self._tokens += int(value.reshape(length, -1).any(axis=1).sum())
-            if logprobs_T.ndim > 1 or self._index.trained + length > _MOST_TRAINED:
+            if logprobs_T.ndim > 1 or self._index.trained + size > _MOST_TRAINED:
                 self._left_out += 1
                 continue
-            given = {k: v for k, v in datum.inputs.items() if v.shape == logprobs_T.shape}
-            ids = np.concatenate([datum.token_ids_T[:1], given["target_tokens"]])
+            sampled = datum.inputs.get("logprobs", logprobs_T[:0])
+            given = {"logprobs": sampled} if sampled.shape == logprobs_T.shape else {}
+            targets = datum.inputs["target_tokens"]
+            ids = np.append(_seen(datum.token_ids_T, datum.images), targets[-1:])
+            if (targets != ids[1:])[value != 0].any():  # what counts is not what follows
+                ids = ids[:0]
             self._trained.append((given | {"ids": ids, "value": value}, logprobs_T))
-            self._index.trained += length
-            self._held += length
+            self._index.trained += size
+            self._held += size
 
     async def step(self, version: int, learning_rate: float, metrics: Mapping[str, float]) -> None:
         """Write a step that began with the weights of a version, beside what comes next."""
@@ -212,11 +221,19 @@ class RunLog:
         made.status = "length" if turns[-1].finish_reason == "length" else "completed"
         for turn in turns:
             prompt, own, logprobs = (each.tolist() for each in turn[:3])
-            versions = [turn.version] * len(own)
-            added = made.add_turn(prompt, own, logprobs, versions, turn.finish_reason)
+            seen, versions = PromptIds(prompt, turn.images), [turn.version] * len(own)
+            added = made.add_turn(seen, own, logprobs, versions, turn.finish_reason)
             for role, said in (("user", added.added_token_ids), ("assistant", own)):
                 made.messages.append({"role": role, "content": self._index.decode(said)})
         return made
+
+
+def _seen(ids: Array, images: Sequence[PlacedImage]) -> Array:
+    """Return ids, with numbers beyond all of them for those of images."""
+    seen = ids.astype(np.int64)
+    for each in images:
+        seen[each.start : each.end] = (1 << 62) + (int(each.image.hash, 16) >> 68)
+    return seen
 
 
 def _values(made: Trajectory, value_T: Array, logprobs_T: Array) -> TrainedSample:

@@ -1,24 +1,25 @@
 """The server's state and verbs: sessions, models, sampling sessions and their requests.
 
-Each method in `verbs` answers one route: it gets the caller's owner and the body's values, and
-returns plain values. Whatever takes a while becomes a request of `Futures`. Ids of sessions are
-random; those of models and sampling sessions are made of them, so that a client can repeat any
-request. Nothing is found with another owner's key. Sessions of clients that have vanished end.
+Each verb answers one route: it gets the caller's owner and the request, and returns plain values.
+Whatever takes a while becomes a request of `Futures`. Ids of sessions are random; those of models
+and sampling sessions are made of them, so that a client can repeat any request. Nothing is found
+with another owner's key. Sessions of clients that have vanished end.
 """
 
 import asyncio
 import json
 import logging
+import shutil
 import time
 import uuid
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from turnwise.config import Config
 from turnwise.core.aio import run_in_thread, together
@@ -26,16 +27,21 @@ from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
 from turnwise.core.run_files import RunFiles
 from turnwise.engine.protocol import Generator, Route, generate
-from turnwise.errors import EngineError, InputError, TurnwiseError
+from turnwise.errors import EngineError, InputError, TurnwiseError, text_of, visible
+from turnwise.serving.openai.address import api_key
+from turnwise.serving.openai.errors import explain
 from turnwise.tinker import requests
 from turnwise.tinker.checkpoints import Checkpoint, Checkpoints, Kind, expiry
 from turnwise.tinker.futures import SMALLEST, Busy, Futures, Gone, Missing, Reply, Turns, Work
+from turnwise.tinker.images import ChunkReader
+from turnwise.tinker.losses import NOT_STABLE, STABLE
 from turnwise.tinker.run_log import RunLog, SampleIndex
 from turnwise.tinker.wire import Array, TrainingRequest, sample_reply, training_reply
 
 logger = logging.getLogger(__name__)
 
-_Kind = TypeVar("_Kind", bound=BaseModel)
+_Kind = TypeVar("_Kind", bound=requests.BaseRequest)
+_Work = Callable[..., Awaitable[Reply]]
 _SILENT_SECONDS = 900.0
 """Time without a heartbeat, which clients send every 10 s, after which a session ends."""
 _LOOK_SECONDS = 30.0
@@ -43,36 +49,46 @@ _MOST_SESSIONS = 1000
 """Sessions of one owner, beyond which those that are silent for `_QUIET_SECONDS` end."""
 _QUIET_SECONDS = 120.0
 _UNUSED_SECONDS = 3600.0
-"""Time without a sample after which weights that have no name are removed, if there are newer ones
-of their model: a loop saves some at every step."""
+"""Time without a sample after which weights that have no name are removed when newer ones of their
+model are saved: a loop saves some at every step."""
 _HEAD = (
     "this server trains no adapter of the output head: train_unembed has no effect, because "
     "engines could not score prompts beside it"
 )
+_STAND_IN = "stable_reinforce is computed as %s, its settings and provenance are not used"
 
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """One client, until it ends or is silent for too long."""
+    """One client, until it ends or is silent for too long. All ids of what it has begin with its
+    own."""
 
     id: str
     owner: str
+    futures: Futures
     seen: float = field(default_factory=time.monotonic)
     """Time of the last request or heartbeat."""
+    models: "dict[str, Model]" = field(default_factory=dict)
+    samplers: "dict[str, Sampler]" = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False)
 class Model:
     """An adapter in training."""
 
-    id: str
     session: Session
-    spec: requests.AdapterSpec
-    user_metadata: JsonObject | None
+    state: Checkpoint
+    """A checkpoint of it now, but for its kind and name."""
     log: RunLog
     turns: Turns = field(default_factory=Turns)
-    version: int = 0
-    """Number of optimizer steps."""
+    lost: str = ""
+    """Reason why a pass since the last step failed, which may have left half of its gradient."""
+    stands_in: bool = False
+    """Whether a pass has asked for stable_reinforce, and got another loss."""
+
+    @property
+    def id(self) -> str:
+        return self.state.run
 
 
 @dataclass(slots=True, eq=False)
@@ -92,8 +108,6 @@ class Sampler:
         return saved if saved is not None and saved.kind == "snapshots" else None
 
 
-OfModel = Callable[["TinkerService", Model, JsonObject], Awaitable[Reply]]
-"""Answers a request of a model in its turn."""
 Ask = Callable[..., Awaitable[Foreign]]
 """Calls a method of `AdapterRank` by its name, with the name of an adapter; one call at a time."""
 
@@ -108,6 +122,7 @@ class TinkerService:
         folder: The run's folder; checkpoints are in `tinker` below it, and the files of each
             client's training run.
         decode: The tokenizer's text of ids, for the files of runs.
+        stable: Loss that is computed for stable_reinforce; "" refuses it.
     """
 
     def __init__(
@@ -118,63 +133,54 @@ class TinkerService:
         vocabulary: int,
         folder: Path,
         decode: Callable[[list[int]], str] = str,
+        stable: str = "",
     ) -> None:
         path = config.model.path
         self.model_name = config.serving.served_model_name or path
-        self.futures = Futures()
+        self.joined = ChunkReader(config).joined
         self.checkpoints = Checkpoints(folder / "tinker")
-        self.links: dict[str, Path] = {}
-        """Files that anyone may read who knows their secret."""
+        self.links: dict[str, tuple[Path, float]] = {}
+        """Files that anyone may read who knows their secret, and the time at which that ends."""
         self._names = {self.model_name, path, Path(path).name}
         self._tokenizer = config.model.tokenizer or path
-        self._config = config
+        self._config, self._stable = config, stable
         self._generator, self._trainer, self._vocabulary = generator, ask, vocabulary
         self._trainer_turn = asyncio.Lock()
         self._sessions: dict[str, Session] = {}
-        self._models: dict[str, Model] = {}
-        self._samplers: dict[str, Sampler] = {}
+        self._held: dict[str, int] = {}
         self._files = RunFiles(folder / "tinker_sessions")
-        self._sampled = SampleIndex(config.model.max_length, decode)
+        self._sampled = SampleIndex(decode)
 
     def restore(self) -> None:
         """Go on with the sessions and samplers of a server that was killed, from their files."""
         held = set[Path]()
         for path in self._files.path("").glob("*.jsonl"):
-            lines = path.read_text().rpartition("\n")[0].splitlines()  # the last may be half of one
-            with suppress(ValueError, TypeError):
-                first, *others = map(json.loads, lines)
-                session = self._sessions[first["id"]] = Session(**first)
+            with suppress(ValueError, TypeError, LookupError):
+                whole = path.read_text().rpartition("\n")[0]  # the last line may be half of one
+                first, *others = map(json.loads, whole.splitlines())
+                own = first["model"] in self._names  # else another model may be served here again
+                session = self._open(first["id"], first["owner"]) if own else None
                 for name, tree in others:
-                    saved = tree and Checkpoint(**tree)
-                    if saved and not self.checkpoints.folder(saved).exists():
+                    saved = Checkpoint(**tree) if tree else None
+                    if saved and not (folder := self.checkpoints.folder(saved)).exists():
                         continue
-                    made = self._samplers[name] = Sampler(name, session, saved or None)
-                    held |= {self.checkpoints.folder(made.snapshot)} if made.snapshot else set()
+                    held |= {folder} if saved else set()
+                    if session is not None:
+                        session.samplers[name] = Sampler(name, session, saved)
         self.checkpoints.tidy(held)
 
     async def _note(self, session: Session, line: object) -> None:
         await self._files.add(f"{session.id}.jsonl", json.dumps(line) + "\n")
 
-    def models_of(self, owner: str) -> list[Model]:
-        """Return an owner's models, the newest first."""
-        return [each for each in reversed(self._models.values()) if each.session.owner == owner]
-
-    def sessions_of(self, owner: str) -> list[str]:
-        """Return the ids of an owner's sessions, the newest first."""
-        return [each.id for each in reversed(self._sessions.values()) if each.owner == owner]
-
-    def held_by(self, session: str) -> JsonObject:
-        """Return the ids of what a session has."""
-        models = [name for name, each in self._models.items() if each.session.id == session]
-        samplers = [name for name, each in self._samplers.items() if each.session.id == session]
-        return {"training_run_ids": models, "sampler_ids": samplers}
+    def sessions_of(self, owner: str) -> list[Session]:
+        """Return an owner's sessions, the newest first."""
+        return [each for each in reversed(self._sessions.values()) if each.owner == owner]
 
     async def watch(self) -> None:
         """End sessions of clients that have vanished, without end."""
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
             await self._end_silent(_SILENT_SECONDS)
-            await self._remove_unused()
             with suppress(OSError):  # a folder that has gone meanwhile
                 await run_in_thread(self.checkpoints.tidy)
 
@@ -182,259 +188,281 @@ class TinkerService:
         """End sessions that are silent for some time, all or an owner's, all at once: each has its
         turn at the trainer to wait for."""
         oldest = time.monotonic() - seconds
-        silent = [
-            each
-            for each in self._sessions.values()
-            if each.seen < oldest and owner in (None, each.owner)
-        ]
+        own = list(self._sessions.values()) if owner is None else self.sessions_of(owner)
+        silent = [each for each in own if each.seen < oldest]
         for session in silent:
             logger.info("the Tinker session %s is silent, and ends", session.id)
         await together(self._end(session) for session in silent)
 
-    async def _remove_unused(self) -> None:
-        """Remove weights without a name that nobody samples from, but for each model's newest."""
-        oldest, newer = time.monotonic() - _UNUSED_SECONDS, set[str]()
-        for sampler in reversed(list(self._samplers.values())):
-            if (saved := sampler.snapshot) is not None:
-                if sampler.seen < oldest and saved.run in newer:
-                    await self._drop(sampler)
-                newer.add(saved.run)
-
     async def _drop(self, sampler: Sampler) -> None:
-        self._samplers.pop(sampler.id, None)
+        sampler.session.samplers.pop(sampler.id, None)
         if (saved := sampler.snapshot) is not None:
             with suppress(OSError):  # one that has gone already
                 await run_in_thread(self.checkpoints.remove, saved)
 
     # Sessions
 
-    async def capabilities(self, owner: str, tree: JsonObject) -> JsonObject:
-        known = {
-            "model_name": self.model_name,
-            "max_context_length": self._config.model.max_length,
-            "trainable": True,
-            "sampleable": True,
-        }
-        return {"supported_models": [known]}
+    async def capabilities(self, owner: str, _: JsonObject) -> JsonObject:
+        own = {"model_name": self.model_name, "max_context_length": self._config.model.max_length}
+        return {"supported_models": [own | {"trainable": True, "sampleable": True}]}
 
-    async def create_session(self, owner: str, tree: JsonObject) -> JsonObject:
-        if self._count(owner) >= _MOST_SESSIONS:
+    async def create_session(self, owner: str, _: JsonObject) -> JsonObject:
+        if len(self.sessions_of(owner)) >= _MOST_SESSIONS:
             await self._end_silent(_QUIET_SECONDS, owner)
-        if self._count(owner) >= _MOST_SESSIONS:
+        if len(self.sessions_of(owner)) >= _MOST_SESSIONS:
             raise Busy(f"you have {_MOST_SESSIONS:,} sessions: close some, or wait until some end")
-        session = Session(str(uuid.uuid4()), owner)
-        await self._note(session, {"id": session.id, "owner": owner})
-        self._sessions[session.id] = session
-        return {"type": "create_session", "session_id": session.id, "info_message": _HEAD}
+        session = self._open(str(uuid.uuid4()), owner)
+        line = {"id": session.id, "owner": owner, "model": self.model_name}
+        await self._note(session, line)
+        info = f"{_HEAD}; {_STAND_IN % self._stable}" if self._stable else _HEAD
+        return {"session_id": session.id, "info_message": info}
 
-    def _count(self, owner: str) -> int:
-        return sum(each.owner == owner for each in self._sessions.values())
+    def _open(self, name: str, owner: str) -> Session:
+        # All have one owner where the server has a key.
+        account = owner if api_key(self._config) is None else name
+        session = Session(name, owner, Futures(account, self._held))
+        self._sessions[name] = session
+        return session
 
-    async def heartbeat(self, owner: str, tree: JsonObject) -> JsonObject:
-        self._session(parsed(requests.OfSession, tree).session_id, owner)
-        return {"type": "session_heartbeat"}
-
-    async def finish(self, owner: str, tree: JsonObject) -> JsonObject:
-        await self._end(self._session(parsed(requests.OfSession, tree).session_id, owner))
+    async def heartbeat(self, owner: str, asked: requests.OfSession) -> JsonObject:
+        self._session(asked.session_id, owner)
         return {}
 
-    def _session(self, name: str, owner: str) -> Session:
-        session = self._sessions.get(name)
+    async def get_session(self, owner: str, asked: requests.OfSession) -> JsonObject:
+        if (session := self._own(asked.session_id, owner)) is None:
+            raise Missing(f"there is no session {asked.session_id[:100]} of yours")
+        return {"training_run_ids": [*session.models], "sampler_ids": [*session.samplers]}
+
+    async def finish(self, owner: str, asked: requests.OfSession) -> JsonObject:
+        await self._end(self._session(asked.session_id, owner))
+        return {}
+
+    def _own(self, name: str, owner: str) -> Session | None:
+        """Return an owner's session, by its id or that of something that it has."""
+        session = self._sessions.get(name.partition(":")[0])
         if session is None or session.owner != owner:
-            raise Gone(f"there is no session {name}: it has ended, or the server was restarted")
+            return None
         session.seen = time.monotonic()
+        return session
+
+    def _session(self, name: str, owner: str) -> Session:
+        if (session := self._own(name, owner)) is None:
+            raise Gone(
+                f"there is no session of {visible(name)[:100]}: it has ended, or the server was "
+                "restarted"
+            )
         return session
 
     async def _end(self, session: Session) -> None:
         """End a session with its models and samplers; what it has saved under a name stays."""
         if self._sessions.pop(session.id, None) is None:
             return
-        models = [each for each in self._models.values() if each.session is session]
-        samplers = [each for each in self._samplers.values() if each.session is session]
-        for model in models:  # before anything waits: none gets another request
-            del self._models[model.id]
-        for sampler in samplers:
-            del self._samplers[sampler.id]
-        self.futures.forget(session.id)
+        session.futures.drop(*session.futures.entries)
         with suppress(OSError):
             self._files.path(f"{session.id}.jsonl").unlink()
-        for sampler in samplers:
+        for sampler in list(session.samplers.values()):
             await self._drop(sampler)
-        for model in models:
-            await model.log.close()
-            try:
-                await self._ask("remove", model.id)
-            except TurnwiseError as error:  # the trainer's own watch ends the server if it died
-                logger.warning("the adapter %s is not removed: %s", model.id, error)
+        for model in list(session.models.values()):
+            await self._remove(model)
+
+    async def _remove(self, model: Model) -> None:
+        model.session.models.pop(model.id, None)
+        await model.log.close()
+        try:
+            await self._ask("remove", model.id)
+        except TurnwiseError as error:  # the trainer's own watch ends the server if it died
+            logger.warning("the adapter %s is not removed: %s", model.id, error)
+
+    # Requests
+
+    async def retrieve(self, owner: str, request_id: str) -> Reply | None:
+        """Return the result of a request; None if it has none yet."""
+        return await self._session(request_id, owner).futures.retrieve(request_id)
+
+    async def cancel(self, owner: str, asked: requests.Named) -> JsonObject:
+        """End a sample for which nobody waits; others of a model wait for its passes."""
+        if ":sample:" in asked.request_id and (own := self._own(asked.request_id, owner)):
+            own.futures.drop(asked.request_id)
+        return {}
 
     # Training
 
-    async def create_model(self, owner: str, tree: JsonObject) -> JsonObject:
-        async def create(name: str, session: Session) -> Reply:
-            asked = parsed(requests.CreateModel, tree)
-            asked.check()
-            self._check_base(asked.base_model)
-            if asked.lora_config is None:
-                raise InputError("this server trains adapters: create_model needs a lora_config")
-            await self._add_model(name, session, asked.lora_config, asked.user_metadata)
-            return Reply({"type": "create_model", "model_id": name})
-
-        return self._new_model(owner, tree, create)
-
-    def _new_model(
-        self, owner: str, tree: JsonObject, create: Callable[[str, Session], Awaitable[Reply]]
+    async def new_model(
+        self, owner: str, tree: JsonObject, kind: type[_Kind], work: _Work
     ) -> JsonObject:
-        asked = parsed(requests.OfNewModel, tree)
-        session = self._session(asked.session_id, owner)
-        name = f"{session.id}:train:{asked.model_seq_id}"
-        self.futures.begin(name, owner, partial(create, name, session))
+        """Answer a request for a model, which a method makes by its name, session and request."""
+        given = parsed(requests.OfNewModel, tree)
+        session = self._session(given.session_id, owner)
+        name = f"{session.id}:train:{given.model_seq_id}"
+        answer = partial(self._answer, kind, work, tree, name, session)
+        session.futures.begin(name, answer, 2 * tree["body_bytes"])
         return {"request_id": name, "model_id": name}
 
-    async def _add_model(
-        self,
-        name: str,
-        session: Session,
-        spec: requests.AdapterSpec,
-        user_metadata: JsonObject | None,
-        *loaded: object,
-    ) -> Model:
+    async def create(self, name: str, session: Session, asked: requests.CreateModel) -> Reply:
+        self._check_base(asked.base_model)
+        if asked.lora_config is None:
+            raise InputError("this server trains adapters: create_model needs a lora_config")
+        spec, owner = asked.lora_config.model_dump(exclude={"body_bytes"}), session.owner
+        new = Checkpoint(name, "snapshots", "", owner, self.model_name, 0, spec)
+        await self._add_model(session, replace(new, run_metadata=asked.user_metadata))
+        return {"model_id": name}
+
+    async def _add_model(self, session: Session, state: Checkpoint, *loaded: object) -> Model:
         """Add an adapter; `loaded` are the arguments of `AdapterRank.read`, if it was saved."""
-        if name in self._models:
+        name, spec = state.run, requests.AdapterSpec.model_validate(state.spec)
+        if name in session.models:
             raise Gone(f"the result of the request {name} is not kept any more")
         if not 1 <= spec.rank <= (most := self._config.model.lora.rank):
             raise InputError(
                 f"lora_config: rank {spec.rank} is not one from 1 to {most} (model.lora.rank of "
                 "this server)"
             )
+        log = RunLog(self._config, self.checkpoints.root, name, session.owner, self._sampled)
+        model = session.models[name] = Model(session, state, log)
         try:
             await self._ask("create", name, spec)
             if loaded:
                 await self._ask("read", name, *loaded)
-            self._check_open(session)
-        except BaseException:  # its session may have ended, which cancels its requests
-            with suppress(TurnwiseError):
-                await self._ask("remove", name)
+        except Exception:  # a session that ends meanwhile removes it
+            await self._remove(model)
             raise
-        log = RunLog(self._config, self.checkpoints.root, name, session.owner, self._sampled)
-        model = self._models[name] = Model(name, session, spec, user_metadata, log)
         return model
 
-    async def get_info(self, owner: str, tree: JsonObject) -> JsonObject:
-        model = self._model(parsed(requests.GetInfo, tree).model_id, owner)
-        data = {"model_name": self.model_name, "tokenizer_id": self._tokenizer}
-        return {
-            "type": "get_info",
-            "model_id": model.id,
-            "model_data": data,
-            "model_name": self.model_name,
-            "is_lora": True,
-            "lora_rank": model.spec.rank,
-        }
+    async def get_info(self, owner: str, asked: requests.GetInfo) -> JsonObject:
+        model, name = self._model(asked.model_id, owner), self.model_name
+        data = {"model_name": name, "tokenizer_id": self._tokenizer}
+        known = {"model_id": model.id, "model_name": name, "model_data": data}
+        return known | {"is_lora": True, "lora_rank": model.state.spec["rank"]}
 
     async def train(self, owner: str, request: TrainingRequest) -> JsonObject:
         """Answer `forward_backward`, whose body is a message."""
         model = self._model(request.model_id, owner)
         work = partial(self._train, model, request)
-        return self._begin(model, request.seq_id, work, request.size)
+        return self._enqueue(model, request.seq_id, work, request.size)
 
     async def _train(self, model: Model, request: TrainingRequest) -> Reply:
+        if request.loss == STABLE and self._stable:
+            if not model.stands_in:
+                logger.warning("%s: " + _STAND_IN, model.id, self._stable)
+            model.stands_in = True
+            request = replace(request, loss=self._stable, loss_config={})
         longest = self._config.model.max_length
         await run_in_thread(requests.check_training, request, self._vocabulary, longest)
         outputs, loss = list[Array](), 0.0
-        for part in requests.turns_of(request):
-            found, its_loss = await self._ask("run", model.id, part)
-            outputs, loss = outputs + found, loss + its_loss
-        model.log.add(request, [each[0] for each in outputs], loss)
-        return Reply(message=await run_in_thread(training_reply, outputs, loss))
-
-    async def in_turn(self, owner: str, tree: JsonObject, work: OfModel) -> JsonObject:
-        """Answer a request of a model once those before it have ended; one that is wrong fails
-        then, because a client cannot fill its position again."""
-        asked = parsed(requests.OfModel, tree)
-        model = self._model(asked.model_id, owner)
-        return self._begin(model, asked.seq_id, partial(work, self, model, tree))
-
-    async def step(self, model: Model, tree: JsonObject) -> Reply:
-        taken = parsed(requests.OptimStep, tree).adam_params
         try:
+            for part in requests.turns_of(request):
+                found, its_loss = await self._ask("run", model.id, part)
+                outputs, loss = outputs + found, loss + its_loss
+            model.log.add(request, [each[0] for each in outputs], loss)
+            return await run_in_thread(training_reply, outputs, loss)
+        except Exception as error:
+            # A first part that is refused did not run.
+            if not request.forward_only and (outputs or not isinstance(error, InputError)):
+                model.lost = text_of(error)
+            raise
+
+    async def in_turn(
+        self, owner: str, tree: JsonObject, kind: type[_Kind], work: _Work
+    ) -> JsonObject:
+        """Answer a request of a model by a method once those before it have ended; one that is
+        wrong fails then, because a client cannot fill its position again."""
+        given = parsed(requests.OfModel, tree)
+        model = self._model(given.model_id, owner)
+        answer = partial(self._answer, kind, work, tree, model)
+        return self._enqueue(model, given.seq_id, answer, 2 * given.body_bytes)
+
+    async def _answer(
+        self, kind: type[_Kind], work: _Work, tree: JsonObject, *given: object
+    ) -> Reply:
+        asked = parsed(kind, tree)
+        asked.check()
+        return await work(self, *given, asked)
+
+    async def step(self, model: Model, asked: requests.OptimStep) -> Reply:
+        taken = asked.adam_params
+        try:
+            if model.lost:
+                await self._ask("drop", model.id)
+                why, model.lost = model.lost, ""
+                raise InputError(
+                    f"optim_step: a pass of this step failed ({why}), so the gradient was dropped "
+                    "and nothing changed: send the passes of this step again"
+                )
             metrics = await self._ask("step", model.id, taken)
         except InputError:  # the gradient is dropped
             model.log.drop()
             raise
-        await model.log.step(model.version, taken.learning_rate, metrics)
-        model.version += 1
-        return Reply({"metrics": metrics})
+        before = model.state.version
+        await model.log.step(before, taken.learning_rate, metrics)
+        model.state = replace(model.state, version=before + 1, created=str(expiry(0)))
+        return {"metrics": metrics}
 
-    async def save_for_sampler(self, model: Model, tree: JsonObject) -> Reply:
-        asked = parsed(requests.SaveForSampler, tree)
+    async def save_for_sampler(self, model: Model, asked: requests.SaveForSampler) -> Reply:
         # An adapter is never changed once it is saved, so a snapshot also keeps the contract of
         # `inflight`: the weights of its creation, or newer ones.
         if asked.path is not None:
             saved = await self._save(model, "sampler_weights", asked.path, asked)
-            return Reply({"type": "save_weights_for_sampler", "path": saved.address})
+            return {"path": saved.address}
         if (number := asked.sampling_session_seq_id) is None:
             raise InputError("save_weights_for_sampler needs a path, or a sampling session")
         sampler = f"{model.session.id}:sample:{number}"
         saved = await self._save(model, "snapshots", str(number), asked)
-        await self._add_sampler(Sampler(sampler, model.session, saved))
-        return Reply({"type": "save_weights_for_sampler", "sampling_session_id": sampler})
+        try:
+            oldest = time.monotonic() - _UNUSED_SECONDS
+            for each in list(model.session.samplers.values()):
+                if each.snapshot and each.snapshot.run == saved.run and each.seen < oldest:
+                    await self._drop(each)
+            await self._add_sampler(Sampler(sampler, model.session, saved))
+        except BaseException:  # its session has ended meanwhile
+            await run_in_thread(self.checkpoints.remove, saved)
+            raise
+        return {"sampling_session_id": sampler}
 
-    async def save_weights(self, model: Model, tree: JsonObject, kind: Kind = "weights") -> Reply:
-        asked = parsed(requests.SaveWeights, tree)
-        asked.check()
-        saved = await self._save(model, kind, asked.path, asked)
-        return Reply({"path": saved.address})
+    async def save_weights(
+        self, model: Model, asked: requests.SaveWeights, kind: Kind = "weights"
+    ) -> Reply:
+        return {"path": (await self._save(model, kind, asked.path, asked)).address}
 
-    async def load_weights(self, owner: str, tree: JsonObject) -> JsonObject:
-        """Load a saved state into a model, or make a model of it."""
+    async def load(self, model: Model, asked: requests.LoadWeights) -> Reply:
+        saved, *state = await self._saved(asked, model.session)
+        await self._ask("read", model.id, *state)
+        model.log.drop()  # of passes whose gradient is dropped
+        model.lost = ""
+        model.state = replace(model.state, version=saved.version)
+        return {"path": saved.address, "model_id": model.id}
 
-        async def find() -> tuple[requests.LoadWeights, Checkpoint, Path]:
-            asked = parsed(requests.LoadWeights, tree)
-            asked.check()
-            saved = await run_in_thread(self.checkpoints.find, asked.path, owner)
-            self._check_base(asked.base_model or saved.base_model)
-            return asked, saved, self.checkpoints.folder(saved)
+    async def create_from(self, name: str, session: Session, asked: requests.LoadWeights) -> Reply:
+        saved, *state = await self._saved(asked, session)
+        new = replace(saved, run=name, kind="snapshots", created=str(expiry(0)), expires=None)
+        new = replace(new, run_metadata=asked.user_metadata)
+        await self._add_model(session, new, *state)
+        return {"path": saved.address, "model_id": name}
 
-        def loaded(model: Model, saved: Checkpoint) -> Reply:
-            model.version = saved.version
-            return Reply({"type": "load_weights", "path": saved.address, "model_id": model.id})
-
-        async def load(service: TinkerService, model: Model, tree: JsonObject) -> Reply:
-            asked, saved, folder = await find()
-            await self._ask("read", model.id, folder, asked.optimizer)
-            model.log.drop()  # of passes whose gradient is dropped
-            return loaded(model, saved)
-
-        async def create(name: str, session: Session) -> Reply:
-            asked, saved, folder = await find()
-            spec, state = requests.AdapterSpec.model_validate(saved.spec), (folder, asked.optimizer)
-            made = await self._add_model(name, session, spec, asked.user_metadata, *state)
-            return loaded(made, saved)
-
-        if tree.get("model_id") is None:
-            return self._new_model(owner, tree, create)
-        return await self.in_turn(owner, tree, load)
-
-    def state_of(
-        self, model: Model, kind: Kind = "snapshots", name: str = "", **saved: Foreign
-    ) -> Checkpoint:
-        """Return what a checkpoint of a model would say now."""
-        spec = model.spec.model_dump()
-        of = model.id, kind, name, model.session.owner, self.model_name, model.version, spec
-        return Checkpoint(*of, run_metadata=model.user_metadata, **saved)
+    async def _saved(
+        self, asked: requests.LoadWeights, session: Session
+    ) -> tuple[Checkpoint, Path, bool]:
+        saved = await run_in_thread(self.checkpoints.find, asked.path, session.owner)
+        for name in (asked.base_model, saved.base_model):
+            self._check_base(name or saved.base_model)
+        return saved, self.checkpoints.folder(saved), asked.optimizer
 
     async def _save(
         self, model: Model, kind: Kind, name: str, asked: requests.Saving
     ) -> Checkpoint:
         """Save a model, as `weights` with its optimizer."""
-        kept = {"expires": expiry(asked.ttl_seconds), "user_metadata": asked.user_metadata}
-        saved = self.state_of(model, kind, name, **kept)
+        state, expires = model.state, expiry(asked.ttl_seconds)
+        saved = replace(state, kind=kind, name=name, created=str(expiry(0)), expires=expires)
+        saved = replace(saved, user_metadata=asked.user_metadata)
         begun = await run_in_thread(
             partial(self.checkpoints.begin, saved, overwrite=asked.overwrite)
         )
-        await self._ask("write", model.id, begun, kind == "weights")
         flush = kind != "snapshots"  # which end with their session
-        await run_in_thread(partial(self.checkpoints.commit, saved, flush=flush))
+        try:
+            await self._ask("write", model.id, begun, kind == "weights")
+            await run_in_thread(partial(self.checkpoints.commit, saved, flush=flush))
+        except BaseException:  # a full disk would stay full
+            await run_in_thread(partial(shutil.rmtree, begun, ignore_errors=True))
+            raise
         return saved
 
     async def _ask(self, method: str, name: str, *arguments: object) -> Foreign:
@@ -448,7 +476,7 @@ class TinkerService:
                 await asyncio.wait([call])
                 raise
 
-    def _begin(self, model: Model, position: int, work: Work, size: int = 0) -> JsonObject:
+    def _enqueue(self, model: Model, position: int, work: Work, size: int = 0) -> JsonObject:
         """Begin a request of a model, of some bytes, which runs once those before have ended."""
         name = f"{model.id}:{position}"
 
@@ -456,20 +484,18 @@ class TinkerService:
             async with model.turns.turn(position):
                 return await work()
 
-        if name not in self.futures and position < model.turns.next:
+        if name not in model.session.futures.entries and position < model.turns.next:
             raise Gone(f"the result of the request {name} is not kept any more")
-        self.futures.begin(name, model.session.owner, run, size)
+        model.session.futures.begin(name, run, size)
         return {"request_id": name, "model_id": model.id}
 
     def _model(self, name: str, owner: str) -> Model:
-        model = self._models.get(name)
-        if model is None or model.session.owner != owner:
+        if (session := self._own(name, owner)) is None or name not in session.models:
             raise Missing(
                 f"there is no model {name[:100]}: its session has ended, or the server was "
                 "restarted; create_training_client_from_state goes on from a saved state"
             )
-        model.session.seen = time.monotonic()
-        return model
+        return session.models[name]
 
     def _check_base(self, name: str) -> None:
         if name not in self._names:
@@ -477,55 +503,50 @@ class TinkerService:
 
     # Sampling
 
-    async def create_sampler(self, owner: str, tree: JsonObject) -> JsonObject:
-        asked = parsed(requests.CreateSamplingSession, tree)
+    async def create_sampler(self, owner: str, asked: requests.CreateSamplingSession) -> JsonObject:
         session = self._session(asked.session_id, owner)
         name = f"{session.id}:sample:{asked.sampling_session_seq_id}"
-        if name not in self._samplers:
+        if name not in session.samplers:
             saved: Checkpoint | None = None
             if asked.base_model is not None:
                 self._check_base(asked.base_model)
             if asked.model_path is not None:
                 saved = await run_in_thread(partial(self.checkpoints.find, asked.model_path, owner))
+                self._check_base(saved.base_model)
             elif asked.base_model is None:
                 raise InputError("create_sampling_session needs a model_path or a base_model")
             await self._add_sampler(Sampler(name, session, saved))
-        return {"type": "create_sampling_session", "sampling_session_id": name}
+        return {"sampling_session_id": name}
 
     async def _add_sampler(self, made: Sampler) -> None:
-        self._check_open(made.session)
-        await self._note(made.session, [made.id, made.checkpoint and asdict(made.checkpoint)])
-        self._check_open(made.session)
-        self._samplers[made.id] = made
+        session = made.session
+        self._session(session.id, session.owner)  # it may have ended meanwhile
+        await self._note(session, [made.id, made.checkpoint and asdict(made.checkpoint)])
+        self._session(session.id, session.owner).samplers[made.id] = made
 
-    def _check_open(self, session: Session) -> None:
-        """Raise `Gone` if a session has ended meanwhile."""
-        self._session(session.id, session.owner)
-
-    async def get_sampler(self, owner: str, tree: JsonObject) -> JsonObject:
-        sampler = self._sampler(str(tree["sampler_id"]), owner)
+    async def get_sampler(self, owner: str, asked: requests.Named) -> JsonObject:
+        sampler = self._sampler(asked.sampler_id, owner)
         saved = None if sampler.snapshot else sampler.checkpoint
         named = None if saved is None else saved.address
         return {"sampler_id": sampler.id, "base_model": self.model_name, "model_path": named}
 
-    async def sample(self, owner: str, tree: JsonObject) -> JsonObject:
-        asked = parsed(requests.Sample, tree)
-        if asked.sampling_session_id is None or asked.seq_id is None:
-            raise InputError("asample needs a sampling_session_id and a seq_id")
+    async def sample(self, owner: str, asked: requests.Sample) -> JsonObject:
         sampler = self._sampler(asked.sampling_session_id, owner)
         name = f"{sampler.id}:{asked.seq_id}"
-        tokens = sum(len(chunk.tokens) for chunk in asked.prompt.chunks)
         work = partial(self._sample, sampler, asked, name)
-        self.futures.begin(name, owner, work, 32 * tokens + SMALLEST * asked.num_samples)
+        sampler.session.futures.begin(name, work, asked.size + SMALLEST * asked.num_samples)
         ids = [f"{name}:{number}" for number in range(asked.num_samples)]
         return {"request_id": name, "sample_sequence_ids": ids}
 
     async def _sample(self, sampler: Sampler, asked: requests.Sample, name: str) -> Reply:
-        ids = asked.tokens(self._vocabulary)
+        if asked.record_stability_info and not self._stable:
+            raise InputError(f"record_stability_info: {NOT_STABLE}")
+        ids = await run_in_thread(asked.tokens, self._vocabulary, self.joined)
         saved, route = sampler.checkpoint, Route(group=name)
         if saved is not None:
             if sampler.snapshot is None:
-                await run_in_thread(self.checkpoints.check_unchanged, saved)
+                find = self.checkpoints.find
+                await run_in_thread(find, saved.address, saved.owner, saved.created)
             folder = str(self.checkpoints.folder(saved))
             route = Route("", name, f"{saved.address} {saved.created}", folder)
         made = asked.requests(ids, name, route, self._config.model.max_length)
@@ -536,21 +557,17 @@ class TinkerService:
             self._sampled.add(sampler.session.owner, ids, done, saved.version if saved else 0)
         likeliest = asked.topk_prompt_logprobs, asked.topk_sample_logprobs
         reply = partial(sample_reply, done, asked.scored(len(ids)), likeliest)
-        return Reply(message=await run_in_thread(reply))
+        return await run_in_thread(reply)
 
     def _sampler(self, name: str, owner: str) -> Sampler:
-        sampler = self._samplers.get(name)
-        if sampler is None or sampler.session.owner != owner:
+        if (session := self._own(name, owner)) is None or name not in session.samplers:
             raise Missing(
-                f"there is no sampling session {name[:100]}: its session has ended, or the server "
-                "was restarted"
+                f"there is no sampling session {name[:100]}: its session has ended, the server was "
+                "restarted, or its weights, which have no name, were not sampled from for an hour "
+                "when newer ones were saved"
             )
-        sampler.seen = sampler.session.seen = time.monotonic()
-        return sampler
-
-    async def cancel(self, owner: str, tree: JsonObject) -> JsonObject:
-        self.futures.cancel(str(tree.get("request_id", "")), owner)
-        return {}
+        session.samplers[name].seen = time.monotonic()
+        return session.samplers[name]
 
 
 def parsed(kind: type[_Kind], tree: JsonObject) -> _Kind:
@@ -558,6 +575,4 @@ def parsed(kind: type[_Kind], tree: JsonObject) -> _Kind:
     try:
         return kind.model_validate(tree)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        key = ".".join(map(str, first["loc"]))
-        raise InputError(f"{key}: {first['msg']}" if key else first["msg"]) from error
+        raise InputError(explain(list(map(dict, error.errors())), tree)[0]) from error

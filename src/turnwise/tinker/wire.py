@@ -4,7 +4,7 @@
 SDK, whose code the server does not need. Enumerations are integers here, as they are in messages.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import groupby
@@ -15,14 +15,20 @@ import numpy.typing as npt
 from turnwise.core.optional import Foreign, optional
 from turnwise.engine.protocol import Alternatives, Completion
 from turnwise.errors import InputError
+from turnwise.tinker.images import Chunk, ImageChunk
+from turnwise.trajectory.images import PlacedImage, placed
 
 Array = npt.NDArray[np.generic]
+Joined = Callable[[Sequence[Chunk], str], list[int]]
+"""Returns the ids of chunks, as `ChunkReader.joined`."""
 PROTOBUF = "application/x-protobuf"
 """Content type of these messages."""
 _FLOAT32, _INT64 = 1, 2
 _DTYPES: dict[int, type[np.generic]] = {_FLOAT32: np.float32, _INT64: np.int64, 3: np.int32}
 _NO_LOGPROB = -99999.0  # the protocol's value where there is no token
-_MOST_VALUES = 2**26  # of all tensors of a request, once they are dense
+MOST_VALUES = 2**26
+"""Values of all tensors of a request, once they are dense."""
+_MOST_PARTS = 2**19  # data, chunks and tensors of a request
 _TYPES = {"double": 1, "int64": 3, "int32": 5, "bool": 8, "string": 9, "bytes": 12, "uint32": 13}
 _PACKAGE = "turnwise_tinker"
 _MESSAGES = {
@@ -32,13 +38,14 @@ _MESSAGES = {
     "SampledSequence": "1 stop_reason int32, 2 tokens bytes, 3 logprobs bytes, "
     "4 topk_sampled_logprobs TopkLogprobs",
     "SampleResponse": "1 sequences SampledSequence *, 2 prompt_logprobs bytes, "
-    "3 topk_prompt_logprobs TopkLogprobs, 4 prompt_cache_hit_tokens int32",
+    "3 topk_prompt_logprobs TopkLogprobs",
     "BatchedTensor": "1 data bytes, 2 offsets bytes, 3 dtype int32, 4 trailing_shape int64 *",
     "ArrayRecord": "1 type_tag string, 2 fields BatchedTensor %, 3 num_datums int64",
     "ForwardBackwardOutput": "1 loss_fn_output_type string, 2 loss_fn_outputs ArrayRecord *, "
     "3 metrics double %",
     "EncodedTextChunk": "1 tokens bytes",
-    "Chunk": "1 encoded_text EncodedTextChunk",
+    "ImageChunk": "1 data bytes, 2 format string, 3 expected_tokens int32",
+    "Chunk": "1 encoded_text EncodedTextChunk, 2 image ImageChunk",
     "LossConfigValue": "1 number double, 2 text string",
     "Datum": "1 model_input Chunk *, 2 loss_fn_inputs Tensor %",
     "ForwardBackwardRequest": "1 model_id string, 2 seq_id int32, 3 data Datum *, "
@@ -57,6 +64,8 @@ class Datum:
     token_ids_T: npt.NDArray[np.int64]
     inputs: Mapping[str, Array]
     """`loss_fn_inputs`: the tensors of the loss by name; the first dimension is `T`."""
+    images: tuple[PlacedImage, ...] = ()
+    """Images at their positions among the tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +86,9 @@ class TrainingRequest:
     def size(self) -> int:
         """Bytes of the data."""
         tensors = (each for datum in self.data for each in datum.inputs.values())
-        return sum(d.token_ids_T.nbytes for d in self.data) + sum(t.nbytes for t in tensors)
+        files = sum(len(one.image.data) for datum in self.data for one in datum.images)
+        whole = sum(300 + 250 * len(d.inputs) + d.token_ids_T.nbytes for d in self.data)
+        return files + whole + sum(t.nbytes for t in tensors)
 
 
 @cache
@@ -115,8 +126,9 @@ def _add(message: Foreign, name: str, number: int, kind: str, *, is_list: bool =
         added.type_name = f".{_PACKAGE}.{kind}"
 
 
-def read_training_request(body: bytes) -> TrainingRequest:
-    """Return the request of a message; InputError when it is none."""
+def read_training_request(body: bytes, joined: Joined) -> TrainingRequest:
+    """Return the request of a message; InputError when it is none. `joined` makes a prompt of each
+    datum's chunks."""
     request = message_classes()["ForwardBackwardRequest"]()
     try:
         request.ParseFromString(body)
@@ -126,12 +138,15 @@ def read_training_request(body: bytes) -> TrainingRequest:
         raise InputError("forward_backward needs a model_id, and a seq_id from 1 on")
     values = {name: value.text or value.number for name, value in request.loss_fn_config_v2.items()}
     data, mistake = list[Datum](), ""
-    shapes = [tensor.shape for each in request.data for tensor in each.loss_fn_inputs.values()]
     try:
-        if not sum(abs(np.prod(shape, dtype=float)) for shape in shapes) <= _MOST_VALUES:
-            raise InputError(f"the tensors have more than {_MOST_VALUES:,} values in all")
+        parts = (1 + len(each.model_input) + len(each.loss_fn_inputs) for each in request.data)
+        if len(request.data) > _MOST_PARTS or sum(parts) > _MOST_PARTS:
+            raise InputError(f"there are more than {_MOST_PARTS:,} data, chunks and tensors in all")
+        shapes = [tensor.shape for each in request.data for tensor in each.loss_fn_inputs.values()]
+        if not sum(abs(np.prod(shape, dtype=float)) for shape in shapes) <= MOST_VALUES:
+            raise InputError(f"the tensors have more than {MOST_VALUES:,} values in all")
         for number, each in enumerate(request.data):
-            data.append(_read_datum(each, number))
+            data.append(_read_datum(each, f"datum {number}", joined))
     except (InputError, ValueError) as error:
         mistake = str(error)
     return TrainingRequest(
@@ -145,17 +160,21 @@ def read_training_request(body: bytes) -> TrainingRequest:
     )
 
 
-def _read_datum(message: Foreign, number: int) -> Datum:
-    parts: list[Array] = [np.zeros(0, np.int32)]
+def _read_datum(message: Foreign, what: str, joined: Joined) -> Datum:
+    chunks = list[Chunk]()
     for chunk in message.model_input:
-        if not chunk.HasField("encoded_text"):
-            raise InputError(f"datum {number}: this server computes tokens, not images or audio")
-        parts.append(_array(chunk.encoded_text.tokens, np.int32, f"datum {number}"))
+        if chunk.HasField("image"):
+            chunks.append(ImageChunk(chunk.image.data, chunk.image.expected_tokens))
+        elif chunk.HasField("encoded_text"):
+            chunks.append(_array(chunk.encoded_text.tokens, np.int32, what).tolist())
+        else:
+            raise InputError(f"{what}: this server computes tokens and images, not audio")
     inputs = {
-        name: read_tensor(tensor, f"datum {number}: {name}")
+        name: read_tensor(tensor, f"{what}: {name}")
         for name, tensor in message.loss_fn_inputs.items()
     }
-    return Datum(np.concatenate(parts).astype(np.int64), inputs)
+    prompt = joined(chunks, what)
+    return Datum(np.asarray(prompt, np.int64), inputs, placed(prompt))
 
 
 def read_tensor(message: Foreign, what: str) -> Array:
@@ -226,7 +245,7 @@ def sample_reply(
             sampled token.
     """
     first = completions[0]
-    reply = message_classes()["SampleResponse"](prompt_cache_hit_tokens=first.cached_tokens)
+    reply = message_classes()["SampleResponse"]()
     for each in completions:
         added = reply.sequences.add(
             stop_reason=int(each.finish_reason == "length"),

@@ -77,12 +77,11 @@ def add_adapter(
 
 
 def remove_adapter(model: Foreign, name: str) -> None:
-    """Remove an adapter; the others stay as they are."""
+    """Remove an adapter, and activate no other; the others stay as they are."""
     for layer in adapted_layers(model).values():
         if name in layer.lora_A:
-            active = layer.active_adapters
+            activate([layer], [])
             layer.delete_adapter(name)
-            activate([layer], [each for each in active if each != name])
     model.peft_config.pop(name, None)
     _train_adapters(model)
 

@@ -52,6 +52,8 @@ class Offload:
                 storage = local.untyped_storage()
                 if not storage.nbytes() or (key := storage_key(storage)) in seen:
                     continue
+                if not storage.resizable():  # such as those that torch.load makes
+                    raise TurnwiseError(f"the trainer's {kind} have a storage that has one size")
                 seen.add(key)
                 host = None
                 if storage.is_cuda:

@@ -21,7 +21,7 @@ from turnwise.core import logs
 from turnwise.core.actor import ActorHandle, create_placement_group, is_death, killed_on_failure
 from turnwise.core.aio import run_in_thread
 from turnwise.core.json_types import JsonObject
-from turnwise.core.optional import Foreign
+from turnwise.core.optional import load_object
 from turnwise.errors import DeadlineError, TrainerError, TurnwiseError
 from turnwise.serving.colocated.host import WorkerHost
 from turnwise.training.batching import (
@@ -63,19 +63,13 @@ class TrainerActor:
         return f"{host}:{self._store.port}"
 
     def start(
-        self, config: Config, folder: str, rank: int, ranks: int, address: str
+        self, config: Config, folder: str, kind: str, rank: int, ranks: int, address: str
     ) -> tuple[int, Layouts, str]:
         """Build the rank; return its process's id, and the ranks' layouts of micro-batches with a
         sentence about them."""
-        policy = self.rank_class()(config, Path(folder), rank=rank, ranks=ranks, address=address)
-        self._policy = policy
+        made = load_object(kind, "the trainer")  # with Transformers' models
+        self._policy = policy = made(config, Path(folder), rank=rank, ranks=ranks, address=address)
         return os.getpid(), policy.layouts, policy.layouts_said
-
-    def rank_class(self) -> Foreign:
-        """Return the class of the rank, which is imported with Transformers' models."""
-        from turnwise.training.rank import TrainerRank
-
-        return TrainerRank
 
     def call(self, method: str, *args: object) -> object:
         result: object = getattr(self._policy, method)(*args)
@@ -96,8 +90,7 @@ class TrainerGroup:
     the one that did not answer within `training.step_timeout` seconds.
     """
 
-    actor_class: ClassVar[type[TrainerActor]] = TrainerActor
-    """Class of the ranks' actors, unless they share processes with engines."""
+    rank_class: ClassVar[str] = "turnwise.training.rank:TrainerRank"
 
     def __init__(self, config: Config, ranks: Sequence[ActorHandle], on_gpu: bool = False) -> None:
         self.pids: list[int] = []
@@ -114,7 +107,7 @@ class TrainerGroup:
     async def start(cls, config: Config, folder: Path, *, num_gpus: float = 0) -> Self:
         """Start all ranks, each in an actor with `training.resources` and a number of GPUs."""
         training = config.training
-        kind = ColocatedTrainerActor if training.colocated else cls.actor_class
+        kind = ColocatedTrainerActor if training.colocated else TrainerActor
         check_transport(config)  # a wrong one is an error before ranks start
         group = await create_placement_group(
             training.ranks,
@@ -149,7 +142,8 @@ class TrainerGroup:
                 nodes = await trainer._each("report its address", "node")
                 host = LOOPBACK if len(set(nodes)) == 1 else nodes[0]
                 address = await trainer._first("open a rendezvous address", "open_store", host)
-            arguments = [(config, str(folder), n, len(ranks), address) for n in range(len(ranks))]
+            given = config, str(folder), cls.rank_class
+            arguments = [(*given, n, len(ranks), address) for n in range(len(ranks))]
             started = await trainer._each("start", "start", arguments)
         trainer.pids = [pid for pid, _, _ in started]
         _, trainer.layouts, said = started[0]
