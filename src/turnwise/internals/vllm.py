@@ -7,14 +7,15 @@ process of an engine imports this file, which applies the patches.
 import gc
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Mapping
-from functools import partialmethod
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from functools import lru_cache, partialmethod
 from multiprocessing.context import BaseContext
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from torch.nn.utils import rnn
 
 _collecting = gc.isenabled()
 gc.disable()  # the import takes a fifth less time
@@ -492,26 +493,50 @@ def pack_experts_again(module: torch.nn.Module) -> None:
     method.process_weights_after_loading = process_and_pack
 
 
+@lru_cache(4)
+def _divide(
+    adapters: tuple[int, ...],
+) -> tuple[list[int], Sequence[torch.Tensor], torch.Tensor | None, torch.Tensor]:
+    """Divide a step's N tokens among its A adapters: return their numbers, the tokens of each, the
+    same filled up to one length, [A, M], unless that more than doubles them, and each token's place
+    in these, [N]."""
+    adapters = adapters or (0,)  # a step may have no token
+    counts = dict(sorted(Counter(adapters).items()))
+    sizes, order = [*counts.values()], torch.tensor(adapters).argsort()
+    parts, places = torch.split(order, sizes), torch.arange(len(order))
+    padded = rnn.pad_sequence([*parts], True) if len(sizes) * max(sizes) <= 2 * len(order) else None
+    if padded is not None:
+        filled = torch.arange(max(sizes)) < torch.tensor(sizes).unsqueeze(1)
+        places = filled.flatten().nonzero().squeeze(1)
+    return [*counts], parts, padded, torch.empty_like(order).index_copy_(0, order, places)
+
+
 def _by_adapter(
     inputs: torch.Tensor, weights: torch.Tensor, adapters: torch.Tensor
 ) -> torch.Tensor:
     """Multiply each token by the matrix of its adapter; -1 is none. vLLM's functions for CPUs copy
     a matrix for every token, and take the last adapter's where there is none."""
-    weights = weights.squeeze(1) if weights.dim() == 4 else weights
-    counts = dict(sorted(Counter(adapters.tolist() or [0]).items()))  # a step may have no token
-    if len(counts) == 1 and (only := min(counts)) >= 0:
-        return inputs @ weights[only].to(inputs.dtype).T
-    order = adapters.argsort()  # tokens of an adapter are beside each other
-    parts = torch.split(inputs[order], [*counts.values()])
-    made = [
-        part @ weights[number].to(inputs.dtype).T
-        if number >= 0
-        else part.new_zeros(len(part), weights.shape[1])
-        for number, part in zip(counts, parts, strict=True)
-    ]
-    outputs = torch.empty_like(joined := torch.cat(made))
-    outputs[order] = joined
-    return outputs
+    weights = (weights.squeeze(1) if weights.dim() == 4 else weights).mT
+    numbers, parts, padded, places = _divide(tuple(adapters.tolist()))
+    first, last = numbers[0], numbers[-1]
+    if first == last >= 0:
+        return inputs @ weights[first].to(inputs.dtype)
+    if padded is not None:
+        adjacent = first >= 0 and last - first < len(numbers)  # of these no copy is made
+        chosen = weights[first : last + 1] if adjacent else weights[numbers]
+        made = torch.bmm(inputs[padded], chosen.to(inputs.dtype))
+        if first < 0:
+            made[0] = 0.0
+        return made.flatten(0, 1)[places]
+    made = torch.cat(
+        [
+            inputs[part] @ weights[number].to(inputs.dtype)
+            if number >= 0
+            else inputs.new_zeros(len(part), weights.shape[-1])
+            for number, part in zip(numbers, parts, strict=True)
+        ]
+    )
+    return made[places]
 
 
 def _shrink(

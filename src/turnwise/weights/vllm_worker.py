@@ -271,11 +271,8 @@ def _put(
         skip_prefixes=getattr(slots.model, "lora_skip_prefixes", None),
     )
     vllm.check_experts_of(slots, lora)
-    most = slots.capacity
-    if vllm.current_platform.is_cpu():  # the last slot stays empty: see EngineAdapters.arguments
-        most = slots.lora_slots - 1
-    if len(slots) >= most:
-        raise WeightUpdateError(f"the engine already holds {most} adapters (max_loras)")
+    if len(slots) >= slots.capacity:
+        raise WeightUpdateError(f"the engine already holds {slots.capacity} adapters (max_loras)")
     slots.add_adapter(lora)  # packs the layers that vLLM has fused
     try:
         for name, layer in lora.loras.items():
