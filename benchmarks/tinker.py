@@ -166,7 +166,7 @@ def main() -> None:
         file = folder / "prompts.jsonl"
         file.write_text("".join(f"{json.dumps(each)}\n" for each in prompts))
         keys, sizes = settings(model, folder), {"tokens": tokens, "steps": steps}
-        slots = CLIENTS + 2  # one of each client, one that stays empty on a CPU, and one to change
+        slots = CLIENTS + 1  # one of each client, and one to change
         room = {f"engine.vllm_args.{key}": slots for key in ("max_loras", "max_cpu_loras")}
         with server(keys | room, folder) as url:
             one = loop(url, model, file, groups=groups, group_size=GROUP, **sizes)

@@ -51,7 +51,7 @@ def test_memory_is_reserved_for_the_largest_rank_and_every_adapter(
     assert (adapters.rank, adapters.paths[POLICY]) == (9, other)
     assert adapters.arguments(on_cpu=False)["max_lora_rank"] == 16
     assert adapters.arguments(on_cpu=False)["max_loras"] == 2
-    assert adapters.arguments(on_cpu=True)["max_loras"] == 3
+    assert adapters.arguments(on_cpu=True)["max_loras"] == 2
     assert EngineAdapters().arguments(on_cpu=True) == {}
 
 

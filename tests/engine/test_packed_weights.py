@@ -3,11 +3,13 @@
 import pytest
 import torch
 
-from turnwise.internals import vllm
-from turnwise.internals.vllm import PackingThreads
+from turnwise.internals import vllm_cpu
+from turnwise.internals.vllm_cpu import PackingThreads
 
-ops = vllm._custom_ops
-pytestmark = pytest.mark.skipif(not vllm.current_platform.is_cpu(), reason="only CPUs pack weights")
+ops = vllm_cpu._custom_ops
+pytestmark = pytest.mark.skipif(
+    not vllm_cpu.current_platform.is_cpu(), reason="only CPUs pack weights"
+)
 
 
 def products(handles: list[object], inputs: torch.Tensor) -> list[torch.Tensor]:
@@ -15,7 +17,7 @@ def products(handles: list[object], inputs: torch.Tensor) -> list[torch.Tensor]:
 
 
 def test_weights_that_are_packed_in_threads_are_those_that_are_packed_at_once() -> None:
-    assert ops.create_onednn_mm == vllm.packing.create
+    assert ops.create_onednn_mm == vllm_cpu.packing.create
     packing, inputs = PackingThreads(), torch.rand(7, 64)
     weights = [torch.rand(96, 64) for _ in range(20)]
     at_once = [packing.create(weight.t(), 32) for weight in weights]
@@ -36,7 +38,7 @@ def test_a_weight_that_cannot_be_packed_fails_the_update(monkeypatch: pytest.Mon
     packing = PackingThreads()
     packing.loading = True
     with monkeypatch.context() as patched:
-        patched.setattr(vllm, "_pack", refuse)
+        patched.setattr(vllm_cpu, "_pack", refuse)
         packing.create(torch.rand(96, 64).t(), 32)
         with pytest.raises(RuntimeError, match="there is no memory"):
             packing.finish()
@@ -52,14 +54,14 @@ def test_embeddings_are_packed_if_logits_are_computed_with_them(
 
     def note(weight: torch.Tensor, *cache_size: int) -> object:
         packed.append(weight)
-        return vllm.packing.create(weight, *cache_size)
+        return vllm_cpu.packing.create(weight, *cache_size)
 
     monkeypatch.setattr(ops, "create_onednn_mm", note)
     layer = torch.nn.Module()
     if is_head:
-        layer = vllm.ParallelLMHead.__new__(vllm.ParallelLMHead)
+        layer = vllm_cpu.ParallelLMHead.__new__(vllm_cpu.ParallelLMHead)
         torch.nn.Module.__init__(layer)
-    method = vllm.vocab_parallel_embedding.UnquantizedEmbeddingMethod()
+    method = vllm_cpu.vocab_parallel_embedding.UnquantizedEmbeddingMethod()
     layer.weight = torch.nn.Parameter(torch.rand(96, 64), requires_grad=False)
     for version in (1, 2):
         packed.clear()

@@ -128,7 +128,7 @@ async def test_adapters_without_a_seed_begin_apart_and_those_with_one_alike(clie
     for seed in (None, None, 7, 7):
         await client.open(seed=seed)
         adapter = client.rank._adapters[client.model]
-        first.append(adapter.parameters[0].detach().clone())
+        first.append(next(iter(adapter.parameters.values())).detach().clone())
     assert not torch.equal(first[0], first[1])
     assert torch.equal(first[2], first[3])
 

@@ -28,7 +28,7 @@ def shapes_of(reply: bytes) -> list[tuple[int, list[int]]]:
 
 def gradient_of(client: Client) -> list[torch.Tensor]:
     adapter = client.rank._adapters[client.model]
-    found = [parameter.grad.clone() for parameter in adapter.parameters]
+    found = [parameter.grad.clone() for parameter in adapter.parameters.values()]
     adapter.optimizer.zero_grad()
     return found
 

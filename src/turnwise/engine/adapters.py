@@ -74,15 +74,13 @@ class EngineAdapters:
         """Return the arguments of vLLM's AsyncEngineArgs that reserve memory for the adapters."""
         if not self.rank:
             return {}
-        # On a CPU one slot stays empty: vLLM 0.32 applies its last slot to the requests without an
-        # adapter that share a batch with others.
         versions = VERSIONS + 1 if self.trained is not None else 0  # one is being loaded
         count = len(self.paths) + versions
         return {
             "enable_lora": True,
             "max_lora_rank": next(rank for rank in RANKS if rank >= self.rank),
-            "max_loras": count + 1 if on_cpu else min(len(self.paths), _SLOTS) + versions,
-            "max_cpu_loras": count + 1 if on_cpu else count,
+            "max_loras": count if on_cpu else min(len(self.paths), _SLOTS) + versions,
+            "max_cpu_loras": count,
         }
 
 

@@ -140,8 +140,8 @@ class VllmEngine:
         if model.adapter is not None and POLICY not in adapters.paths:
             raise InputError("model.adapter: an engine needs adapters=EngineAdapters.of(config)")
         arguments = engine_arguments(model, engine, deterministic, adapters) | {"seed": seed}
-        if self._has_adapters:  # on a CPU the last slot stays empty
-            self._slots = arguments["max_loras"] - vllm.current_platform.is_cpu()
+        if self._has_adapters:
+            self._slots = arguments["max_loras"]
         if extension := combined(worker_extension, arguments.get("worker_extension_cls", "")):
             arguments["worker_extension_cls"] = extension
         if worker_extension:

@@ -1,19 +1,16 @@
 """vLLM: the names that Turnwise uses, and what it uses or replaces beyond its public interface.
 
-Nothing else but `internals/vllm_server.py` imports vLLM; both are checked against vLLM 0.32. Every
-process of an engine imports this file, which applies the patches.
+Nothing else imports vLLM but `internals/vllm_cpu.py`, the patches of engines on a CPU, and
+`internals/vllm_server.py`; all are checked against vLLM 0.32. Every process of an engine imports
+this file, which applies the patches.
 """
 
 import gc
-import os
 import time
-from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partialmethod
 from multiprocessing.context import BaseContext
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,10 +18,9 @@ import torch
 _collecting = gc.isenabled()
 gc.disable()  # the import takes a fifth less time
 
-from vllm import SamplingParams, _custom_ops
+from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.config.weight_transfer import WeightTransferConfig
-from vllm.distributed.device_communicators import shm_broadcast
 from vllm.distributed.parallel_state import (
     cleanup_dist_env_and_memory,
     get_tp_group,
@@ -46,13 +42,9 @@ from vllm.logprobs import FlatLogprobs, Logprob
 from vllm.lora.layers import BaseLayerWithLoRA, LogitsProcessorWithLoRA
 from vllm.lora.lora_model import LoRAModel
 from vllm.lora.lora_weights import LoRALayerWeights
-from vllm.lora.ops.torch_ops import lora_ops
 from vllm.lora.peft_helper import PEFTHelper
-from vllm.lora.punica_wrapper import punica_cpu
 from vllm.lora.request import LoRARequest
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
-from vllm.model_executor.layers import vocab_parallel_embedding
-from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import (
     finalize_layerwise_reload,
     initialize_layerwise_reload,
@@ -95,14 +87,11 @@ from vllm.v1.worker.worker_base import WorkerWrapperBase
 if _collecting:
     gc.enable()
 
-from turnwise.internals import internal
+from turnwise.internals import internal, vllm_cpu
 
 if TYPE_CHECKING:
     from vllm.lora.model_manager import LoRAModelManager
-    from vllm.v1.core.sched.output import SchedulerOutput
-    from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.sample.metadata import SamplingMetadata
-    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
     from vllm.v1.worker.gpu_worker import Worker
 
 PRELOAD_MODULES = (
@@ -408,238 +397,3 @@ def _gather_both(
 
 sampler.Sampler.forward = _note_likeliest
 sampler.Sampler.gather_specific_token_logprobs = _gather_both
-
-
-# Patches of engines on a CPU
-
-_BUSY_SECONDS = 0.001
-_LOOK_MS = 100
-
-
-class _Waiting(shm_broadcast.SpinCondition):  # type: ignore[misc]
-    """Wait of an engine's shards for their next step; vLLM's own polls shared memory for a second
-    after each step, on the cores that another shard computes on. On two cores, the tests of shards
-    take 38 s with this patch and the next, and 71 s without."""
-
-    def __init__(self, is_reader: bool, context: object, notify_address: str) -> None:
-        super().__init__(is_reader, context, notify_address, busy_loop_s=_BUSY_SECONDS)
-
-    def wait(self, timeout_ms: int | None = None) -> None:
-        # A notification before the subscription is lost; the memory is looked at again anyway.
-        super().wait(_LOOK_MS if timeout_ms is None else min(timeout_ms, _LOOK_MS))
-
-
-def _checked_experts(self: VllmConfig, check: Callable[[VllmConfig], None]) -> None:
-    """Check a configuration that returns experts as vLLM does, but for the runner of models."""
-    current_platform.is_out_of_tree = lambda: True
-    try:
-        check(self)
-    finally:
-        del current_platform.is_out_of_tree
-
-
-def capture_experts(runner: "CPUModelRunner") -> None:
-    """Let a CPU's runner of models return the experts of each request with its tokens.
-
-    On a CPU vLLM returns no routed experts; this connects vLLM's own recorder, which relies on
-    synchronous scheduling, before the runner's first request.
-    """
-    from vllm.distributed.aux_output_connector import worker
-
-    parameters = ("model", "vllm_config", "kv_cache_config")
-    connect = internal(worker, "get_aux_output_connector", *parameters)
-    recorder = connect(runner.model, runner.vllm_config, runner.kv_cache_config)
-    execute = internal(runner, "execute_model", "scheduler_output")
-    sample = internal(runner, "sample_tokens", "grammar_output")
-    internal(recorder, "begin_step", "metadata")
-    internal(recorder, "prepare_output", "input_batch")
-
-    def execute_model(step: "SchedulerOutput", *arguments: object) -> "ModelRunnerOutput | None":
-        recorder.begin_step(step.aux_output_connector_metadata)
-        return execute(step, *arguments)
-
-    def sample_tokens(*arguments: object) -> "ModelRunnerOutput":
-        if runner.execute_model_state is None:  # nothing was computed
-            return sample(*arguments)
-        requests, batch = runner.input_batch.num_reqs, runner.input_batch
-        computed = SimpleNamespace(
-            req_ids=list(batch.req_ids),
-            num_computed_tokens_np=batch.num_computed_tokens_cpu[:requests].copy(),
-            query_start_loc_np=runner.query_start_loc.np[: requests + 1].copy(),
-        )
-        pending = recorder.prepare_output(computed)
-        output = sample(*arguments)
-        if pending is not None:  # only one shard of an engine records
-            places = [output.req_id_to_index[request] for request in pending.request_ids]
-            sampled = np.array([len(output.sampled_token_ids[place]) for place in places])
-            pending.enqueue_cpu_copy(sampled, np.zeros_like(sampled))
-            output.aux_output_connector_output = pending.process_output()
-        return output
-
-    runner.execute_model, runner.sample_tokens = execute_model, sample_tokens
-
-
-def pack_experts_again(module: torch.nn.Module) -> None:
-    """Let a CPU's experts be padded and packed after every load; vLLM does it after the first."""
-    method = getattr(module, "quant_method", None)
-    kernel = getattr(method, "moe_kernel", None)
-    if method is None or kernel is None or "process_weights_after_loading" in vars(method):
-        return
-    process = method.process_weights_after_loading
-
-    def process_and_pack(layer: torch.nn.Module) -> None:
-        process(layer)
-        kernel.fused_experts.process_weights_after_loading(layer)
-
-    method.process_weights_after_loading = process_and_pack
-
-
-class PackingThreads:
-    """Threads in which oneDNN packs the weights of an update's layers, while the next are loaded.
-
-    vLLM's engine on a CPU computes in one thread, and oneDNN takes as long to pack a matrix as four
-    copies of it. No request runs during an update. The layers must not be used before `finish`.
-    """
-
-    def __init__(self) -> None:
-        self.loading = False
-        """Whether weights may be packed later; outside of an update they are packed at once."""
-        self._pool: ThreadPoolExecutor | None = None
-        self._packing: deque[Future[None]] = deque()
-
-    def create(self, weight: torch.Tensor, *cache_size: int) -> _custom_ops.CPUDNNLGEMMHandler:
-        """Return the handle of a packed matrix (K, N), as vLLM's function does, but maybe before it
-        is packed."""
-        if not self.loading:
-            return _pack(weight, *cache_size)
-        handle = _custom_ops.CPUDNNLGEMMHandler()
-        handle.k, handle.n = weight.shape
-
-        def pack() -> None:
-            packed = _pack(weight, *cache_size)
-            handle.handler_tensor, packed.handler_tensor = packed.handler_tensor, None
-
-        threads = len(os.sched_getaffinity(0))
-        self._pool = self._pool or ThreadPoolExecutor(threads, "packing")
-        while len(self._packing) > threads:  # each holds an unpacked matrix
-            self._packing.popleft().result()
-        self._packing.append(self._pool.submit(pack))
-        return handle
-
-    def finish(self) -> None:
-        """Wait until all weights are packed."""
-        self.loading = False
-        packing, self._packing = self._packing, deque()
-        for each in packing:
-            each.result()
-
-
-packing = PackingThreads()
-_pack = internal(_custom_ops, "create_onednn_mm", "weight", "primitive_cache_size")
-
-_method = vocab_parallel_embedding.UnquantizedEmbeddingMethod
-_pack_embedding = internal(_method, "process_weights_after_loading", "self", "layer")
-
-
-def _pack_if_head(self: object, layer: Any) -> None:
-    """Pack a matrix of embeddings at once if it is an output head, and else when logits are first
-    computed with it: vLLM packs those too that only look up tokens, which takes their memory
-    again, and as long in each update as the head."""
-
-    def compute(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        _pack_embedding(self, layer)
-        logits: torch.Tensor = layer.cpu_linear(x, weight, bias)
-        return logits
-
-    if isinstance(layer, ParallelLMHead):
-        _pack_embedding(self, layer)
-    else:
-        layer.cpu_linear = compute
-
-
-if current_platform.is_cpu():
-    _custom_ops.create_onednn_mm = packing.create
-    _method.process_weights_after_loading = _pack_if_head
-
-
-def _by_adapter(
-    inputs: torch.Tensor, weights: torch.Tensor, adapters: torch.Tensor
-) -> torch.Tensor:
-    """Multiply each token by the matrix of its adapter; -1 is none. vLLM's functions for CPUs copy
-    a matrix for every token, and take the last adapter's where there is none."""
-    weights = weights.squeeze(1) if weights.dim() == 4 else weights
-    counts = dict(sorted(Counter(adapters.tolist() or [0]).items()))  # a step may have no token
-    if len(counts) == 1 and (only := min(counts)) >= 0:
-        return inputs @ weights[only].to(inputs.dtype).T
-    order = adapters.argsort()  # tokens of an adapter are beside each other
-    parts = torch.split(inputs[order], [*counts.values()])
-    made = [
-        part @ weights[number].to(inputs.dtype).T
-        if number >= 0
-        else part.new_zeros(len(part), weights.shape[1])
-        for number, part in zip(counts, parts, strict=True)
-    ]
-    outputs = torch.empty_like(joined := torch.cat(made))
-    outputs[order] = joined
-    return outputs
-
-
-def _shrink(
-    inputs: torch.Tensor,
-    weights: torch.Tensor,
-    output: torch.Tensor,
-    adapters: torch.Tensor,
-    scaling: float = 1.0,
-) -> None:
-    made = _by_adapter(inputs.to(output.dtype), weights, adapters)
-    output[:, : made.shape[1]] = scaling * made
-
-
-def _expand_slice(
-    inputs: torch.Tensor,
-    weights: torch.Tensor,
-    output: torch.Tensor,
-    adapters: torch.Tensor,
-    start: int,
-    size: int,
-    add_inputs: bool = True,
-) -> None:
-    made = _by_adapter(inputs.to(output.dtype), weights, adapters)
-    part = output[:, start : start + min(size, made.shape[1])]
-    made = made[: len(part), : part.shape[1]]
-    part.add_(made) if add_inputs else part.copy_(made)
-
-
-def _expand(
-    inputs: torch.Tensor,
-    weights: torch.Tensor,
-    output: torch.Tensor,
-    adapters: torch.Tensor,
-    add_inputs: bool = True,
-) -> None:
-    _expand_slice(inputs, weights, output, adapters, 0, output.shape[1], add_inputs)
-
-
-if current_platform.is_cpu():
-    _matrices = ("inputs", "lora_b_weights", "output_tensor", "lora_indices_tensor")
-    for _name, _own, _more in (
-        ("bgmv_shrink", _shrink, ("scaling",)),
-        ("bgmv_expand", _expand, ("add_inputs",)),
-        ("bgmv_expand_slice", _expand_slice, ("slice_offset", "slice_size", "add_inputs")),
-    ):
-        internal(lora_ops, _name, *_matrices, *_more)
-        internal(punica_cpu, _name)
-        setattr(lora_ops, _name, _own)
-        setattr(punica_cpu, _name, _own)
-    for _module, _name in (
-        (sampler, "batched_count_greater_than"),
-        (vocab_parallel_embedding, "get_masked_input_and_mask"),
-    ):  # torch would compile them in each engine's first request, for seconds and no gain
-        _function = internal(_module, _name)
-        setattr(_module, _name, getattr(_function, "__wrapped__", _function))
-    _wait_parameters = ("self", "is_reader", "context", "notify_address", "busy_loop_s")
-    internal(shm_broadcast.SpinCondition, "__init__", *_wait_parameters)
-    internal(shm_broadcast.SpinCondition, "wait", "self", "timeout_ms")
-    shm_broadcast.SpinCondition = _Waiting
-    _check = internal(VllmConfig, "_verify_aux_output_compatibility", "self")
-    VllmConfig._verify_aux_output_compatibility = partialmethod(_checked_experts, _check)

@@ -62,17 +62,18 @@ _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
 class _Adapter:
     label: str
     """PEFT's name of it; names of clients may have dots."""
-    parameters: list[nn.Parameter]
+    parameters: dict[str, nn.Parameter]
+    """By PEFT's names."""
     optimizer: torch.optim.AdamW
     is_away: bool = False
     """Whether its tensors are offloaded."""
 
     @property
     def nbytes(self) -> int:
-        return _BYTES * sum(parameter.numel() for parameter in self.parameters)
+        return _BYTES * sum(parameter.numel() for parameter in self.parameters.values())
 
     def tensors(self) -> Iterator[torch.Tensor]:
-        for parameter in self.parameters:
+        for parameter in self.parameters.values():
             yield parameter
             if parameter.grad is not None:
                 yield parameter.grad
@@ -126,14 +127,13 @@ class AdapterRank:
         seed = int(torch.randint(2**62, ())) if spec.seed is None else spec.seed
         try:
             lora.add_adapter(self._model, settings, label, targets, seed)
-            named = self._model.named_parameters()
-            parameters = [parameter for each, parameter in named if f".{label}." in each]
-            for parameter in parameters:
+            parameters = dict(lora.adapter_parameters(self._model, label))
+            for parameter in parameters.values():
                 parameter.data = parameter.data.to(self.device)
         except BaseException:  # the device may be full; nobody could remove a part of an adapter
             lora.remove_adapter(self._model, label)
             raise
-        made = _Adapter(label, parameters, torch.optim.AdamW(parameters))
+        made = _Adapter(label, parameters, torch.optim.AdamW(parameters.values()))
         self._adapters[name], self._tensors[name] = made, made.tensors
 
     def _check_memory(self, rank: int, targets: Sequence[str]) -> None:
@@ -250,7 +250,7 @@ class AdapterRank:
         """Take an optimizer step, unless the gradient is not finite; return its metrics."""
         adapter = self._of(name)
         limit = step.grad_clip_norm if step.grad_clip_norm > 0 else math.inf
-        norm = float(nn.utils.clip_grad_norm_(adapter.parameters, limit))
+        norm = float(nn.utils.clip_grad_norm_(adapter.parameters.values(), limit))
         if math.isfinite(norm):
             settings = step.model_dump(include={"eps", "weight_decay"}) | {"lr": step.learning_rate}
             for group in adapter.optimizer.param_groups:
@@ -271,7 +271,7 @@ class AdapterRank:
     def write(self, name: str, folder: Path, optimizer: bool = False) -> None:
         """Write an adapter in PEFT's format into a folder, and what its optimizer remembers."""
         adapter, base = self._of(name), path_of(self._config)
-        found = lora.adapter_tensors(self._model, adapter.label)
+        found = adapter.parameters.items()
         tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in found}
         settings: dict[str, Foreign] = lora.adapter_config(self._model, base, adapter.label)
         names = {target.rpartition(".")[2] for target in settings["target_modules"]}
@@ -293,7 +293,7 @@ class AdapterRank:
         if optimizer:
             state = torch.load(moments, map_location="cpu", weights_only=True)
         found = load_file(folder / lora.ADAPTER_TENSORS)
-        own = dict(lora.adapter_tensors(self._model, adapter.label))
+        own = adapter.parameters
         settings = lora.adapter_config(self._model, "", adapter.label)
         fits = {n: t.shape for n, t in found.items()} == {n: t.shape for n, t in own.items()}
         if not fits or any(saved[key] != settings[key] for key in ("lora_alpha", "use_rslora")):

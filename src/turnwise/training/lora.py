@@ -187,12 +187,19 @@ def add_product(
 
 
 @torch.no_grad()
-def adapter_tensors(model: nn.Module, adapter: str = _POLICY) -> NamedTensors:
-    """Yield an adapter whole, by default the policy's, under PEFT's names; every rank must iterate
-    over all."""
+def adapter_parameters(
+    model: nn.Module, adapter: str = _POLICY
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the parameters of an adapter, by default the policy's, under PEFT's names."""
     for name, parameter in model.named_parameters():
         if f".{adapter}." in name and ".lora_" in name:
-            yield PREFIX + name.replace(f".{adapter}.", "."), whole(parameter)
+            yield PREFIX + name.replace(f".{adapter}.", "."), parameter
+
+
+def adapter_tensors(model: nn.Module) -> NamedTensors:
+    """Yield the policy's adapter whole, under PEFT's names; every rank must iterate over all."""
+    for name, parameter in adapter_parameters(model):
+        yield name, whole(parameter)
 
 
 def adapter_config(model: Foreign, base: str, adapter: str = _POLICY) -> dict[str, object]:

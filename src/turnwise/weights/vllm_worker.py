@@ -20,7 +20,7 @@ from turnwise.engine.adapters import WEIGHTS, read_adapter
 from turnwise.engine.logits_adapter import take_failure, take_forced
 from turnwise.engine.protocol import WEIGHT_BACKEND
 from turnwise.errors import InputError, TurnwiseError, WeightUpdateError, text_of
-from turnwise.internals import vllm
+from turnwise.internals import vllm, vllm_cpu
 from turnwise.weights.process_group import ProcessGroup, device_name
 from turnwise.weights.transport import Manifest, Receiver, ReceiverOptions, find_transport
 
@@ -48,8 +48,8 @@ class TransferEngine(vllm.WeightTransferEngine):  # type: ignore[misc]
         self._reloading = True
         if vllm.current_platform.is_cpu():
             for module in self.model.modules():
-                vllm.pack_experts_again(module)
-            vllm.packing.loading = True
+                vllm_cpu.pack_experts_again(module)
+            vllm_cpu.packing.loading = True
         vllm.initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: vllm.WeightTransferUpdateInfo) -> None:
@@ -78,9 +78,9 @@ class TransferEngine(vllm.WeightTransferEngine):  # type: ignore[misc]
         if not vllm.current_platform.is_cpu():
             return
         for module in self.model.modules():  # a reload of tied weights misses the head's copy
-            if isinstance(module, vllm.ParallelLMHead) and module.weight.numel():
+            if isinstance(module, vllm_cpu.ParallelLMHead) and module.weight.numel():
                 module.quant_method.process_weights_after_loading(module)
-        vllm.packing.finish()
+        vllm_cpu.packing.finish()
 
     def end_update(self, error: str) -> None:
         if self.receiver is not None:
@@ -207,7 +207,7 @@ class WorkerExtension:
     @_replying
     def capture_experts(self) -> None:
         """Capture which experts compute each token, before the first request."""
-        vllm.capture_experts(self.model_runner)
+        vllm_cpu.capture_experts(self.model_runner)
 
     @_replying
     def prepare_adapters(self) -> None:
@@ -273,11 +273,8 @@ def _put(
         skip_prefixes=getattr(slots.model, "lora_skip_prefixes", None),
     )
     vllm.check_experts_of(slots, lora)
-    most = slots.capacity
-    if vllm.current_platform.is_cpu():  # the last slot stays empty: see EngineAdapters.arguments
-        most = slots.lora_slots - 1
-    if len(slots) >= most:
-        raise WeightUpdateError(f"the engine already holds {most} adapters (max_loras)")
+    if len(slots) >= slots.capacity:
+        raise WeightUpdateError(f"the engine already holds {slots.capacity} adapters (max_loras)")
     slots.add_adapter(lora)  # packs the layers that vLLM has fused
     try:
         for name, layer in lora.loras.items():
