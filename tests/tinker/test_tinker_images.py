@@ -88,7 +88,7 @@ async def test_a_pass_scores_what_the_model_sees(
     ids = ModelImages(rank._config.model).ids_of(read_image(FILE, "an image"))
     whole = extended(BEFORE, ids, AFTER)
     sample = Sample.to_score(whole, [0, *[1] * (len(whole) - 1)])
-    columns = Columns.of([sample], rank.layout, rank.device)
+    columns = Columns.of([sample], rank.layouts.allowed[0], rank.device)
     policy = rank._models.policy
     with torch.no_grad():  # a new adapter changes nothing
         expected, _ = score_columns(

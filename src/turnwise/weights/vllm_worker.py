@@ -78,7 +78,7 @@ class TransferEngine(vllm.WeightTransferEngine):  # type: ignore[misc]
         if not vllm.current_platform.is_cpu():
             return
         for module in self.model.modules():  # a reload of tied weights misses the head's copy
-            if isinstance(module, vllm_cpu.ParallelLMHead) and module.weight.numel():
+            if isinstance(module, vllm.ParallelLMHead) and module.weight.numel():
                 module.quant_method.process_weights_after_loading(module)
         vllm_cpu.packing.finish()
 
