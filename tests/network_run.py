@@ -45,8 +45,13 @@ INTO_UPDATE = 4.0
 """Seconds after a step's last trajectory at which a slow update is under way: it takes about 16."""
 _RAY_PORT = 6379
 _SECONDS = 400.0  # time for whatever is waited for
-_TOKEN = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-"""What a head asks for where a Ray has been started before, and a node does not send by itself."""
+_ENVIRONMENT = {
+    # A head asks for one where a Ray has been started before, and nodes send none by themselves.
+    "RAY_AUTH_MODE": "token",
+    "RAY_AUTH_TOKEN": secrets.token_hex(32),
+    # No name server answers here, and torch asks for the names of addresses: for 10 s, without it.
+    "RES_OPTIONS": "timeout:1 attempts:1",
+}
 
 
 class Machine:
@@ -73,7 +78,7 @@ class Machine:
                 cwd=ROOT,
                 env=os.environ
                 | self.mark.environment
-                | _TOKEN
+                | _ENVIRONMENT
                 | {
                     "PYTHONPATH": str(ROOT),
                     "RAY_worker_niceness": "0",
@@ -175,7 +180,7 @@ class Run:
                     str(folder / "config.yaml"),
                 ],
                 cwd=ROOT,
-                env=os.environ | self.mark.environment | _TOKEN,
+                env=os.environ | self.mark.environment | _ENVIRONMENT,
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
