@@ -87,8 +87,8 @@ def test_a_ray_that_does_not_start_is_one_sentence(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_cluster_that_asks_for_a_token_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(**options: object) -> None:  # as ray.init with an address is, after 20 seconds
-        raise RuntimeError(
+    def refused(address: str, **options: object) -> None:  # as ray.init, after 20 seconds
+        raise ConnectionError(f"Failed to connect to Ray cluster at {address}") from RuntimeError(
             "Failed to connect to GCS. Last connection error: Traceback (most recent call last):\n"
             "ray.exceptions.AuthenticationError: RPC error: InvalidAuthToken: Authentication token "
             "is missing or incorrect."

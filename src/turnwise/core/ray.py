@@ -72,7 +72,7 @@ def start_ray(address: str | None, environment: Mapping[str, str] | None = None)
             context = ray.init(address=address or "local", **options)
     except Exception as error:  # of any type: a node that starts too slowly is a plain one
         where = f"at {address}" if address else "on this machine"
-        why = _TOKEN_NEEDED if "InvalidAuthToken" in str(error) else error
+        why = _TOKEN_NEEDED if "InvalidAuthToken" in str(error.__cause__) else error
         raise InputError(f"Ray cannot be reached {where}: {why}") from error
     report_to(lambda lines: logging.getLogger("ray").info("%s", "\n".join(map(str, lines))))
     logs.link_ray(context.address_info["session_dir"])
