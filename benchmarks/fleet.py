@@ -6,11 +6,11 @@ at a time. A session has 5 to 99 turns, half of them up to 29, as recorded from 
 200 ms. Groups have 8 sessions.
 
 What is real: the driver's loop over groups, its choice of a process and what processes report to
-it, the processes' slots and schedulers. What is not: Ray, and engines, which are queues on a
-virtual clock (`SharedEngine`). The fleet is simulated in as many parts as `--parts` says, side by
-side in processes of this machine, each with its share of engines, rollout processes and sessions:
-nothing but the driver's choice of a process passes between them. A perfect balancer is one engine
-with the speed and the cache of all of a part.
+it, the processes' slots and schedulers. What is not: Ray, and engines, which are those of
+`benchmarks.scale` without tokens, on a virtual clock. The fleet is simulated in as many parts as
+`--parts` says, side by side in processes of this machine, each with its share of engines, rollout
+processes and sessions: nothing but the driver's choice of a process passes between them. A perfect
+balancer is one engine with the speed and the cache of all of a part.
 
 Then the driver alone, in real time: it receives groups with whole trajectories, pickled as Ray
 would send them, and writes them to the file of `turnwise rollout`; and the reports of processes,
@@ -22,7 +22,6 @@ say how many turns a second one driver can take, and so how short a turn may be 
 import argparse
 import asyncio
 import gc
-import heapq
 import itertools
 import multiprocessing
 import pickle
@@ -32,7 +31,7 @@ import tempfile
 import time
 from bisect import bisect_right
 from collections import Counter, OrderedDict
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -42,14 +41,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from benchmarks.report import Claim, digits, parser, quotients, report
-from benchmarks.scale import GROUP, PER_ENGINE, TOOLS
-from tests.simulated import Latency
+from benchmarks.scale import GROUP, PER_ENGINE, TOOLS, make_engines, schedule
+from tests.simulated import BLOCK, Asked, SimulatedEngine
 from tests.virtual_time import run_virtually
 from turnwise.config import Config, SamplingConfig, parse_config
 from turnwise.core.actor import ActorHandle
 from turnwise.core.aio import together
 from turnwise.core.slots import Slots
-from turnwise.engine import Chunk, Request, Route, generate
+from turnwise.engine import Generator, Request, Route, generate
 from turnwise.errors import StepError
 from turnwise.rollouts import Group, Problem
 from turnwise.rollouts.evaluation import GroupLog, groups_at_once, run_groups
@@ -66,85 +65,37 @@ PROMPT, ANSWER, RESULT = 100, 32, 16
 SAMPLING = SamplingConfig(max_tokens=ANSWER)
 LONGEST_TURN = 10.0
 """Goal, in seconds with its tool: turns of a few hundred tokens on a GPU take about this long."""
-_WHOLE = Chunk([1] * ANSWER, [-1.0] * ANSWER, [0] * ANSWER, "length", first_token_age=0.0)
-
-Ask = Callable[[Request], Awaitable[object]]
+_IDS, _LOGPROBS = [1] * ANSWER, [-1.0] * ANSWER
 
 
-class SharedEngine:
-    """`tests.simulated.SimulatedEngine` without tokens: requests share its steps, and prompts
-    that it has not cached delay them; no limit to the requests at once.
+class TokenlessEngine(SimulatedEngine):
+    """One whose tokens are all alike, and that caches prompts by session and group: the ids of
+    millions are neither made nor read."""
 
-    A request costs two events of the loop, however many tokens it samples.
-    """
-
-    def __init__(self, name: str, faster: int = 1) -> None:
-        usual = Latency()
-        self.name = name
-        self._step = usual.step
-        self._step_request = usual.step_request / faster
-        self._prefill_token = usual.prefill_token / faster
-        self._steps = 0.0  # since the beginning
-        self._prefill = 0.0  # seconds of prefill before the next step
-        self._now = 0.0
-        self._running: list[tuple[float, int, asyncio.Future[None]]] = []
-        """Requests by the step at which they end."""
-        self._numbers = itertools.count()
-        self._cached: OrderedDict[str, int] = OrderedDict()
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._known: OrderedDict[str, int] = OrderedDict()
         """Tokens of each session and group, the last used at the end."""
-        self._room = self._most = 4096 * 32 * faster
-        self._fires = False  # whether a timer is set
+        self._room = self._cache_blocks * BLOCK
 
-    async def compute(self, request: Request) -> None:
-        """Wait until a request is answered."""
-        loop = asyncio.get_running_loop()
-        self._advance(loop.time())
+    def _sample(
+        self, prompt_token_ids: Sequence[int], max_tokens: int
+    ) -> tuple[list[int], list[float]]:
+        return _IDS, _LOGPROBS
+
+    def _look_up(self, request: Asked) -> int:
         session, group, length = request.route.session, request.route.group, len(request.prompt)
-        known = self._cached.get(session) or min(self._cached.get(group, 0), length - 1)
-        self._prefill += (length - known) * self._prefill_token
+        cached = self._known.get(session) or min(self._known.get(group, 0), length - 1)
         self._keep(session, length + ANSWER)
-        if group not in self._cached:
+        if group not in self._known:
             self._keep(group, length)
-        done: asyncio.Future[None] = loop.create_future()
-        heapq.heappush(self._running, (self._steps + ANSWER, next(self._numbers), done))
-        if not self._fires:  # else it fires before this one can end
-            self._plan()
-        await done
-
-    async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
-        await self.compute(request)
-        yield _WHOLE
+        return cached
 
     def _keep(self, name: str, tokens: int) -> None:
-        self._room -= tokens - self._cached.pop(name, 0)
-        self._cached[name] = tokens
+        self._room -= tokens - self._known.pop(name, 0)
+        self._known[name] = tokens
         while self._room < 0:
-            self._room += self._cached.popitem(last=False)[1]
-
-    def _seconds_a_step(self) -> float:
-        return self._step + self._step_request * len(self._running)
-
-    def _advance(self, now: float) -> None:
-        passed, self._now = now - self._now, now
-        prefilled = min(self._prefill, passed)
-        self._prefill -= prefilled
-        if self._running:
-            self._steps += (passed - prefilled) / self._seconds_a_step()
-
-    def _plan(self) -> None:
-        self._fires = True
-        left = (self._running[0][0] - self._steps) * self._seconds_a_step()
-        asyncio.get_running_loop().call_later(self._prefill + left, self._fire)
-
-    def _fire(self) -> None:
-        self._fires = False
-        self._advance(asyncio.get_running_loop().time())
-        while self._running and self._running[0][0] <= self._steps + 1e-6:
-            _, _, done = heapq.heappop(self._running)
-            if not done.done():
-                done.set_result(None)
-        if self._running:
-            self._plan()
+            self._room += self._known.popitem(last=False)[1]
 
 
 @dataclass
@@ -187,7 +138,7 @@ def turns_of(quantile: float) -> int:
     return round(fewest + (most - fewest) * (quantile - low) / (high - low))
 
 
-async def play_session(ask: Ask, slots: Slots, seed: int, number: int) -> int:
+async def play_session(generator: Generator, slots: Slots, seed: int, number: int) -> int:
     """Play one session in a slot; returns its turns."""
     chance = random.Random(f"{seed}-{number}")
     shares, seconds = zip(*TOOLS, strict=True)
@@ -198,13 +149,14 @@ async def play_session(ask: Ask, slots: Slots, seed: int, number: int) -> int:
             if turn:
                 await asyncio.sleep(chance.choices(seconds, shares)[0])
                 length += ANSWER + RESULT
-            await ask(Request(range(length), SAMPLING, f"{number}-{turn}", route=route))
+            request = Request(range(length), SAMPLING, f"{number}-{turn}", route=route)
+            await generate(generator, request)
     return turns
 
 
-async def play_group(ask: Ask, slots: Slots, seed: int, number: int) -> int:
+async def play_group(generator: Generator, slots: Slots, seed: int, number: int) -> int:
     sessions = range(number * GROUP, (number + 1) * GROUP)
-    return sum(await together(play_session(ask, slots, seed, each) for each in sessions))
+    return sum(await together(play_session(generator, slots, seed, each) for each in sessions))
 
 
 @asynccontextmanager
@@ -215,7 +167,7 @@ async def open_sessions(
     slots = Slots(config.rollout.concurrency)
 
     async def run_group(problem: Problem, sampling: SamplingConfig, tag: str, last: bool) -> Group:
-        await play_group(partial(generate, scheduler), slots, seed, problem.row["group"])
+        await play_group(scheduler, slots, seed, problem.row["group"])
         return Group.of(problem)
 
     yield run_group
@@ -224,7 +176,7 @@ async def open_sessions(
 class FleetProcess(FrontProcess):
     """A rollout process that lives in this one."""
 
-    engines: dict[str, SharedEngine]
+    engines: dict[str, SimulatedEngine]
 
     async def start(self, port: int, lost: Sequence[str]) -> tuple[str, str]:
         assert self._open_runner is not None
@@ -289,19 +241,14 @@ def simulate(part: Part) -> Outcome:
 
     async def work() -> Outcome:
         config = configuration(part.processes // part.of, part.lanes)
-        scheduler, clock = Scheduler(config.serving, 3600.0), asyncio.get_running_loop().time
-        engines = {
-            name: SharedEngine(name)
-            for name in (f"worker-{index}" for index in range(part.engines // part.of))
-        }
-        for name, engine in engines.items():
-            unused: Any = engine
-            scheduler.add(name, unused)
+        clock = asyncio.get_running_loop().time
+        engines = make_engines(part.engines // part.of, kind=TokenlessEngine)
+        scheduler = schedule(engines)
         made: list[FleetProcess] = []
 
         def make(config: Config) -> FleetProcess:
             made.append(FleetProcess(config, partial(open_sessions, part.seed)))
-            made[-1].engines = engines
+            made[-1].engines = {engine.name: engine for engine in engines}
             return made[-1]
 
         processes = LocalProcesses(config, scheduler, make)
@@ -327,9 +274,9 @@ def balance_perfectly(part: Part) -> Outcome:
     began = time.process_time()
 
     async def work() -> Outcome:
-        engine, slots = SharedEngine("all", part.engines // part.of), Slots(part.lanes)
-        ask = engine.compute
-        turns = await together(play_group(ask, slots, part.seed, each) for each in part.groups)
+        (engine,) = make_engines(1, part.engines // part.of, TokenlessEngine)
+        slots, groups = Slots(part.lanes), part.groups
+        turns = await together(play_group(engine, slots, part.seed, each) for each in groups)
         return outcome(asyncio.get_running_loop().time(), sum(turns), began, Counter())
 
     return run_virtually(work())
@@ -386,10 +333,7 @@ async def measure_driver(
     """Return the driver's processor time of a turn without reports, and the share of a core that
     these take; both in seconds."""
     config = configuration(processes, PER_ENGINE * engines, str(folder))
-    scheduler = Scheduler(config.serving, 3600.0)
-    for index in range(engines):
-        unused: Any = SharedEngine(f"worker-{index}")
-        scheduler.add(unused.name, unused)
+    scheduler = schedule(make_engines(engines))
     known = [recorded_group(seed) for seed in range(16)]
     numbers = itertools.count()
 

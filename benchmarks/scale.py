@@ -96,12 +96,14 @@ class Processes:
             self._busy[place] -= 1
 
 
-def make_engines(count: int, faster: int = 1) -> list[SimulatedEngine]:
+def make_engines(
+    count: int, faster: int = 1, kind: type[SimulatedEngine] = SimulatedEngine
+) -> list[SimulatedEngine]:
     """Make `count` engines, each as fast as `faster` of the usual ones."""
     usual = Latency()
     latency = Latency(usual.prefill_token / faster, usual.step, usual.step_request / faster)
     return [
-        SimulatedEngine(
+        kind(
             name=f"worker-{index}",
             latency=latency,
             max_num_seqs=256 * faster,

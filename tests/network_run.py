@@ -3,13 +3,15 @@
     python -m tests.network_run FOLDER
 
 Node 1 has Ray's head, the trainer and the server of the agents, nodes 2 and 3 an engine each, and
-node 4 the agents. Node 2 is cut off for a minute, and comes back; node 3 dies, and another machine
-gets its address. One JSON object on standard output says what happened, and how fast the run was
-beside what arithmetic says; the run's own lines are in FOLDER/run.txt. It needs root.
+node 4 the agents. Node 2 is cut off for a minute, and comes back; node 3 dies in the middle of an
+update, and another machine gets its address. One JSON object on standard output says what happened,
+and how fast the run was beside what arithmetic says; the run's own lines are in FOLDER/run.txt. It
+needs root.
 """
 
 import json
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -39,8 +41,17 @@ DELAY, LOSS = 0.05, 0.01
 CLEAN, SLOW = (2, 3), (4, 5)
 """Steps that are compared; the first one also warms everything up."""
 CUT_SECONDS = 60.0
+INTO_UPDATE = 4.0
+"""Seconds after a step's last trajectory at which a slow update is under way: it takes about 16."""
 _RAY_PORT = 6379
 _SECONDS = 400.0  # time for whatever is waited for
+_ENVIRONMENT = {
+    # A head asks for one where a Ray has been started before, and nodes send none by themselves.
+    "RAY_AUTH_MODE": "token",
+    "RAY_AUTH_TOKEN": secrets.token_hex(32),
+    # No name server answers here, and torch asks for the names of addresses: for 10 s, without it.
+    "RES_OPTIONS": "timeout:1 attempts:1",
+}
 
 
 class Machine:
@@ -67,6 +78,7 @@ class Machine:
                 cwd=ROOT,
                 env=os.environ
                 | self.mark.environment
+                | _ENVIRONMENT
                 | {
                     "PYTHONPATH": str(ROOT),
                     "RAY_worker_niceness": "0",
@@ -168,7 +180,7 @@ class Run:
                     str(folder / "config.yaml"),
                 ],
                 cwd=ROOT,
-                env=os.environ | self.mark.environment,
+                env=os.environ | self.mark.environment | _ENVIRONMENT,
                 stdout=output,
                 stderr=subprocess.STDOUT,
             )
@@ -239,8 +251,11 @@ def play(network: Network, machines: dict[int, Machine], run: Run, temp: Path) -
     report["engine_back_seconds"] = time.monotonic() - began
     run.do(8)
 
-    run.begin(9)
-    network.set(cut=[SECOND])
+    network.set(delay=DELAY, loss=LOSS)
+    run.permit(9)
+    until(lambda: len(run.seconds(9)) == PER_STEP, "the trajectories of step 9", run.process)
+    time.sleep(INTO_UPDATE)
+    network.set(delay=0.0, loss=0.0, cut=[SECOND])
     assert not machines[SECOND].kill()
     run.do(10)
     network.set()

@@ -25,6 +25,7 @@ from turnwise.engine.protocol import (
     PauseMode,
     Rendezvous,
     Request,
+    Route,
     WeightUpdate,
 )
 from turnwise.errors import EngineError
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
 _MASK = (1 << 64) - 1
 _MULTIPLIER = 0x5851F42D4C957F2D
-_BLOCK = 32
+BLOCK = 32
 _QUANTUM = 4
 
 
@@ -55,8 +56,11 @@ class Latency:
 
 
 @dataclass(slots=True, eq=False)
-class _Request:
-    prompt: list[int]
+class Asked:
+    """A request in an engine."""
+
+    prompt: Sequence[int]
+    route: Route
     token_ids: list[int]
     """All tokens that it will sample: known from the start, and returned as time passes."""
     logprobs: list[float]
@@ -113,8 +117,8 @@ class SimulatedEngine:
         self._latency = latency or Latency()
         self._cache: OrderedDict[int, None] = OrderedDict()
         self._cache_blocks = cache_blocks
-        self._waiting: dict[_Request, None] = {}
-        self._running: dict[_Request, None] = {}
+        self._waiting: dict[Asked, None] = {}
+        self._running: dict[Asked, None] = {}
         self._task: asyncio.Task[None] | None = None
         self._dead = False
         self._awake = asyncio.Event()
@@ -149,15 +153,14 @@ class SimulatedEngine:
     async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
         if self._dead:
             raise EngineError(f"{self.name} is dead")
-        prompt, sampling = list(request.prompt), request.sampling
+        prompt, sampling = request.prompt, request.sampling
         seen = [int(one.image.hash, 16) % 2**32 for one in request.images]
         interval, scored = STREAM_INTERVAL, bool(sampling.prompt_logprobs)
         if not isinstance(sampling, SamplingConfig):
             interval = sampling.stream_interval or STREAM_INTERVAL
             scored = sampling.prompt_logprobs is not None  # 0 asks for the prompt's own tokens
-        asked = _Request(
-            prompt, *self._sample([*seen, *prompt], sampling.max_tokens), interval, scored
-        )
+        tokens = self._sample([*seen, *prompt] if seen else prompt, sampling.max_tokens)
+        asked = Asked(prompt, request.route, *tokens, interval, scored)
         if not isinstance(sampling, SamplingConfig):
             asked.likeliest = sampling.prompt_logprobs or 0, sampling.logprobs or 0
         self._waiting[asked] = None
@@ -193,7 +196,7 @@ class SimulatedEngine:
             for request in list(self._running):
                 self._advance(request)
 
-    def _advance(self, request: _Request) -> None:
+    def _advance(self, request: Asked) -> None:
         before = request.sampled
         request.sampled = min(before + _QUANTUM, len(request.token_ids))
         request.versions += [self.version] * (request.sampled - before)
@@ -202,7 +205,7 @@ class SimulatedEngine:
         elif request.sampled - request.delivered >= request.stream_interval:
             self._deliver(request, None)
 
-    def _deliver(self, request: _Request, finish: FinishReason | None) -> None:
+    def _deliver(self, request: Asked, finish: FinishReason | None) -> None:
         new = slice(request.delivered, request.sampled)
         first = request.scored and not request.delivered
         scores = [(token, -1e-3 * token, 1) for token in request.prompt[1:]] if first else []
@@ -229,13 +232,13 @@ class SimulatedEngine:
         if finish is not None:
             self._forget(request)
 
-    def _look_up(self, request: _Request) -> int:
+    def _look_up(self, request: Asked) -> int:
         """Return the cached prompt tokens, and add all of the prompt's blocks to the cache."""
         cached = 0
         self.prompt_tokens += len(request.prompt)
         block = 0
-        for end in range(_BLOCK, len(request.prompt), _BLOCK):
-            block = hash((block, *request.prompt[end - _BLOCK : end]))
+        for end in range(BLOCK, len(request.prompt), BLOCK):
+            block = hash((block, *request.prompt[end - BLOCK : end]))
             if block in self._cache:
                 cached = end
             self._cache[block] = None
@@ -245,7 +248,7 @@ class SimulatedEngine:
         self.cached_tokens += cached
         return cached
 
-    def _forget(self, request: _Request) -> None:
+    def _forget(self, request: Asked) -> None:
         self._running.pop(request, None)
         self._waiting.pop(request, None)
 

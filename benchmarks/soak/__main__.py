@@ -1,6 +1,7 @@
 """The soak test: `make soak MINUTES=60`.
 
     python -m benchmarks.soak [--minutes N] [--every SECONDS] [--json FILE] [--folder FOLDER]
+                              [--no-real]
 
 `turnwise train` and `turnwise serve`, each with two engines and the demo's model, under load for
 some minutes: training one step ahead, in two rollout processes, with each environment in a process
@@ -10,6 +11,10 @@ is killed by SIGKILL, of one kind after the other:
     training  an engine, a worker, a rollout process, an environment, an environment server
     serving   an engine, a worker
     clients   one, in the middle of its streams
+
+Beside them, a third program trains SmolLM2-135M-Instruct, if `make real` has brought it, with one
+engine and short answers. Its engine is killed once, in the beginning, so that its processes can be
+watched from then on.
 
 Of each kind the youngest is killed, so that the others live as long as the programs do. In tests of
 five minutes or more the trainer's rank is killed first, once, and the run goes on from its last
@@ -22,7 +27,8 @@ from the warm-up (a sixth of the time) to the end are compared, last quarter by 
 up to 8 MiB or 2 files does not count), and so are the rates of the last and the first sixth, in
 relation to the speed of the machine, which times a fixed piece of work every five seconds. Both are
 judged in tests of an hour, because oneDNN's cache of compiled kernels alone fills an engine's
-memory for more than ten minutes. Exits with 1 when a goal is missed.
+memory for more than ten minutes; of the real model's steps there are too few to judge their rate.
+Exits with 1 when a goal is missed.
 """
 
 import argparse
@@ -36,7 +42,7 @@ import urllib.request
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +54,7 @@ from benchmarks.soak.machine import MachineSpeed
 from benchmarks.soak.memory import Memory
 from benchmarks.soak.programs import Client, Program
 from examples.calculator.prepare import prepare
+from examples.smollm2.run import CONFIG, link_model
 from turnwise.core.interrupt import exit_on_sigterm
 from turnwise.trajectory import Trajectory, audit
 
@@ -64,6 +71,16 @@ SUCCESSOR_SECONDS = 120.0
 """Time for a successor of a killed process, before which no other is killed."""
 IDLE_SECONDS = 60.0
 CHECKPOINT = 10
+REAL_MODEL = "SmolLM2-135M"
+REAL_PROMPTS, REAL_SAMPLES = 2, 4
+REAL_KEYS = (
+    *(f"rollout.prompts_per_step={REAL_PROMPTS}", "rollout.max_turns=2", "rollout.retries=1"),
+    *(f"sampling.n={REAL_SAMPLES}", "sampling.max_tokens=40", "eval.every=0"),
+    *("engine.kv_cache_gib=0.25", "engine.max_num_seqs=16", "engine.threads=1", "serving.port=0"),
+    *("training.steps=1000000", "training.learning_rate=1e-9", "training.max_staleness=1"),
+    *("training.threads=1", "trajectories.keep=2"),
+)
+"""Keys in place of those of `make real`: short steps, and weights that stay as they are."""
 
 
 class Soak:
@@ -78,6 +95,13 @@ class Soak:
         self._replaced: Callable[[], bool] | None = None
         """Whether the process that was killed last has a successor; None once it has."""
         self._killed = ("", 0.0)
+        self.programs = list[Program]()
+        self.training: Program
+        self.serving: Program
+        self.real: Program | None = None
+        self.clients: list[Client] = []
+        self.memory = Memory(self.programs)
+        self.machine = MachineSpeed()
         build = folder / "build"
         prepare(build)
         self.problems = build / "train.jsonl"
@@ -90,7 +114,7 @@ class Soak:
             **common,
             "environment": "examples.calculator.environment:Calculator",
             "output_dir": str(folder),
-            "name": "run",
+            "name": "train",
             "data": {"path": str(self.problems)},
             "rollout": {
                 "prompts_per_step": PROMPTS,
@@ -111,45 +135,62 @@ class Soak:
         }
         for name, tree in (("train", train), ("serve", common)):
             (folder / f"{name}.yaml").write_text(json.dumps(tree))
-        self.training = Program("train", folder, ["train", folder / "train.yaml"])
-        try:
-            self.serving = Program("serve", folder, ["serve", folder / "serve.yaml"])
-        except BaseException:
-            self.training.end()
-            raise
-        self.memory = Memory([self.training, self.serving])
-        self.machine = MachineSpeed()
-        self.clients: list[Client] = []
 
-    def rows(self) -> list[dict[str, Any]]:
-        """Return the metrics of all steps so far."""
-        path = self.folder / "run" / "metrics.jsonl"
+    def _program(self, name: str, *arguments: object) -> Program:
+        program = Program(name, self.folder, arguments)
+        self.programs.append(program)
+        return program
+
+    def _real(self) -> Program | None:
+        """Start the training of the real model, if it is there."""
+        if self.options.no_real:
+            return None
+        if not link_model():
+            print(f"{REAL_MODEL} is not installed (make real): the demo's model is tested alone")
+            return None
+        keys = (f"output_dir={self.folder}", "name=real", *REAL_KEYS)
+        return self._program("real", "train", CONFIG, *keys)
+
+    def rows(self, program: Program) -> list[dict[str, Any]]:
+        """Return the metrics of all steps of a training so far."""
+        path = self.folder / program.name / "metrics.jsonl"
         text = path.read_text() if path.exists() else ""
         rows = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
         return [row for row in rows if row["step"]]
 
-    def step(self) -> int:
+    def step(self, program: Program) -> int:
         """Return the last finished step."""
-        rows = self.rows()
+        rows = self.rows(program)
         return int(rows[-1]["step"]) if rows else 0
 
     def start(self) -> None:
-        """Wait until both programs work, and begin the load."""
+        """Start the programs, wait until they work, and begin the load."""
+        self.training = self._program("train", "train", self.folder / "train.yaml")
+        self.serving = self._program("serve", "serve", self.folder / "serve.yaml")
         self.serving.until("the server's address", self._address)
-        self.training.until("the first steps", lambda: self.step() >= 2)
+        self.training.until("the first steps", lambda: self.step(self.training) >= 2)
         for _ in range(2):
             self.clients.append(self._client())
         if self.options.minutes >= RANK_MINUTES:
-            self.training.until("a checkpoint", lambda: self.step() > CHECKPOINT)
-            (rank,) = self.training.with_role("rank")
-            rank.kill()
-            self.kills["train rank"] += 1
-            before = len(self.rows())
-            self.training.until("the restart", lambda: self._restarted(rank, before))
+            self.training.until("a checkpoint", lambda: self.step(self.training) > CHECKPOINT)
+            self._kill_only(self.training, "rank")
+        if (real := self._real()) is not None:
+            self.real = real
+            real.until("its first step", lambda: self.step(real) >= 1)
+            self._kill_only(real, "engine")
 
-    def _restarted(self, rank: psutil.Process, before: int) -> bool:
-        ranks = self.training.with_role("rank")
-        return bool(ranks) and rank not in ranks and self.step() > before + 1
+    def _kill_only(self, program: Program, role: str) -> None:
+        """Kill the only process of a role, and wait for steps with another one."""
+        (old,) = program.with_role(role)
+        old.kill()
+        self.kills[f"{program.name} {role}"] += 1
+        before = self.step(program)
+
+        def restarted() -> bool:
+            now = program.with_role(role)
+            return bool(now) and old not in now and self.step(program) > before + 1
+
+        program.until(f"a restart: {role}", restarted)
 
     def _address(self) -> str:
         found = re.search(r"http://\S+/v1", self.serving.log.read_text())
@@ -165,7 +206,7 @@ class Soak:
         kinds = itertools.cycle(self._kinds())
         next_kill, next_sample = self.begin + self.options.every, self.begin
         while (now := time.monotonic()) < ends or self._replaced is not None:
-            for program in (self.training, self.serving):
+            for program in self.programs:
                 program.until("the test", lambda: True)
             if now >= next_sample:
                 self.memory.sample()
@@ -177,7 +218,8 @@ class Soak:
                 name, kill = next(kinds)
                 self._replaced, self._killed = kill(), (name, now)
                 self.kills[name] += 1
-                print(f"{now - self.begin:5.0f} s: killed {name}; step {self.step()}", flush=True)
+                step = self.step(self.training)
+                print(f"{now - self.begin:5.0f} s: killed {name}; step {step}", flush=True)
                 next_kill = max(next_kill + self.options.every, now)
             time.sleep(0.2)
         self.end = time.monotonic()
@@ -248,15 +290,13 @@ class Soak:
         whys = Counter(why[:300] for client in clients for why in client.whys)
         sessions += self._sessions_left()
         idle = self._requests_in_engines()
-        left = [self.training.end(), self.serving.end()]
+        left = [program.end() for program in self.programs]
         for why, count in whys.most_common(10):
             print(f"clients, {count} times: {why}")
         answers = sorted(end for client in clients for end in client.ends)
         rates = counts_by_time(answers, self.begin, self.end)
-        report = json.loads((self.folder / "run" / "exactness.json").read_text())
         judged = self.options.minutes >= JUDGED_MINUTES
         machine = self.machine.change(self.begin, self.end)
-        seconds = self.end - self.begin
         return [
             Claim("kills", "count", [sum(self.kills.values())], note=str(dict(self.kills))),
             Claim(
@@ -268,9 +308,8 @@ class Soak:
             ),
             *memory_claims(self.memory, self.begin, self.end, judged),
             Claim("speed of the machine, last by first sixth", "ratio", [machine]),
-            *training_claims(
-                self.rows(), report["violations"], PROMPTS * SAMPLES, seconds, machine, judged
-            ),
+            *self._training_claims(self.training, PROMPTS * SAMPLES, machine, judged),
+            *self._real_claims(machine),
             Claim("requests answered", "1/s", rates, note=str(dict(outcomes))),
             change_of(rates, machine, judged),
             Claim("requests lost", "count", [outcomes["lost"]], at_most=0),
@@ -279,6 +318,20 @@ class Soak:
             Claim("requests left in the engines", "count", [idle], at_most=0),
             Claim("processes left after the end", "count", [sum(left)], at_most=0),
         ]
+
+    def _training_claims(
+        self, program: Program, per_step: int, machine: float, judged: bool
+    ) -> list[Claim]:
+        report = json.loads((self.folder / program.name / "exactness.json").read_text())
+        rows, seconds = self.rows(program), self.end - self.begin
+        return training_claims(rows, report["violations"], per_step, seconds, machine, judged)
+
+    def _real_claims(self, machine: float) -> list[Claim]:
+        if self.real is None:
+            return []
+        per_step = REAL_PROMPTS * REAL_SAMPLES
+        claims = self._training_claims(self.real, per_step, machine, judged=False)
+        return [replace(claim, name=f"{REAL_MODEL}: {claim.name}") for claim in claims]
 
     def _get(self, path: str) -> bytes:
         with urllib.request.urlopen(f"{self._address()}{path}", timeout=60) as response:
@@ -317,7 +370,8 @@ def main() -> int:
     made.add_argument("--minutes", type=float, default=60.0)
     made.add_argument("--every", type=float, default=60.0, help="seconds between two kills")
     made.add_argument("--json", type=Path, help="write the claims there, too")
-    made.add_argument("--folder", type=Path, help="keep logs and the run there")
+    made.add_argument("--folder", type=Path, help="keep logs and the runs there")
+    made.add_argument("--no-real", action="store_true", help=f"without {REAL_MODEL}")
     options = made.parse_args()
     with exit_on_sigterm(), tempfile.TemporaryDirectory(prefix="turnwise-soak-") as temporary:
         folder = options.folder or Path(temporary)
@@ -331,7 +385,7 @@ def main() -> int:
             for client in soak.clients:
                 with suppress(ProcessLookupError):
                     client.process.kill()
-            for program in (soak.training, soak.serving):
+            for program in soak.programs:
                 program.end()
     show(claims)
     if options.json is not None:

@@ -52,7 +52,7 @@ def training_claims(
     machine: float,
     judged: bool,
 ) -> list[Claim]:
-    """Return what the metrics of a run's steps claim.
+    """Return what the metrics of a run's steps claim; without rates where no step is in the test.
 
     Args:
         violations: Those that its audit found.
@@ -83,8 +83,8 @@ def training_claims(
         ),
         Claim("exact tokens, worst step", "%", [exact], at_least=100),
         Claim("violations of the audit", "count", [violations], at_most=0),
-        Claim("trajectories trained", "1/s", rates),
-        change_of(rates, machine, judged),
+        *([Claim("trajectories trained", "1/s", rates)] if rates else []),
+        *([change_of(rates, machine, judged)] if rates else []),
     ]
 
 

@@ -3,7 +3,7 @@
 import json
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -67,7 +67,7 @@ class Watched:
 
 
 class Memory:
-    """The samples of all processes of some programs.
+    """The samples of all processes of some programs, to which others may be added.
 
     Example:
         memory = Memory([training, serving])
@@ -75,8 +75,8 @@ class Memory:
         print(memory.long_lived(begin, time.monotonic()))
     """
 
-    def __init__(self, programs: Iterable[Program]) -> None:
-        self._programs = tuple(programs)
+    def __init__(self, programs: Sequence[Program]) -> None:
+        self._programs = programs
         self._watched: dict[psutil.Process, Watched] = {}
 
     def sample(self) -> None:

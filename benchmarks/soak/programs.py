@@ -16,7 +16,7 @@ import psutil
 
 ROOT = Path(__file__).parent.parent.parent
 TURNWISE = Path(sys.executable).with_name("turnwise")
-START_SECONDS = 300.0
+START_SECONDS = 600.0
 END_SECONDS = 120.0
 ROLES = {
     "ray::FrontProcess": "rollout process",

@@ -2,30 +2,27 @@
 
 import asyncio
 import statistics
-from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.fleet import (
-    ANSWER,
+    SAMPLING,
     Part,
-    SharedEngine,
+    TokenlessEngine,
     balance_perfectly,
     measure_driver,
     play_group,
     simulate,
     turns_of,
 )
+from benchmarks.scale import make_engines, schedule
 from tests.simulated import SimulatedEngine
 from tests.virtual_time import run_virtually
-from turnwise.config import ServingConfig
 from turnwise.core.aio import together
 from turnwise.core.slots import Slots
-from turnwise.engine import generate
-from turnwise.serving.scheduler import Scheduler
+from turnwise.engine import Request, Route, generate
 
 PART = Part(engines=16, processes=2, sessions=160, seed=3)
 
@@ -37,42 +34,41 @@ def test_turns_have_the_recorded_quantiles() -> None:
     assert statistics.mean(turns) == pytest.approx(33, abs=1)
 
 
-def makespan(make: Callable[[str], Any], engines: int = 4, groups: int = 12) -> float:
-    """Virtual seconds of some groups on engines of a kind."""
+def makespan(kind: type[SimulatedEngine]) -> float:
+    """Virtual seconds of some groups on engines of a kind, whose cache is large enough."""
 
     async def work() -> float:
-        scheduler = Scheduler(ServingConfig(), 60.0)
-        for index in range(engines):
-            scheduler.add(f"worker-{index}", make(f"worker-{index}"))
-        ask, slots = partial(generate, scheduler), Slots(16 * engines)
-        await together(play_group(ask, slots, 1, number) for number in range(groups))
+        scheduler, slots = schedule(make_engines(4, kind=kind)), Slots(64)
+        await together(play_group(scheduler, slots, 1, number) for number in range(12))
         return asyncio.get_running_loop().time()
 
     return run_virtually(work())
 
 
+class Endless(SimulatedEngine):
+    """One that never samples the token which ends an answer."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(mean_tokens=10**9, **options)
+
+
 def test_an_engine_without_tokens_takes_the_time_of_one_that_samples_them() -> None:
-    whole = makespan(lambda name: SimulatedEngine(name=name, mean_tokens=10**9))
-    assert makespan(SharedEngine) == pytest.approx(whole, rel=0.1)
+    """But for the answers, which it remembers with their prompts."""
+    assert makespan(TokenlessEngine) == pytest.approx(makespan(Endless), rel=0.1)
 
 
-def test_requests_share_an_engine_and_prompts_delay_them() -> None:
-    async def work(lengths: Sequence[int]) -> float:
-        from turnwise.engine import Request, Route
+def test_an_engine_without_tokens_forgets_what_it_used_longest_ago() -> None:
+    plays = (("sa", "ga", 100), ("sc", "ga", 100), ("sa", "ga", 150), ("sb", "gb", 250))
 
-        engine = SharedEngine("worker-0")
-        sampling: Any = None
-        requests = (
-            Request(range(length), sampling, f"{n}", route=Route(f"s{n}", f"g{n}"))
-            for n, length in enumerate(lengths)
-        )
-        await together(engine.compute(each) for each in requests)
-        return asyncio.get_running_loop().time()
+    async def work() -> list[int]:
+        engine, cached = TokenlessEngine(cache_blocks=20), list[int]()  # of 32 tokens
+        for session, group, length in (*plays, ("sa", "ga", 200)):
+            request = Request(range(length), SAMPLING, session, route=Route(session, group))
+            cached.append((await generate(engine, request)).cached_tokens)
+        return cached
 
-    alone, together_, long = (run_virtually(work(each)) for each in ([1], [1] * 10, [1001]))
-    assert alone == pytest.approx(ANSWER * (4e-3 + 1e-4) + 2e-5)
-    assert together_ == pytest.approx(ANSWER * (4e-3 + 10e-4) + 20e-5)
-    assert long - alone == pytest.approx(1000 * 2e-5)
+    # With the answer's 32; a group's prompt but for its last token; the last turn finds nothing.
+    assert run_virtually(work()) == [0, 99, 132, 0, 0]
 
 
 def test_a_fleet_plays_every_turn_and_what_its_processes_report_reaches_the_driver() -> None:

@@ -56,6 +56,7 @@ def test_every_trajectory_is_finished_or_counted() -> None:
     assert missed([row(1), row(3)]) == ["steps missing"]
     assert missed([row(1, exact_percent=99.9)]) == ["exact tokens, worst step"]
     assert missed(sound, violations=1) == ["violations of the audit"]
+    assert missed([row(1, 101.0)]) == [], "its only step began before the test: it has no rate"
 
 
 def test_rates_are_of_the_last_steps_and_judged_by_sixths() -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -83,6 +84,24 @@ def test_a_ray_that_does_not_start_is_one_sentence(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(ray, "init", slow)
     with pytest.raises(InputError, match="cannot be reached on this machine: The current node"):
         start_ray(None)
+
+
+def test_a_cluster_that_asks_for_a_token_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(address: str, **options: object) -> None:  # as ray.init, after 20 seconds
+        raise ConnectionError(f"Failed to connect to Ray cluster at {address}") from RuntimeError(
+            "Failed to connect to GCS. Last connection error: Traceback (most recent call last):\n"
+            "ray.exceptions.AuthenticationError: RPC error: InvalidAuthToken: Authentication token "
+            "is missing or incorrect."
+        )
+
+    monkeypatch.setattr(ray, "init", refused)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        address = f"127.0.0.1:{listening.getsockname()[1]}"
+        with pytest.raises(InputError) as caught:
+            start_ray(address)
+    expected = f"Ray cannot be reached at {address}: it asks for a token: set RAY_AUTH_MODE"
+    assert str(caught.value).startswith(expected)
+    assert "\n" not in str(caught.value)
 
 
 class Variables:

@@ -26,6 +26,12 @@ _RECONNECT_SECONDS = 30
 """Time without a head after which the processes of a Ray that we started end themselves."""
 _OBJECT_STORE_BYTES = 128 * 2**20
 """Weights travel by their own transports; Ray's store carries calls and samples only."""
+_TOKEN_NEEDED = (
+    "it asks for a token: set RAY_AUTH_MODE to token, and RAY_AUTH_TOKEN to what "
+    "`ray get-auth-token` prints on the head's node"
+)
+"""A head asks for one as soon as its user has one, and anybody who started Ray without a cluster
+has; a program that is given an address sends none by itself."""
 
 
 def start_ray(address: str | None, environment: Mapping[str, str] | None = None) -> float:
@@ -66,7 +72,8 @@ def start_ray(address: str | None, environment: Mapping[str, str] | None = None)
             context = ray.init(address=address or "local", **options)
     except Exception as error:  # of any type: a node that starts too slowly is a plain one
         where = f"at {address}" if address else "on this machine"
-        raise InputError(f"Ray cannot be reached {where}: {error}") from error
+        why = _TOKEN_NEEDED if "InvalidAuthToken" in str(error.__cause__) else error
+        raise InputError(f"Ray cannot be reached {where}: {why}") from error
     report_to(lambda lines: logging.getLogger("ray").info("%s", "\n".join(map(str, lines))))
     logs.link_ray(context.address_info["session_dir"])
     return float(ray.cluster_resources().get("GPU", 0))
