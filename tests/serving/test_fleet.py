@@ -225,7 +225,7 @@ async def test_every_token_carries_the_version_that_sampled_it(
     sync = WeightSync(trainer, timeout=60, patience=60)
     model, versions = trainer.model.model, dict[int, dict[str, torch.Tensor]]()
     first = 100 * ["drain", "abort", "keep"].index(in_flight) + 1
-    sampling = SamplingConfig(max_tokens=96, ignore_eos=True)
+    sampling = SamplingConfig(max_tokens=48, ignore_eos=True)
     completions: list[tuple[list[int], Any]] = []
     reached: set[int] = set()
     done = False
