@@ -9,6 +9,7 @@ import fcntl
 import gc
 import os
 import signal
+import sys
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,6 +75,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if hasattr(config, "workerinput"):
         place = {ROOT / "tests" / name: place for place, name in enumerate(LONGEST)}
         items.sort(key=lambda item: place.get(item.path, len(LONGEST)))
+
+
+def pytest_runtest_teardown() -> None:
+    """Take back the threads that a test's trainer gave this process: see OMP_NUM_THREADS above."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(1)
 
 
 def pytest_terminal_summary(
@@ -176,6 +183,7 @@ def make_config(build: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
         }
         tree |= sections
         tree["engine"] = {"kv_cache_gib": 0.0625, **tree["engine"]}  # many engines side by side
+        tree["training"] = {"threads": 1, **tree["training"]}
         return parse_config(tree)
 
     return make

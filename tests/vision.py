@@ -89,6 +89,7 @@ def vision_config(path: str, **sections: Any) -> Config:
         "engine": {"kv_cache_gib": 0.0625},
         "sampling": {"n": 2, "max_tokens": 12},
     }
+    sections["training"] = {"threads": 1, **sections.get("training", {})}
     return parse_config(tree | sections)
 
 
