@@ -6,9 +6,11 @@ at once: `tests/no_engines.py` has the tier of tests that need neither vLLM nor 
 
 import copy
 import fcntl
+import gc
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator
+import sys
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,11 +59,28 @@ def pytest_configure(config: pytest.Config) -> None:
         config.stash[PEAK] = PeakMemory()
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Look for no garbage in what the tests' modules import: millions of objects that stay."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Order the files of parallel workers by `LONGEST`; the others keep their order after these."""
     if hasattr(config, "workerinput"):
         place = {ROOT / "tests" / name: place for place, name in enumerate(LONGEST)}
         items.sort(key=lambda item: place.get(item.path, len(LONGEST)))
+
+
+def pytest_runtest_teardown() -> None:
+    """Take back the threads that a test's trainer gave this process: see OMP_NUM_THREADS above."""
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.set_num_threads(1)
 
 
 def pytest_terminal_summary(
@@ -164,6 +183,7 @@ def make_config(build: Path, tmp_path_factory: pytest.TempPathFactory) -> Callab
         }
         tree |= sections
         tree["engine"] = {"kv_cache_gib": 0.0625, **tree["engine"]}  # many engines side by side
+        tree["training"] = {"threads": 1, **tree["training"]}
         return parse_config(tree)
 
     return make

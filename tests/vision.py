@@ -6,11 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from PIL import Image as Pictures
-from transformers import GenerationConfig, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
 
-from examples.calculator.tokenizer import build_tokenizer
 from turnwise.config import Config, parse_config
 
 PATCH = 28  # a square of pixels of this side is one token
@@ -28,6 +25,12 @@ TEMPLATE = """\
 
 def make_qwen_vl(folder: Path, hidden_size: int = 64, layers: int = 2) -> str:
     """Save a tiny Qwen2.5-VL, its tokenizer and its processor; returns a folder."""
+    # Seconds to import, which processes of environments with pictures need not spend.
+    import torch
+    from transformers import GenerationConfig, Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    from examples.calculator.tokenizer import build_tokenizer
+
     tokenizer = build_tokenizer(0, 100)
     tokenizer.add_special_tokens({"additional_special_tokens": [*_TOKENS]})
     tokenizer.chat_template = TEMPLATE
@@ -86,6 +89,7 @@ def vision_config(path: str, **sections: Any) -> Config:
         "engine": {"kv_cache_gib": 0.0625},
         "sampling": {"n": 2, "max_tokens": 12},
     }
+    sections["training"] = {"threads": 1, **sections.get("training", {})}
     return parse_config(tree | sections)
 
 

@@ -13,7 +13,7 @@ from turnwise.chat.session_store import SessionStore
 from turnwise.config import SamplingConfig
 from turnwise.engine.protocol import Completion
 
-FEW, MANY = 10, 200
+FEW, MANY = 10, 100
 SAMPLED, ADDED = 100, 250
 """Tokens of an answer, and of the messages before the next one."""
 

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import ROOT
+from turnwise.core import stacks
 from turnwise.core.aio import run_in_thread
 from turnwise.core.stacks import collect, register, stacks_folder
 
@@ -101,17 +102,24 @@ def program(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.fixture
+def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread that does not answer is not waited for."""
+    monkeypatch.setattr(stacks, "_THREAD_SECONDS", 0.5)
+
+
+@pytest.fixture
 def many(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A process whose stacks take long to write."""
     with started(MANY, tmp_path, 1, "80") as process:
         yield process
 
 
+@pytest.mark.usefixtures("_soon")
 def test_a_process_that_holds_the_interpreter_shows_its_stack_and_so_does_its_fork(
     program: subprocess.Popen[str], tmp_path: Path
 ) -> None:
     for _ in range(2):  # they live on
-        found = {stacks.pid: stacks for stacks in collect(tmp_path, 60.0)}
+        found = {process.pid: process for process in collect(tmp_path, 60.0)}
         assert len(found) == 2
         main = found.pop(program.pid)
         (fork,) = found.values()
@@ -122,6 +130,7 @@ def test_a_process_that_holds_the_interpreter_shows_its_stack_and_so_does_its_fo
     assert program.poll() is None
 
 
+@pytest.mark.usefixtures("_soon")
 def test_a_process_that_begins_a_second_answer_shows_each_thread_once(tmp_path: Path) -> None:
     with started(RELEASES, tmp_path, 1) as process:
         [found] = collect(tmp_path, 8.0)

@@ -27,7 +27,7 @@ def test_nothing_is_declared_where_it_is_missing_or_complete(
     assert declared == []
 
 
-@pytest.mark.parametrize("first", ["turnwise", "transformers", "torch"])
+@pytest.mark.parametrize("first", ["transformers", "torch"])
 def test_its_transforms_work_whoever_is_imported_first(first: str) -> None:
     pytest.importorskip("torchvision")
     program = (

@@ -6,10 +6,12 @@ from collections.abc import Iterator
 import pytest
 
 from tests.scripted import Scripted
+from turnwise.core import endpoint
 
 
 @pytest.fixture
-def scripted() -> Iterator[Scripted]:
+def scripted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Scripted]:
+    monkeypatch.setattr(endpoint, "_FIRST_PAUSE", 0.01)
     with Scripted() as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()

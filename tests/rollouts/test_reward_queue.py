@@ -25,10 +25,10 @@ async def test_a_long_queue_that_moves_is_waited_for(make_config: Callable[..., 
     async def score(messages: list[Any]) -> float:
         async with slot:
             await open_.wait()
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.1)
             return float(len(messages))
 
-    model = RemoteRewardModel("model", make_config(rollout={"stall_timeout": 1.5}))
+    model = RemoteRewardModel("model", make_config(rollout={"stall_timeout": 0.8}))
     actor: Any = SimpleNamespace(score=SimpleNamespace(remote=score))
     model._actor = ActorHandle(actor, "the reward model")
     scores = await asyncio.gather(*(model.score([{}] * number) for number in range(12)))

@@ -20,7 +20,10 @@ from turnwise.serving.manager import AsyncLLMServerManager
 
 
 @pytest.fixture
-def config(make_config: Callable[..., Config], tmp_path: Path) -> Config:
+def config(
+    make_config: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Config:
+    monkeypatch.setattr(scaling, "_LOOK_SECONDS", 0.05)
     config = make_config(output_dir=str(tmp_path), name="run")
     register(tmp_path / "run", "turnwise")
     return config
@@ -75,7 +78,17 @@ async def test_a_range_of_workers_grows_by_itself(config: Config, run: Path) -> 
         await engines(manager, 1)
 
 
-async def test_what_a_run_refuses_is_said_in_a_sentence(config: Config, run: Path) -> None:
+async def test_what_a_run_refuses_is_said_in_a_sentence(
+    config: Config, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[Any] = []
+    take = scaling._take_request
+
+    def counted(*arguments: Any) -> int | None:
+        looks.append(arguments)
+        return take(*arguments)
+
+    monkeypatch.setattr(scaling, "_take_request", counted)
     training = config.training.model_copy(update={"colocated": True})
     together = config.model_copy(update={"training": training})
     async with simulated(1, startup_seconds=0.2).running() as manager:
@@ -88,7 +101,10 @@ async def test_what_a_run_refuses_is_said_in_a_sentence(config: Config, run: Pat
                     await asyncio.to_thread(ask, run, wrong, 60.0)
             for other in ("{", "", "-1", "\udcff", "engines: 1 now"):  # no request
                 request_file(run).write_text(other, errors="surrogateescape")
-                await asyncio.sleep(1.5)
+                seen = len(looks)
+                async with asyncio.timeout(60):
+                    while len(looks) < seen + 3:  # the first may have begun before
+                        await asyncio.sleep(0.02)
                 said = request_file(run).read_text(errors="surrogateescape")
                 assert said == other
         assert len(manager.engines) == 1

@@ -225,7 +225,7 @@ async def test_every_token_carries_the_version_that_sampled_it(
     sync = WeightSync(trainer, timeout=60, patience=60)
     model, versions = trainer.model.model, dict[int, dict[str, torch.Tensor]]()
     first = 100 * ["drain", "abort", "keep"].index(in_flight) + 1
-    sampling = SamplingConfig(max_tokens=96, ignore_eos=True)
+    sampling = SamplingConfig(max_tokens=48, ignore_eos=True)
     completions: list[tuple[list[int], Any]] = []
     reached: set[int] = set()
     done = False
@@ -319,7 +319,7 @@ async def test_a_worker_that_dies_in_a_broadcast_spoils_it_for_nobody_else(
 ) -> None:
     _, manager = fleet
     trainer = OneRank(model_path, "collective")
-    sync = WeightSync(trainer, timeout=120, patience=120)
+    sync = WeightSync(trainer, timeout=40, patience=120)  # an eighth for the dead one
     trainer.train(2001)
     await sync.publish()
     await manager.update_weights(sync)

@@ -13,7 +13,7 @@ from datasets import Dataset
 from peft import LoraConfig, PromptTuningConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.conftest import ROOT, command_environment
+from tests.conftest import ROOT, command_environment, python
 from tests.pages import blocks
 from tests.trl_maze import WORLDS, Maze, Quiet, few, ones
 from turnwise.errors import InputError
@@ -225,8 +225,17 @@ def test_a_launcher_of_several_processes_is_refused(monkeypatch: pytest.MonkeyPa
 
 def run(module: str, kind: str, model: str, folder: Path, *more: str) -> dict[str, Any]:
     """Run the script with `trl` or `turnwise.trl`; returns what it writes."""
+    ours = module == "turnwise.trl"  # with the imports of the session's fork server
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), module, kind, model, str(folder), *more],
+        [
+            *(python() if ours else [sys.executable]),
+            str(SCRIPT),
+            module,
+            kind,
+            model,
+            str(folder),
+            *more,
+        ],
         env={**command_environment(), "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"},
         cwd=folder,
         capture_output=True,

@@ -33,6 +33,7 @@ from tests.weights.trainer import (
     version_runs,
 )
 from turnwise.config import SamplingConfig
+from turnwise.core.fork_server import share_with_engines
 from turnwise.engine import Request, generate
 from turnwise.errors import DeadlineError, WeightUpdateError
 from turnwise.serving.worker_handle import WorkerHandle
@@ -370,7 +371,8 @@ async def test_a_trainer_that_dies_half_way_is_named_and_the_next_one_mends_it(
     tensors = [(name, tensor.detach() + 1) for name, tensor in trainer.tensors]
     options = {**link.options, "buffer_bytes": SMALL}
     arguments = (link.open_sender, tensors, len(tensors) // 2, options)
-    process = multiprocessing.get_context("spawn").Process(target=send_and_die, args=arguments)
+    assert share_with_engines()  # or the process would import torch and more for seconds
+    process = multiprocessing.get_context("forkserver").Process(target=send_and_die, args=arguments)
     process.start()
     await link.join_engine(ready)
     with pytest.raises(DeadlineError, match=rf"trainer at {link.where} .* chunk \d+ of \d+"):

@@ -205,7 +205,7 @@ def share_with_engines() -> bool:
     asking = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     asking.settimeout(SENDING_SECONDS)
     try:
-        asking.connect(os.environ.get(VARIABLE, ""))
+        asking.connect(os.environ.get(VARIABLE) or ("" if _own is None else _own.address))
     except OSError:
         return False
     place = os.path.join(get_temp_dir(), "forkserver")
