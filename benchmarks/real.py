@@ -7,11 +7,17 @@ against a plain copy (`benchmarks.updates`). One step of `make real` shows the p
 rank and of its engine, against what `turnwise plan` expects; for the rank with the libraries that a
 trainer's process imports, for the engine without those of vLLM.
 
+A step of GRPO with the problems, tool and prompts of `make real` is compared with TRL's as in
+`benchmarks.grpo_step`, but for its size, 2 prompts of 8 rollouts: TRL's takes minutes. TRL computes
+4 rollouts in a forward pass, about as many tokens as a micro-batch of Turnwise, and neither side
+computes activations twice.
+
 The model is that of `make real`: without it there are no rows.
 """
 
 import asyncio
 import json
+import random
 import re
 import subprocess
 import sys
@@ -24,11 +30,12 @@ import psutil
 import ray
 import torch
 
-from benchmarks import rollouts, training, updates
+from benchmarks import grpo_step, rollouts, training, updates
 from benchmarks.loading import in_processes, resident
 from benchmarks.models import as_in_a_worker
 from benchmarks.report import Claim, parser, quotients, report
 from benchmarks.weights import make_tensors, plain_copy
+from examples.smollm2.environment import Sums
 from examples.smollm2.run import CONFIG, MODEL, link_model
 from turnwise.config import Config, load_config, parse_config
 from turnwise.core.aio import run as run_loop
@@ -47,6 +54,37 @@ SEQUENCES = 16
 CONCURRENCY = 32
 PROMPT_TOKENS = 500
 """About the length of a prompt of `make real`."""
+PROMPTS, STEPS, ROWS = 2, 2, 4
+"""Prompts of a step of GRPO, its steps, of which the first warms up, and TRL's rows of a pass."""
+
+
+def grpo_claim(path: Path) -> Claim:
+    """Measure a step of GRPO beside TRL's."""
+    config, size = load_config(CONFIG), grpo_step.Size(PROMPTS, STEPS, random.randrange(10_000))
+    rows = {row["question"]: row for row in Sums.rows("train")}
+    chosen = random.sample([*rows.values()], PROMPTS * STEPS)
+    with tempfile.TemporaryDirectory() as folder:
+        problems = Path(folder) / "problems.jsonl"
+        problems.write_text("".join(f"{json.dumps(row)}\n" for row in chosen))
+        ours = grpo_step.turnwise(
+            CONFIG,
+            f"bench-real-{size.seed}",
+            problems,
+            size,
+            training__micro_batch_tokens=ROWS * PROMPT_TOKENS,
+            training__activation_checkpointing=False,
+        )
+        limits = {
+            "--turns": config.rollout.max_turns,
+            "--turn-tokens": config.sampling.max_tokens,
+            "--learning-rate": config.training.learning_rate,
+            "--micro-batch": ROWS,
+        }
+        more = [word for limit in limits.items() for word in limit]
+        theirs = grpo_step.trl(path, problems, size, "--sums", *more)
+    name = f"{PROMPTS * grpo_step.GROUP}, {NAME}, instant tools"
+    both = ours.seconds[1:], theirs.seconds[1:]
+    return grpo_step.step_claim(name, *both, 2.0, ours.note(theirs))
 
 
 def rollout_config(path: Path) -> Config:
@@ -150,11 +188,12 @@ def main() -> None:
         print("the model is not installed: make real")
         report([], options)
         return
-    as_in_a_worker()
     rounds = 1 if options.quick else 3
     path = Path(resolve_model(str(MODEL)))
+    claims = [] if options.quick else [grpo_claim(path)]
+    as_in_a_worker()
     start_ray(None)
-    claims = [
+    claims += [
         run_loop(rollout_claim(rollout_config(path), options.quick)),
         update_claim(updates.configuration(path), rounds),
     ]
