@@ -4,8 +4,8 @@ Rows of other benchmarks with a model that others made, which has 30 layers and 
 49,152: rollouts against the bare engine's replay (`benchmarks.rollouts`), the trainer against a
 bare PyTorch loop and against TRL's (`benchmarks.training`), an update of an idle engine's weights
 against a plain copy (`benchmarks.updates`). One step of `make real` shows the peak memory of its
-rank and of its engine, against what `turnwise plan` expects; for the rank with the libraries that a
-trainer's process imports, for the engine without those of vLLM.
+rank and of its engine, against what `turnwise plan` expects and the libraries that both have from
+the process from which they are forked.
 
 A step of GRPO with the problems, tool and prompts of `make real` is compared with TRL's as in
 `benchmarks.grpo_step`, but for its size, 2 prompts of 8 rollouts: TRL's takes minutes. TRL computes
@@ -16,6 +16,7 @@ The model is that of `make real`: without it there are no rows.
 """
 
 import asyncio
+import importlib
 import json
 import random
 import re
@@ -33,12 +34,13 @@ import torch
 from benchmarks import grpo_step, rollouts, training, updates
 from benchmarks.loading import in_processes, resident
 from benchmarks.models import as_in_a_worker
-from benchmarks.report import Claim, parser, quotients, report
+from benchmarks.report import Claim, digits, parser, quotients, report
 from benchmarks.weights import make_tensors, plain_copy
 from examples.smollm2.environment import Sums
 from examples.smollm2.run import CONFIG, MODEL, link_model
 from turnwise.config import Config, load_config, parse_config
 from turnwise.core.aio import run as run_loop
+from turnwise.core.fork_server import PRELOADED
 from turnwise.core.gguf import resolve_model
 from turnwise.core.ray import start_ray
 from turnwise.engine.vllm_engine import VllmEngine
@@ -141,28 +143,28 @@ def memory_claims() -> list[Claim]:
     plan = make_plan(load_config(CONFIG), Machine.here(), PROMPT_TOKENS)
     [[imported]] = in_processes([(libraries,)])
     figures = (
-        ("a rank", rank, plan.rank.expected_peak + imported, "turnwise plan and libraries"),
-        ("an engine", engine / GIB, plan.engine.expected_peak, "turnwise plan"),
+        ("a rank", rank, plan.rank.expected_peak + imported),
+        ("an engine", engine / GIB, plan.engine.expected_peak + imported),
     )
     return [
         Claim(
             f"peak memory of {who}, {NAME}",
             "GiB",
             [held],
-            against,
+            "turnwise plan and libraries",
             [planned / GIB],
             [held / planned * GIB],
             at_most=1.3,
+            note=f"the libraries have {digits(imported / GIB)} GiB",
         )
-        for who, held, planned, against in figures
+        for who, held, planned in figures
     ]
 
 
 def libraries(reply: Connection) -> None:
-    """Send the memory of a process with what a rank's imports."""
-    import turnwise.training.rank
-    import turnwise.training.trainer_group  # noqa: F401  # with Ray
-
+    """Send the memory of a process with the imports of the one that forks ranks and engines."""
+    for name in PRELOADED:
+        importlib.import_module(name)
     reply.send(resident("VmRSS"))
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 VARIABLE = "TURNWISE_FORK_SERVER"
 CLIENT = __file__
 SENDING_SECONDS = 10.0  # deadline for sending a request, in which other clients wait
-_PRELOADED = (
+PRELOADED = (
     "turnwise.engine.preload",
     "turnwise.serving.openai.server",
     "turnwise.serving.engine_worker",
@@ -44,6 +44,7 @@ _PRELOADED = (
     "rich.live",
     "setproctitle",
 )
+"""Modules that the server imports before it forks."""
 _NVIDIA = "/dev/nvidiactl"
 _FORKSERVER = "multiprocessing.forkserver"
 _STREAMS = 3  # number of standard streams that come with a request, before its other descriptors
@@ -394,7 +395,7 @@ def main() -> None:
     # Ray reads the environment when it is imported, so each fork imports it itself; vLLM imports
     # it only if it is available.
     sys.modules["ray"] = None  # type: ignore[assignment]
-    for name in _PRELOADED:
+    for name in PRELOADED:
         importlib.import_module(name)
     del sys.modules["ray"]
     gc.freeze()
