@@ -15,6 +15,12 @@ pytestmark = pytest.mark.skipif(not HAS_ONEDNN, reason="torch has no oneDNN here
 CPU = torch.device("cpu")
 
 
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let oneDNN multiply the small matrices of these tests."""
+    monkeypatch.setattr(linear, "_SMALLEST", 1)
+
+
 def results(layer: nn.Linear, inputs: torch.Tensor) -> list[torch.Tensor]:
     """Return a layer's outputs and all gradients."""
     inputs = inputs.detach().requires_grad_()
@@ -69,3 +75,10 @@ def test_other_types_and_empty_inputs_are_torchs() -> None:
     half = nn.Linear(8, 4, dtype=torch.bfloat16)
     use_onednn(half, CPU)
     assert half(torch.randn(3, 8, dtype=torch.bfloat16)).dtype == torch.bfloat16
+
+
+def test_small_layers_are_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(linear, "_SMALLEST", 50)
+    model = nn.Sequential(nn.Linear(7, 7), nn.Linear(8, 8))
+    use_onednn(model, CPU)
+    assert [type(layer) is nn.Linear for layer in model] == [True, False]

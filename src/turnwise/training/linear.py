@@ -1,9 +1,11 @@
 """Linear layers of models on a CPU, whose float32 matrices oneDNN multiplies.
 
 torch multiplies them by MKL, which on AMD's processors takes twice as long, forwards and backwards;
-the results differ by their rounding alone. Layers of other types are torch's own.
+the results differ by their rounding alone. oneDNN compiles kernels for every number of tokens, so
+that small layers gain nothing; these, and layers of other types, are torch's own.
 """
 
+import os
 from typing import Any, cast
 
 import torch
@@ -11,6 +13,14 @@ from torch import nn
 
 from turnwise.internals.torch import HAS_ONEDNN, multiply
 
+ENVIRONMENT = {
+    name: os.environ.get(name, "64")
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
+}
+"""Variables of a process with such layers: the kernels that oneDNN keeps, and torch beside it. A
+micro-batch needs about 15; of 1,024, the default, memory would grow for hundreds of steps."""
+_SMALLEST = 2**16
+"""Values of a matrix from which oneDNN multiplies it."""
 _COPIED = 2**24
 """Values of a gradient up to which it is turned for the gradient of a matrix: 64 MiB. Larger ones
 are those of logits, whose copies would raise the peak of memory."""
@@ -20,7 +30,7 @@ def use_onednn(module: nn.Module, device: torch.device) -> None:
     """Let oneDNN compute a module's linear layers, where it can."""
     if device.type == "cpu" and HAS_ONEDNN:
         for layer in module.modules():
-            if type(layer) is nn.Linear:
+            if type(layer) is nn.Linear and layer.weight.numel() >= _SMALLEST:
                 layer.__class__ = _Linear
 
 
