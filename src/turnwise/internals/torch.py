@@ -32,7 +32,7 @@ Groups: TypeAlias = c10d._World  # all process groups of a program
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 """gloo's variable: the network interfaces that it uses."""
 _ORTHOGONALISED = "_zeropower_via_newtonschulz"
-HAS_ONEDNN = platform.machine() == "x86_64" and torch.backends.mkldnn.is_available()
+HAS_ONEDNN: bool = platform.machine() == "x86_64" and torch._C._has_mkldnn
 """Whether `multiply` works; on other processors torch itself takes the fastest products."""
 
 
@@ -158,5 +158,6 @@ for _name in ("_devices", "_threads", "_timeout"):
     internal(_GlooOptions, _name)
 internal(dist.ProcessGroupGloo, "create_device")
 internal(_muon, _ORTHOGONALISED, "grad", "ns_coefficients", "ns_steps", "eps")
+internal(torch._C, "_has_mkldnn")
 if HAS_ONEDNN:
     internal(torch.ops.mkldnn, "_linear_pointwise")
