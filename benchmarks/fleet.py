@@ -199,6 +199,13 @@ class Here:
         return SimpleNamespace(remote=lambda *given: asyncio.ensure_future(method(*given)))
 
 
+class HereHandle(ActorHandle):
+    """Handle of such an object, which Ray cannot kill."""
+
+    def kill(self) -> None:
+        pass
+
+
 class LocalProcesses(RolloutProcesses):
     """The driver's side of rollout processes that `make` makes here."""
 
@@ -210,7 +217,7 @@ class LocalProcesses(RolloutProcesses):
 
     def create(self, process: Process) -> ActorHandle:
         actor: Any = Here(self._make(self.config))
-        return ActorHandle(actor, process.name, StepError)
+        return HereHandle(actor, process.name, StepError)
 
 
 def configuration(processes: int, lanes: int, folder: str = "runs") -> Config:

@@ -26,7 +26,7 @@ import aiohttp
 from benchmarks.agentic import LONGEST, Measured, figures, play
 from benchmarks.models import as_in_a_worker, cpu_seconds, demo_files
 from benchmarks.report import Claim, parser, quotients, report
-from benchmarks.servers import serving, vllm_server
+from benchmarks.servers import both_servers
 from examples.calculator.tool import TOOL_SCHEMA
 
 CONCURRENCY = 64
@@ -86,10 +86,10 @@ Runs = dict[bool, tuple[list[Measured], list[Measured]]]
 
 
 def agentic(servers: Sequence[tuple[str, int]], model: Path, rounds: int, sessions: int) -> Runs:
-    """Send the agentic load to both servers in turn; the first round warms up."""
+    """Send the agentic load to both servers in turn, which other requests have warmed up."""
     runs: Runs = {False: ([], []), True: ([], [])}
     seed = time.time_ns() % 1_000_000
-    for number in range(rounds + 1):
+    for number in range(rounds):
         for stream, sides in runs.items():
             tag = f"agentic-{number}-{stream}"
             order = [*zip(servers, sides, strict=True)]
@@ -101,7 +101,7 @@ def agentic(servers: Sequence[tuple[str, int]], model: Path, rounds: int, sessio
                     stream=stream,
                 )
                 into.append(asyncio.run(load))
-    return {stream: (ours[1:], theirs[1:]) for stream, (ours, theirs) in runs.items()}
+    return runs
 
 
 def agentic_claims(runs: Runs) -> list[Claim]:
@@ -139,8 +139,8 @@ def main() -> None:
     """Run the benchmark and print its claims."""
     options = parser("front", __doc__).parse_args()
     as_in_a_worker()
-    rounds, requests = (1, 32) if options.quick else (5, 512)
-    load = (1, 8) if options.quick else (3, 96)
+    rounds, requests = (1, 32) if options.quick else (3, 256)
+    load = (1, 8) if options.quick else (3, 64)
     build = demo_files()
     model = build / "model"
     rows = [json.loads(line) for line in (build / "train.jsonl").read_text().splitlines()]
@@ -148,8 +148,7 @@ def main() -> None:
     taken_by: dict[Any, tuple[list[float], list[float]]] = {spent: ([], []), waited: ([], [])}
     with (
         tempfile.TemporaryDirectory() as name,
-        serving(model, Path(name), LONGEST) as ours,
-        vllm_server(model, Path(name), LONGEST) as theirs,
+        both_servers(model, Path(name), LONGEST) as (ours, theirs),
     ):
         for number in range(rounds + 1):  # the first warms up
             for measure, lists in taken_by.items():

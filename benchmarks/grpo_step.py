@@ -1,10 +1,11 @@
 """A step of GRPO with tools against TRL's: `python -m benchmarks.grpo_step [--quick]`.
 
 The demo's model, tool, problems and reward; 8 prompts of 8 rollouts a step, one optimizer step of
-the same learning rate and loss (token mean, clipped 0.2 and 0.28, no KL); two threads. Turnwise is
-`turnwise train`, TRL its `GRPOTrainer` with `tools=` (generation by Transformers: its vLLM mode
-needs a GPU). They run one at a time; the first step of each run warms up and is not counted.
-TRL's step with the slow tool takes a minute, so it has only one, the last of its run.
+the same learning rate and loss (token mean, clipped 0.2 and 0.28, no KL); turns of at most 64
+tokens; two threads. Turnwise is `turnwise train`, TRL its `GRPOTrainer` with `tools=` (generation
+by Transformers: its vLLM mode needs a GPU). They run one at a time; the first step of each run
+warms up and is not counted. TRL's step with the slow tool takes a minute, so it has only one, the
+last of its run. `benchmarks.real` compares a step of a larger model in the same way.
 
 The tool answers at once, or has a long tail: 80 % of the calls take 10 ms, 15 % 200 ms, 5 % 2 s.
 With the long tail Turnwise runs one step ahead (training.max_staleness 1); with the fast tool that
@@ -26,9 +27,9 @@ import subprocess
 import sys
 import tempfile
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from benchmarks.models import demo_files, pause
 from benchmarks.report import Claim, digits, parser, report
@@ -41,8 +42,20 @@ EXAMPLE = ROOT / "examples" / "calculator"
 PROMPTS, GROUP = 8, 8
 MAX_TOKENS, MAX_TURNS = 64, 6
 SEQUENCE = 256
-"""Most tokens of a whole rollout for TRL, which has no limit for a single turn."""
+"""Most tokens of a whole rollout for TRL, after its prompt."""
 LEARNING_RATE = 0.0003
+PHASES = {"idle": "rollouts", "train": "training", "weights": "weights"}
+"""What a step of Turnwise waits for, by its name in the metrics."""
+DEADLINE = 1200.0
+"""Deadline of one run, in seconds."""
+
+
+class Size(NamedTuple):
+    """Size of a run: the prompts of a step, the steps, and the seed."""
+
+    prompts: int
+    steps: int
+    seed: int
 
 
 class SlowCalculator(Calculator):
@@ -68,79 +81,119 @@ class SlowCalculator(Calculator):
 
 @dataclass
 class Run:
-    """Seconds by step of a short run, and mean reward by question."""
+    """A short run: seconds by step, mean reward by question, and how long the rollouts are."""
 
     seconds: list[float]
     rewards: dict[str, float]
+    tokens: float
+    """Mean number of a rollout's tokens after its prompt."""
+    phases: dict[str, float] = field(default_factory=dict)
+    """Median seconds of what Turnwise's steps but the first wait for."""
+
+    def note(self, other: "Run") -> str:
+        """Return where the time of a step goes, and what both sides sampled."""
+        rest = statistics.median(self.seconds[1:]) - sum(self.phases.values())
+        parts = {**self.phases, "the rest": rest}
+        tokens, theirs = digits(self.tokens), digits(other.tokens)
+        rewards = [statistics.mean(run.rewards.values()) for run in (self, other)]
+        return (
+            ", ".join(f"{name} {digits(seconds)} s" for name, seconds in parts.items())
+            + f"; {tokens} tokens of a rollout against {theirs}; rewards {digits(rewards[0])} "
+            f"against {digits(rewards[1])}"
+        )
 
 
-def turnwise(build: Path, problems: Path, tools: str, prompts: int, steps: int, seed: int) -> Run:
-    """Run `turnwise train`, in a folder that is removed afterwards."""
-    name = f"bench-{tools}-{seed}"
+def turnwise(config: Path, name: str, problems: Path, size: Size, **more: object) -> Run:
+    """Run `turnwise train`, in a folder that is removed afterwards.
+
+    Args:
+        problems: File of the problems, in any order.
+        more: Further keys of the configuration, with two underscores for a dot.
+    """
     folder = ROOT / "runs" / name
     shutil.rmtree(folder, ignore_errors=True)
     changes = {
         "name": name,
-        "seed": seed,
         "output_dir": ROOT / "runs",
-        "model.path": build / "model",
+        "seed": size.seed,
         "data.path": problems,
-        "data.eval_path": build / "heldout.jsonl",
-        "rollout.prompts_per_step": prompts,
-        "rollout.max_turns": MAX_TURNS,
+        "rollout.prompts_per_step": size.prompts,
         "sampling.n": GROUP,
-        "sampling.max_tokens": MAX_TOKENS,
-        "training.steps": steps,
+        "training.steps": size.steps,
         "training.updates_per_step": 1,
-        "training.learning_rate": LEARNING_RATE,
         "training.warmup_steps": 0,
         "training.lr_schedule": "constant",
         "eval.every": 0,
         "eval.target": "null",
+        **{key.replace("__", "."): value for key, value in more.items()},
     }
-    if tools != "instant":
-        changes["environment"] = "benchmarks.grpo_step:SlowCalculator"
-        changes["training.max_staleness"] = 1
-    command = [Path(sys.executable).with_name("turnwise"), "train", EXAMPLE / "config.yaml"]
+    command = [Path(sys.executable).with_name("turnwise"), "train", config]
     run([*command, *(f"{key}={value}" for key, value in changes.items())])
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+    rows = [row for row in rows if row["step"]]
     exact = json.loads((folder / "exactness.json").read_text())
     assert exact["violations"] == 0, exact
-    rewards = defaultdict[str, list[float]](list)
+    rewards, tokens = defaultdict[str, list[float]](list), list[int]()
     for path in folder.glob("trajectories/step-*.jsonl"):
         for trajectory in read_jsonl(path):
             assert trajectory.reward is not None
-            rewards[trajectory.messages[0]["content"]].append(trajectory.reward)
+            asked = trajectory.prompt_token_ids(0)
+            tokens += [len(each.token_ids) - len(asked) for each in trajectory.samples()]
+            users = [each for each in trajectory.messages if each["role"] == "user"]
+            rewards[users[-1]["content"]].append(trajectory.reward)
     shutil.rmtree(folder)
-    seconds = [row["step_seconds"] for row in rows if row["step"]]
-    return Run(seconds, {question: statistics.mean(r) for question, r in rewards.items()})
+    phases = {
+        said: statistics.median(row["phase_seconds"].get(phase, 0.0) for row in rows[1:])
+        for phase, said in PHASES.items()
+    }
+    return Run(
+        [row["step_seconds"] for row in rows],
+        {question: statistics.mean(each) for question, each in rewards.items()},
+        statistics.mean(tokens),
+        phases,
+    )
 
 
-def trl(build: Path, problems: Path, prompts: int, steps: int, long_tailed: int, seed: int) -> Run:
-    """Run TRL's trainer: steps with the fast tool, then with the slow one.
+def demo(build: Path, tools: str, problems: Path, size: Size) -> Run:
+    """Train the demo's model with one kind of tools."""
+    slow = {"environment": "benchmarks.grpo_step:SlowCalculator", "training__max_staleness": 1}
+    return turnwise(
+        EXAMPLE / "config.yaml",
+        f"bench-{tools}-{size.seed}",
+        problems,
+        size,
+        model__path=build / "model",
+        data__eval_path=build / "heldout.jsonl",
+        rollout__max_turns=MAX_TURNS,
+        sampling__max_tokens=MAX_TOKENS,
+        training__learning_rate=LEARNING_RATE,
+        **({} if tools == "instant" else slow),
+    )
 
-    Rewards are those of all steps.
-    """
-    command = [sys.executable, "-m", "benchmarks.peers.trl_grpo", "--model", build / "model"]
-    command += ["--problems", problems, "--prompts", prompts, "--seed", seed]
-    printed = run([*command, "--steps", steps, "--long-tailed-steps", long_tailed])
-    printed_run = json.loads(printed.splitlines()[-1])
-    return Run(printed_run["seconds"], printed_run["rewards"])
+
+def trl(model: Path, problems: Path, size: Size, *more: object) -> Run:
+    """Run TRL's trainer on problems in their order; `more` are further options of
+    `benchmarks.peers.trl_grpo`."""
+    command = [sys.executable, "-m", "benchmarks.peers.trl_grpo", "--model", model]
+    command += ["--problems", problems, "--prompts", size.prompts, "--seed", size.seed]
+    printed = json.loads(run([*command, "--steps", size.steps, *more]).splitlines()[-1])
+    return Run(printed["seconds"], printed["rewards"], printed["tokens"])
 
 
 def run(command: list[Any]) -> str:
-    done = subprocess.run([*map(str, command)], cwd=ROOT, capture_output=True, text=True)
+    words = [*map(str, command)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE)
     if done.returncode:
-        raise SystemExit(f"{' '.join(map(str, command[:4]))} failed: {done.stderr[-2000:]}")
+        raise SystemExit(f"{' '.join(words[:4])} failed: {done.stderr[-2000:]}")
     return done.stdout
 
 
 def step_claim(
-    tools: str, prompts: int, ours: list[float], theirs: list[float], goal: float
+    name: str, ours: list[float], theirs: list[float], goal: float, note: str = ""
 ) -> Claim:
-    """Return the claims about a step's seconds."""
+    """Return the claim about the seconds of steps."""
     return Claim(
-        f"GRPO step of {prompts * GROUP}, {tools} tools",
+        f"GRPO step of {name}",
         "s",
         ours,
         "TRL",
@@ -148,6 +201,7 @@ def step_claim(
         [statistics.median(theirs) / statistics.median(ours)],
         "times faster",
         at_least=goal,
+        note=note,
     )
 
 
@@ -182,17 +236,19 @@ def main() -> None:
         problems, first = Path(folder) / "all.jsonl", Path(folder) / "first.jsonl"
         problems.write_text("".join(f"{row}\n" for row in fresh))
         first.write_text("".join(f"{row}\n" for row in fresh[: steps * prompts]))
-        ours = turnwise(build, first, "instant", prompts, steps, seed)
-        theirs = trl(build, problems, prompts, steps, tailed, seed)
+        size = Size(prompts, steps, seed)
+        ours = demo(build, "instant", first, size)
+        theirs = trl(build / "model", problems, size, "--long-tailed-steps", tailed)
+        count = prompts * GROUP
+        instant = ours.seconds[1:], theirs.seconds[1:steps]
         claims = [
-            step_claim("instant", prompts, ours.seconds[1:], theirs.seconds[1:steps], 2.0),
+            step_claim(f"{count}, instant tools", *instant, 2.0, ours.note(theirs)),
             reward_claim(ours.rewards, theirs.rewards),
         ]
         if tailed:
-            slow = turnwise(build, build / "train.jsonl", "long-tailed", prompts, 5, seed)
-            claims.append(
-                step_claim("long-tailed", prompts, slow.seconds[1:], theirs.seconds[steps:], 4.0)
-            )
+            slow = demo(build, "long-tailed", build / "train.jsonl", Size(prompts, 5, seed))
+            both = slow.seconds[1:], theirs.seconds[steps:]
+            claims.append(step_claim(f"{count}, long-tailed tools", *both, 4.0))
     report(claims, options)
 
 

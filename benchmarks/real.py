@@ -4,14 +4,21 @@ Rows of other benchmarks with a model that others made, which has 30 layers and 
 49,152: rollouts against the bare engine's replay (`benchmarks.rollouts`), the trainer against a
 bare PyTorch loop and against TRL's (`benchmarks.training`), an update of an idle engine's weights
 against a plain copy (`benchmarks.updates`). One step of `make real` shows the peak memory of its
-rank and of its engine, against what `turnwise plan` expects; for the rank with the libraries that a
-trainer's process imports, for the engine without those of vLLM.
+rank and of its engine, against what `turnwise plan` expects and the libraries that both have from
+the process from which they are forked.
+
+A step of GRPO with the problems, tool and prompts of `make real` is compared with TRL's as in
+`benchmarks.grpo_step`, but for its size, 2 prompts of 8 rollouts: TRL's takes minutes. TRL computes
+4 rollouts in a forward pass, about as many tokens as a micro-batch of Turnwise, and neither side
+computes activations twice.
 
 The model is that of `make real`: without it there are no rows.
 """
 
 import asyncio
+import importlib
 import json
+import random
 import re
 import subprocess
 import sys
@@ -24,14 +31,16 @@ import psutil
 import ray
 import torch
 
-from benchmarks import rollouts, training, updates
+from benchmarks import grpo_step, rollouts, training, updates
 from benchmarks.loading import in_processes, resident
 from benchmarks.models import as_in_a_worker
-from benchmarks.report import Claim, parser, quotients, report
+from benchmarks.report import Claim, digits, parser, quotients, report
 from benchmarks.weights import make_tensors, plain_copy
+from examples.smollm2.environment import Sums
 from examples.smollm2.run import CONFIG, MODEL, link_model
 from turnwise.config import Config, load_config, parse_config
 from turnwise.core.aio import run as run_loop
+from turnwise.core.fork_server import PRELOADED
 from turnwise.core.gguf import resolve_model
 from turnwise.core.ray import start_ray
 from turnwise.engine.vllm_engine import VllmEngine
@@ -47,6 +56,37 @@ SEQUENCES = 16
 CONCURRENCY = 32
 PROMPT_TOKENS = 500
 """About the length of a prompt of `make real`."""
+PROMPTS, STEPS, ROWS = 2, 2, 4
+"""Prompts of a step of GRPO, its steps, of which the first warms up, and TRL's rows of a pass."""
+
+
+def grpo_claim(path: Path) -> Claim:
+    """Measure a step of GRPO beside TRL's."""
+    config, size = load_config(CONFIG), grpo_step.Size(PROMPTS, STEPS, random.randrange(10_000))
+    rows = {row["question"]: row for row in Sums.rows("train")}
+    chosen = random.sample([*rows.values()], PROMPTS * STEPS)
+    with tempfile.TemporaryDirectory() as folder:
+        problems = Path(folder) / "problems.jsonl"
+        problems.write_text("".join(f"{json.dumps(row)}\n" for row in chosen))
+        ours = grpo_step.turnwise(
+            CONFIG,
+            f"bench-real-{size.seed}",
+            problems,
+            size,
+            training__micro_batch_tokens=ROWS * PROMPT_TOKENS,
+            training__activation_checkpointing=False,
+        )
+        limits = {
+            "--turns": config.rollout.max_turns,
+            "--turn-tokens": config.sampling.max_tokens,
+            "--learning-rate": config.training.learning_rate,
+            "--micro-batch": ROWS,
+        }
+        more = [word for limit in limits.items() for word in limit]
+        theirs = grpo_step.trl(path, problems, size, "--sums", *more)
+    name = f"{PROMPTS * grpo_step.GROUP}, {NAME}, instant tools"
+    both = ours.seconds[1:], theirs.seconds[1:]
+    return grpo_step.step_claim(name, *both, 2.0, ours.note(theirs))
 
 
 def rollout_config(path: Path) -> Config:
@@ -103,28 +143,28 @@ def memory_claims() -> list[Claim]:
     plan = make_plan(load_config(CONFIG), Machine.here(), PROMPT_TOKENS)
     [[imported]] = in_processes([(libraries,)])
     figures = (
-        ("a rank", rank, plan.rank.expected_peak + imported, "turnwise plan and libraries"),
-        ("an engine", engine / GIB, plan.engine.expected_peak, "turnwise plan"),
+        ("a rank", rank, plan.rank.expected_peak + imported),
+        ("an engine", engine / GIB, plan.engine.expected_peak + imported),
     )
     return [
         Claim(
             f"peak memory of {who}, {NAME}",
             "GiB",
             [held],
-            against,
+            "turnwise plan and libraries",
             [planned / GIB],
             [held / planned * GIB],
             at_most=1.3,
+            note=f"the libraries have {digits(imported / GIB)} GiB",
         )
-        for who, held, planned, against in figures
+        for who, held, planned in figures
     ]
 
 
 def libraries(reply: Connection) -> None:
-    """Send the memory of a process with what a rank's imports."""
-    import turnwise.training.rank
-    import turnwise.training.trainer_group  # noqa: F401  # with Ray
-
+    """Send the memory of a process with the imports of the one that forks ranks and engines."""
+    for name in PRELOADED:
+        importlib.import_module(name)
     reply.send(resident("VmRSS"))
 
 
@@ -150,11 +190,12 @@ def main() -> None:
         print("the model is not installed: make real")
         report([], options)
         return
-    as_in_a_worker()
     rounds = 1 if options.quick else 3
     path = Path(resolve_model(str(MODEL)))
+    claims = [] if options.quick else [grpo_claim(path)]
+    as_in_a_worker()
     start_ray(None)
-    claims = [
+    claims += [
         run_loop(rollout_claim(rollout_config(path), options.quick)),
         update_claim(updates.configuration(path), rounds),
     ]

@@ -9,7 +9,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 from turnwise.config import EngineConfig, ModelConfig
@@ -79,3 +80,16 @@ def vllm_server(model: Path, folder: Path, max_length: int = 512) -> Iterator[tu
         finally:
             process.terminate()
             process.wait(30)
+
+
+@contextmanager
+def both_servers(
+    model: Path, folder: Path, max_length: int = 512
+) -> Iterator[tuple[tuple[str, int], tuple[str, int]]]:
+    """Run both, `serving` first; they start at the same time."""
+    with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
+        ours, theirs = (
+            pool.submit(stack.enter_context, server(model, folder, max_length))
+            for server in (serving, vllm_server)
+        )
+        yield ours.result(), theirs.result()

@@ -182,7 +182,7 @@ def run(rounds: int, folder: Path) -> list[Claim]:
 def main() -> None:
     """Run the benchmark and print its claims."""
     made = parser("start", __doc__)
-    made.add_argument("--rounds", type=int, default=2)
+    made.add_argument("--rounds", type=int, default=1)
     options = made.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         report(run(1 if options.quick else options.rounds, Path(folder)), options)

@@ -217,10 +217,12 @@ def main() -> None:
         "parameters", "type", "transport", "ms", "x copy", "MiB trainer", "MiB receiver", "MiB sent"
     )
     sizes = ["3 M"] if options.quick else options.sizes
-    rounds = 1 if options.quick else 5
+    rounds, of_deltas = (1, 1) if options.quick else (5, 3)
     repeats = 2 if options.quick else options.repeats
     taken = {size: [measure_size(size, repeats, table) for _ in range(rounds)] for size in sizes}
-    deltas = {size: [measure_deltas(size, repeats, table) for _ in range(rounds)] for size in sizes}
+    deltas = {
+        size: [measure_deltas(size, repeats, table) for _ in range(of_deltas)] for size in sizes
+    }
     Console().print(table)
     report(
         [

