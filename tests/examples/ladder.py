@@ -67,6 +67,7 @@ def main(folder: Path, part: str) -> None:
             sampling = {"n": 2, "max_tokens": 16}
             arguments |= {"model": MODEL, "model.max_length": 512, "sampling": sampling}
         shorter = {"steps": 2, "rollout.prompts_per_step": 4, "output_dir": str(folder / "runs")}
+        shorter |= {"training.threads": 1, "engine.kv_cache_gib": 0.0625}
         return train(**arguments | shorter)
 
     turnwise.train = short

@@ -100,7 +100,13 @@ def test_a_short_run_from_nothing(tmp_path: Path) -> None:
     done = subprocess.run(
         [
             *(*python(), "-m", "examples.guess.run", "--build", str(tmp_path), "--updates", "3"),
-            *(f"output_dir={tmp_path}", "training.steps=1", "eval.every=1", "sampling.n=2"),
+            *(
+                f"output_dir={tmp_path}",
+                "training.steps=1",
+                "training.threads=1",
+                "eval.every=1",
+                "sampling.n=2",
+            ),
             *("rollout.prompts_per_step=4", "rollout.max_turns=2", "eval.sampling.n=1"),
         ],
         cwd=ROOT,

@@ -144,9 +144,10 @@ async def test_a_rank_that_is_killed_is_named_while_idle_and_while_training(
         with pytest.raises(TrainerError, match="the process of policy rank 1 died"):
             await watching
         assert time.monotonic() - started < 120
-    async with make_policy(ranks=2, micro_batch_tokens=32) as policy:
-        training = asyncio.create_task(policy.train(batch * 40))
-        await asyncio.sleep(1.0)
+    async with make_policy(ranks=2) as policy:
+        os.kill(policy.pids[1], signal.SIGSTOP)  # so that the other one does not end before
+        training = asyncio.create_task(policy.train(batch))
+        await asyncio.sleep(0.5)
         assert not training.done()
         os.kill(policy.pids[0], signal.SIGKILL)
         started = time.monotonic()
