@@ -11,8 +11,8 @@
 # make test   set up, then lint, type-check and test, with real vLLM and Ray
 # make test-all   set up, then make quick, and what is slow by nature: soak, fuzzing, clusters, every
 #             benchmark
-# make bench  set up, then measure next to what it is compared to, in a quarter of an hour (QUICK=1:
-#             only run everything; ROW="rollouts agents": only these scripts of benchmarks/)
+# make bench  set up, then measure next to what it is compared to, but what seldom changes (QUICK=1:
+#             only run it; ROW="rollouts agents": only these scripts of benchmarks/)
 # make soak   set up, then train and serve under load with a kill every minute (MINUTES=60;
 #             ARGS=--no-real: without SmolLM2-135M-Instruct)
 # make gpu-check   check everything that a GPU alone can show, with any Python that has torch

@@ -42,7 +42,7 @@ CLEAN, SLOW = (2, 3), (4, 5)
 """Steps that are compared; the first one also warms everything up."""
 CUT_SECONDS = 60.0
 INTO_UPDATE = 4.0
-"""Seconds after a step's last trajectory at which a slow update is under way: it takes about 16."""
+"""Seconds after a step's last trajectory: then a slow update, of about 16, is in progress."""
 _RAY_PORT = 6379
 _SECONDS = 400.0  # time for whatever is waited for
 _ENVIRONMENT = {

@@ -133,7 +133,7 @@ class ForkServer:
             "OMP_NUM_THREADS": "1",
             "OMP_WAIT_POLICY": "PASSIVE",  # idle threads must not spin beside engines
             # But for some 30 us: a thread that sleeps between two operations takes longer to wake
-            # than a small one takes. A rank's step gets shorter by a quarter, at no processor time.
+            # than a small one takes.
             "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", SPIN_COUNT),
             "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
             "VLLM_NO_USAGE_STATS": "1",
