@@ -60,7 +60,7 @@ def vllm_server(model: Path, folder: Path, max_length: int = 512) -> Iterator[tu
         if isinstance(value, bool):
             flags.append(f"--{flag}" if value else f"--no-{flag}")
         elif value is not None:
-            flags.append(f"--{flag}={value}")
+            flags.append(f"--{flag}={json.dumps(value) if isinstance(value, dict) else value}")
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *flags]
     log = folder / "vllm.log"
     environment = {**os.environ, "VLLM_LOGGING_LEVEL": "INFO"}  # it logs that it is ready
