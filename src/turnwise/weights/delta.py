@@ -11,9 +11,12 @@ its base, and the result must have the trainer's before anything is loaded. A wo
 copy, as after its start or an update that failed, gets all tensors.
 """
 
+import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -35,6 +38,7 @@ from turnwise.weights.transport import (
     check_next,
     drained,
     lay_out,
+    numbers_of,
 )
 
 WHOLE_EVERY = 20
@@ -43,7 +47,10 @@ _GAPS, _VALUES = ":gaps", ":values"
 """Ends of a delta's names: the distance of each position from the one before it, and the values."""
 _ROW = 2**15  # bytes in a row of the checksum
 _ROWS = 64  # rows that are summed at once: both sums read them from the cache
-_BLOCK = 2**18  # values that are compared at once, for the same reason
+_BLOCK = 2**20  # bytes that are compared at once
+_SPAN = 2**21  # bytes that are worth a thread
+_THREADS = 8  # more would wait for the memory
+_WORD = 8  # bytes that are compared as one number
 _MANY = 16  # of fewer values than one in so many, each is copied by itself
 _MIXER = 0x9E3779B97F4A7C15  # an odd number with bits everywhere
 
@@ -77,13 +84,20 @@ class HeldWeights:
     def sum(self) -> int:
         """Return the checksum of all bytes: sums of rows and of columns, weighted by position."""
         words = self._buffer.view(-1, _ROW).view(torch.int64)
-        by_row, by_column = [words.new_zeros(0)], words.new_zeros(words.shape[1])
-        for block in torch.split(words, _ROWS):
-            by_row.append(block.sum(1))
-            by_column += block.sum(0)
+
+        def sums(part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            by_row, by_column = [words.new_zeros(0)], words.new_zeros(words.shape[1])
+            for block in torch.split(part, _ROWS):
+                by_row.append(block.sum(1))
+                by_column += block.sum(0)
+            return torch.cat(by_row), by_column
+
+        with ThreadPoolExecutor(_threads(self.nbytes)) as pool:
+            parts = words.tensor_split(_threads(self.nbytes))
+            by_row, by_column = zip(*pool.map(sums, parts), strict=True)
         rows, columns = (
-            int((sums * (2 * torch.arange(len(sums)) + 1)).sum())
-            for sums in (torch.cat(by_row), by_column)
+            int((each * (2 * torch.arange(len(each)) + 1)).sum())
+            for each in (torch.cat(by_row), torch.stack(by_column).sum(0))
         )
         return (rows * _MIXER + columns) & (2**63 - 1)
 
@@ -96,26 +110,31 @@ class HeldWeights:
         """
         first, self.checksum = self.checksum is None, None
         delta: dict[str, torch.Tensor] = {}
-        changed, values = 0, 0
-        for name, entry in self._entries.items():
-            new, held = check_next(entry, source), self._flat(entry)
-            flat = new.to("cpu", held.dtype).contiguous().view(-1)
-            values += flat.numel()
-            if first:
-                held.copy_(flat)
-                continue
-            count, places = _differing(flat, held)
-            if not count:
-                continue
+        changed, values, threads = 0, 0, _threads(self.nbytes)
+        running: deque[Future[tuple[int, dict[str, torch.Tensor]]]] = deque()
+
+        def finish() -> None:
+            nonlocal room, changed
+            count, part = running.popleft().result()
             changed += count
+            room -= sum(tensor.nbytes for tensor in part.values())
             if room > 0:
-                part = {name: flat.clone()} if places is None else _encoded(name, flat, places)
-                room -= sum(tensor.nbytes for tensor in part.values())
-                delta |= part
-            if places is None or count > flat.numel() / _MANY:
-                held.copy_(flat)
-            else:
-                held[places] = flat[places]
+                delta.update(part)
+
+        with ThreadPoolExecutor(threads) as pool:
+            for name, entry in self._entries.items():
+                new, held = check_next(entry, source), self._flat(entry)
+                flat = new.to("cpu", held.dtype).contiguous().view(-1)
+                values += flat.numel()
+                if first:
+                    held.copy_(flat)
+                    continue
+                running.append(pool.submit(_update, name, held, flat))
+                del new, flat
+                if len(running) > threads:  # so many tensors are in memory
+                    finish()
+            while running:
+                finish()
         check_exhausted(source)
         self.checksum = self.sum()
         text = save(delta) if room > 0 and not first else b""
@@ -138,18 +157,23 @@ class HeldWeights:
         has another one than the trainer's version.
         """
         self.checksum, changed = None, set[str]()
-        for part in map(dict, parts):
-            for key, tensor in part.items():
-                name = key.removesuffix(_VALUES)
-                if key.endswith(_GAPS):
-                    continue
-                if (entry := self._entries.get(name)) is None:
-                    raise WeightUpdateError(f"{name} is in an update, and not among the weights")
-                places: torch.Tensor | slice = slice(None)
-                if key != name:
-                    places = part[name + _GAPS].long().cumsum(0)
-                self._flat(entry)[places] = tensor.reshape(-1)
-                changed.add(layer_of(name))
+
+        def apply(part: dict[str, torch.Tensor], key: str) -> str:
+            name = key.removesuffix(_VALUES)
+            if (entry := self._entries.get(name)) is None:
+                raise WeightUpdateError(f"{name} is in an update, and not among the weights")
+            held, values = self._flat(entry), part[key].reshape(-1)
+            if key == name:
+                held.copy_(values)
+            else:
+                places = part[name + _GAPS].numpy().cumsum(dtype=np.int64)
+                numbers_of(held)[places] = numbers_of(values)
+            return layer_of(name)
+
+        with ThreadPoolExecutor(_threads(self.nbytes)) as pool:
+            for part in map(dict, parts):
+                keys = [key for key in part if not key.endswith(_GAPS)]
+                changed.update(pool.map(partial(apply, part), keys))
         if self.sum() != manifest.checksum:
             raise WeightUpdateError(
                 f"the tensors of version {manifest.version} arrived with another checksum than the "
@@ -162,28 +186,49 @@ class HeldWeights:
         return entry.in_bytes(self._buffer).view(-1)
 
 
-def _differing(flat: torch.Tensor, held: torch.Tensor) -> tuple[int, torch.Tensor | None]:
-    """Return how many values of two flat tensors differ as bits, and their places; None if the
-    whole tensor is shorter than those and the values."""
-    bits, most = getattr(torch, f"int{8 * held.itemsize}"), flat.nbytes / (2 + flat.itemsize)
-    blocks = zip(*(torch.split(each.view(bits), _BLOCK) for each in (flat, held)), strict=True)
-    count, found = 0, [torch.empty(0, dtype=torch.int64)]
-    for number, (one, other) in enumerate(blocks):
-        differs = (one != other).numpy()  # NumPy finds them twice as fast as torch
-        count += int(np.count_nonzero(differs))
+def _threads(nbytes: int) -> int:
+    return max(1, min(len(os.sched_getaffinity(0)), _THREADS, nbytes // _SPAN))
+
+
+def _update(
+    name: str, held: torch.Tensor, flat: torch.Tensor
+) -> tuple[int, dict[str, torch.Tensor]]:
+    """Copy a flat tensor into another; return how many values differed, as bits, and their part of
+    a delta: the whole tensor, if that is shorter than values and places."""
+    old, new = numbers_of(held), numbers_of(flat)
+    lanes, block = _WORD // new.itemsize, _BLOCK // new.itemsize
+    shift = lanes.bit_length() - 1
+    count, most = 0, new.nbytes / (2 + new.itemsize)
+    found = [np.zeros(0, np.int64)]
+    for start in range(0, len(new), block):
+        was, now = (each[start : start + block] for each in (old, new))
+        whole = len(now) // lanes * lanes
+        # Few words differ, and only those are divided into their values.
+        were, words = (each[:whole].view(np.uint64) for each in (was, now))
+        at = np.flatnonzero(words != were)
+        inside = np.flatnonzero((words[at] ^ were[at]).view(now.dtype) != 0)
+        places = (at[inside >> shift] << shift) + (inside & (lanes - 1))
+        if whole < len(now):
+            places = np.append(places, np.flatnonzero(now[whole:] != was[whole:]) + whole)
+        count += len(places)
+        if len(places) > len(now) / _MANY:
+            was[:] = now
+        else:
+            was[places] = now[places]
         if count < most:
-            found.append(torch.from_numpy(np.flatnonzero(differs)).add_(number * _BLOCK))
+            found.append(places + start)
         else:
             found.clear()
-    return count, torch.cat(found) if found else None
-
-
-def _encoded(name: str, flat: torch.Tensor, places: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the values at the places, and the distances of these."""
-    gaps = torch.diff(places, prepend=places.new_zeros(1))
+    if not count or not found:
+        return count, {name: flat.clone()} if count else {}
+    places = np.concatenate(found)
+    gaps = np.diff(places, prepend=0)
     largest = int(gaps.max())
-    kind = torch.uint16 if largest < 2**16 else torch.int32 if largest < 2**31 else torch.int64
-    return {name + _GAPS: gaps.to(kind), name + _VALUES: flat[places]}
+    kind = np.uint16 if largest < 2**16 else np.int32 if largest < 2**31 else np.int64
+    return count, {
+        name + _GAPS: torch.from_numpy(gaps.astype(kind)),
+        name + _VALUES: torch.from_numpy(new[places]).view(flat.dtype),
+    }
 
 
 def held_for(manifest: Manifest, options: ReceiverOptions) -> HeldWeights:

@@ -7,7 +7,6 @@ renamed, so a visible version is complete; the last two are kept. Deltas are fil
 the version from which they lead.
 """
 
-import ctypes
 import fcntl
 import json
 import os
@@ -40,6 +39,7 @@ from turnwise.weights.transport import (
     check_next,
     chunk_bytes,
     drained,
+    numbers_of,
     plan_chunks,
 )
 
@@ -209,8 +209,7 @@ def write_shard(path: Path, shard: Chunk, source: Source) -> None:
         for entry in shard:
             tensor = check_next(entry, source).to("cpu", getattr(torch, entry.dtype))
             values = tensor.contiguous()
-            # Not by NumPy: a storage that it has accessed can no longer be resized.
-            file.write((ctypes.c_char * entry.nbytes).from_address(values.data_ptr()))
+            file.write(numbers_of(values.view(-1)))
             del tensor, values  # before the next one is gathered
 
 

@@ -20,7 +20,6 @@ import glob
 import itertools
 import json
 import math
-import mmap
 import os
 import socket
 import time
@@ -36,7 +35,7 @@ from turnwise.core.json_types import JsonObject
 from turnwise.errors import DeadlineError, InputError, TurnwiseError, WeightUpdateError, text_of
 from turnwise.internals.torch import open_gpu_memory, share_gpu_memory
 from turnwise.weights.process_group import device_name
-from turnwise.weights.shm import address_of, map_whole, open_address, open_nameless
+from turnwise.weights.shm import address_of, map_whole, mapped, open_nameless
 from turnwise.weights.transport import (
     Manifest,
     NamedTensors,
@@ -342,11 +341,7 @@ class IpcReceiver(StreamReceiver):
                 storage = open_gpu_memory(number, fields)
                 opened = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
             else:
-                file = open_address(handle["address"], "the trainer's buffer")
-                try:
-                    opened = torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8)
-                finally:
-                    os.close(file)
+                opened = mapped(handle["address"], "the trainer's buffer")
             self._opened[key] = opened
         return self._opened[key]
 

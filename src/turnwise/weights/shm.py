@@ -105,17 +105,22 @@ class ShmSender(WeightSender):
 
 
 def load(manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
-    """Map the buffer of a version, unless it is, and return its tensors as views of it."""
-    address = manifest.path
-    file = open_address(address, f"the buffer of version {manifest.version}")
+    """Return the tensors of a version, as views of its buffer."""
+    buffer = mapped(manifest.path, f"the buffer of version {manifest.version}")
+    return ((entry.name, entry.in_bytes(buffer)) for entry in manifest.tensors)
+
+
+def mapped(address: str, what: str) -> torch.Tensor:
+    """Map a trainer's buffer, unless it is; `what` names it in errors."""
+    file = open_address(address, what)
     try:
         buffer = _mapped.get(address)
         if buffer is None:
-            buffer = torch.frombuffer(mmap.mmap(file, manifest.nbytes), dtype=torch.uint8)
+            buffer = torch.frombuffer(mmap.mmap(file, 0), dtype=torch.uint8)
             _keep(address, buffer)
     finally:
         os.close(file)
-    return ((entry.name, entry.in_bytes(buffer)) for entry in manifest.tensors)
+    return buffer
 
 
 def _keep(address: str, buffer: torch.Tensor) -> None:

@@ -7,6 +7,7 @@ subclass of `Transport`, and name it in `TRANSPORTS`, or only in the configurati
 so that neither side needs memory for a second model.
 """
 
+import ctypes
 import math
 import os
 import random
@@ -18,7 +19,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from turnwise.core.json_types import JsonObject, dtype_name
 from turnwise.core.optional import load_object
@@ -251,6 +254,17 @@ def check_next(entry: TensorEntry, source: Source) -> torch.Tensor:
     if tuple(tensor.shape) != entry.shape:
         raise WeightUpdateError(f"the shape of {entry.name} changed")
     return tensor.detach()
+
+
+Numbers = NDArray[np.unsignedinteger]
+"""Values of a flat tensor, as bits."""
+
+
+def numbers_of(flat: torch.Tensor) -> Numbers:
+    """Return the values of a flat tensor on the CPU, which must outlive them, as bits."""
+    # Not by Tensor.numpy: a storage that it has accessed can no longer be resized.
+    memory = (ctypes.c_char * flat.nbytes).from_address(flat.data_ptr())
+    return np.frombuffer(memory, f"u{flat.itemsize}")
 
 
 def check_exhausted(source: Source) -> None:
