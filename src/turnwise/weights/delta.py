@@ -102,8 +102,9 @@ class HeldWeights:
         return (rows * _MIXER + columns) & (2**63 - 1)
 
     def take(self, source: Source, room: float) -> tuple[bytes, float | None]:
-        """Copy the next version from a source; return the delta from the one before, in the format
-        of safetensors, and the share of values that changed.
+        """Copy the next version from a source, which does not write to a tensor again; return the
+        delta from the one before, in the format of safetensors, and the share of values that
+        changed.
 
         If no version came before, the share is None; then, and if it is longer than `room` bytes,
         the delta is empty.

@@ -209,7 +209,7 @@ def write_shard(path: Path, shard: Chunk, source: Source) -> None:
         for entry in shard:
             tensor = check_next(entry, source).to("cpu", getattr(torch, entry.dtype))
             values = tensor.contiguous()
-            file.write(numbers_of(values.view(-1)))
+            file.write(numbers_of(values.view(-1)).data)
             del tensor, values  # before the next one is gathered
 
 

@@ -263,8 +263,8 @@ Numbers = NDArray[np.unsignedinteger]
 def numbers_of(flat: torch.Tensor) -> Numbers:
     """Return the values of a flat tensor on the CPU, which must outlive them, as bits."""
     # Not by Tensor.numpy: a storage that it has accessed can no longer be resized.
-    memory = (ctypes.c_char * flat.nbytes).from_address(flat.data_ptr())
-    return np.frombuffer(memory, f"u{flat.itemsize}")
+    memory = memoryview((ctypes.c_char * flat.nbytes).from_address(flat.data_ptr()))
+    return np.frombuffer(memory, np.dtype(f"u{flat.itemsize}"))
 
 
 def check_exhausted(source: Source) -> None:
