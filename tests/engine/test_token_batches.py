@@ -11,9 +11,13 @@ from turnwise.internals.vllm import TIMES, TokenBatches
 INTERVAL = 4
 
 
+class Request:
+    def __init__(self, **params: Any) -> None:
+        self.sampling_params = SimpleNamespace(**params)
+
+
 def requests(**params: Any) -> Any:
-    chosen = {"detokenize": False, "stream_interval": INTERVAL, **params}
-    return {"a": SimpleNamespace(sampling_params=SimpleNamespace(**chosen))}
+    return {"a": Request(**{"detokenize": False, "stream_interval": INTERVAL, **params})}
 
 
 def output(token: int, likeliest: int = 1, **fields: Any) -> Any:
@@ -105,6 +109,18 @@ def test_tokens_that_waited_bring_their_times_along() -> None:
         [5 / 8, 6 / 8],
         None,
     ]
+
+
+def test_a_streams_tokens_are_sent_together_that_come_within_a_moment() -> None:
+    batches = TokenBatches(requests(stream_interval=1))
+    sent = []
+    for token, at in enumerate((0.0, 0.01, 0.02, 0.03, 0.04, 0.1, 0.101), start=1):
+        first = {"prefill_stats": vllm_stats()} if token == 1 else {}
+        outputs = step(output(token, finish_reason=0 if token == 7 else None, **first))
+        outputs[5].timestamp = 100 + at
+        batches.collect(outputs)
+        sent.append(tokens(outputs))
+    assert sent == [[[1]], [], [], [[2, 3, 4]], [], [[5, 6]], [[7]]]
 
 
 def test_some_requests_get_each_token_at_once() -> None:

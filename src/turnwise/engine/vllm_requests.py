@@ -156,7 +156,7 @@ class TokenStreams:
         adapter: LoadedAdapter | None,
         watching: _Watching,
     ) -> AsyncGenerator[Chunk, None]:
-        interval, params.stream_interval = params.stream_interval or 1, 1
+        interval, params.stream_interval = params.stream_interval or 1, None
         clock = asyncio.get_running_loop().time
         sampled, few = 0, list[Chunk]()
         first: float | None = None
