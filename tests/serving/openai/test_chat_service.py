@@ -126,6 +126,56 @@ async def test_the_answer_is_the_one_of_vllms_application(
     assert list(direct.json()) == list(other.json())
 
 
+async def events(http: httpx.AsyncClient, asked: dict[str, Any]) -> list[Any]:
+    """Return the events of a streamed answer, without what differs from one to the next."""
+    answer = await http.post("/v1/chat/completions", json={**asked, "stream": True})
+    assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+    *lines, done = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
+    assert done == "[DONE]"
+    found = [json.loads(line) for line in lines]
+    for event in found:
+        assert event.pop("id").startswith("chatcmpl-")
+        assert event.pop("created") > 0
+    return found
+
+
+def joined(found: list[Any]) -> tuple[Any, ...]:
+    """Return what the events of a stream say together, however its tokens are divided."""
+    texts, calls = list[str](), dict[int, list[str]]()
+    first, *between, last = (event for event in found if event["choices"])
+    for event in (first, *between, last):
+        delta = event["choices"][0]["delta"]
+        texts.append(delta.get("content") or "")
+        for piece in delta.get("tool_calls", ()):
+            call = calls.setdefault(piece["index"], ["", ""])
+            assert ("id" in piece) == (not any(call))
+            call[0] += piece["function"].get("name") or ""
+            call[1] += piece["function"].get("arguments") or ""
+    for event in between:
+        assert event.keys() == {"object", "model", "choices"}
+        del event["choices"][0]["delta"]
+        assert event["choices"] == [
+            {"index": 0, "logprobs": None, "finish_reason": None, "token_ids": None}
+        ]
+    del last["choices"][0]["delta"]
+    return "".join(texts), calls, first, last, found[-1] if found[-1] is not last else None
+
+
+@pytest.mark.parametrize("usage", [False, True], ids=["", "usage"])
+@pytest.mark.parametrize("name", ["greedy", "seeded", "long", "tools", "an earlier answer"])
+async def test_the_events_of_a_stream_are_those_of_vllms_application(
+    counted: Counted, http: httpx.AsyncClient, name: str, usage: bool
+) -> None:
+    asked = {"messages": [USER], **OPTIONS[name]}
+    asked |= {"stream_options": {"include_usage": True}} if usage else {}
+    counted.chats = 0
+    direct = await events(http, asked)
+    assert counted.chats == 0
+    other = await events(http, {**asked, **ELSEWHERE})
+    assert counted.chats == 1
+    assert joined(direct) == joined(other)
+
+
 TEXTS = {
     "a call": f"{CALL}<|im_end|>",
     "text and two calls": f"Let me see. {CALL}\n{CALL}<|im_end|>",
@@ -165,6 +215,23 @@ async def test_the_text_of_an_answer_is_read_as_vllms_application_reads_it(
         ]
         assert choice["message"]["generation_token_ids"] == template.encode(text)
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("tools", [None, [TOOL_SCHEMA]], ids=["no tools", "tools"])
+@pytest.mark.parametrize("text", TEXTS.values(), ids=TEXTS)
+async def test_a_streamed_text_is_read_as_vllms_application_reads_it(
+    counted: Counted,
+    http: httpx.AsyncClient,
+    template: ChatTemplate,
+    text: str,
+    tools: list[Any] | None,
+) -> None:
+    asked = {"messages": [USER], "max_tokens": len(template.encode(text)), "tools": tools}
+    asked |= scripted(template, text)
+    counted.chats = 0
+    direct, other = [await events(http, {**asked, **extra}) for extra in ({}, ELSEWHERE)]
+    assert counted.chats == 1
+    assert joined(direct) == joined(other)
 
 
 async def test_ids_that_a_client_sends_back_are_continued_without_vllms_application(

@@ -5,7 +5,7 @@ reads the answer with vLLM's detokenizer and parser, and records the turn. It ta
 time than vLLM's application (`vllm_app`), which checks, renders and answers requests that are no
 `PlainRequest`, or have to be refused; it takes prompts and records turns here as well:
 
-plain: SessionMiddleware -> plan_body -> plan -> exact_prompt -> respond -> _complete -> sample
+plain: SessionMiddleware -> plan_body -> plan -> exact_prompt -> _complete or _stream -> sample
 other: SessionMiddleware -> vLLM -> _preprocess -> exact_prompt -> vLLM -> EngineClient -> sample
 """
 
@@ -47,8 +47,10 @@ from turnwise.engine.protocol import (
     TurnTimes,
     completion_of,
 )
+from turnwise.engine.vllm_requests import sampling_params
 from turnwise.errors import DeadlineError, EngineError, InputError, TrajectoryError
 from turnwise.internals import vllm_server as vllm
+from turnwise.serving.openai.event_stream import DONE, EventStream
 from turnwise.serving.openai.plain_request import PlainRequest, read
 from turnwise.trajectory import ChatTemplate
 from turnwise.trajectory.images import PlacedImage, extended, image_parts, images_in, placed
@@ -65,6 +67,8 @@ _TOOLS_BYTES = 65_536
 
 Complete = Callable[[], Awaitable[JsonObject]]
 """Samples a request whose prompt is known, and returns the answer."""
+Events = AsyncGenerator[str, None]
+"""Server-sent events of such a request, if it is streamed."""
 ChoiceKey = tuple[str, int]
 """Identity of one completion of a request: vLLM's id of its prompt, and the index of the choice."""
 
@@ -170,12 +174,10 @@ class ChatService:
                 context.undelivered.clear()
                 CURRENT.reset(token)
 
-    async def answer(
-        self, tree: JsonObject, context: RequestContext
-    ) -> JsonObject | AsyncGenerator[str, None]:
-        """Return vLLM's answer to a request, or the server-sent events of one that is streamed."""
-        if (complete := await self.plan(tree, context)) is not None:
-            return await complete()
+    async def answer(self, tree: JsonObject, context: RequestContext) -> JsonObject | Events:
+        """Return vLLM's answer to a request, or the events of one that is streamed."""
+        if (planned := await self.plan(tree, context)) is not None:
+            return planned if isinstance(planned, AsyncGenerator) else await planned()
         if unknown := tree.keys() - vllm.ChatCompletionRequest.model_fields:
             raise InputError(f"a chat completion's request has no key {min(unknown)}")
         answered = await self._chat.create_chat_completion(vllm.ChatCompletionRequest(**tree))
@@ -186,7 +188,7 @@ class ChatService:
 
     async def plan_body(
         self, body: bytes, context: RequestContext
-    ) -> tuple[bytes, Complete | None]:
+    ) -> tuple[bytes, Complete | Events | None]:
         """Return the body for vLLM's application, and the result of `plan`."""
         try:
             tree = msgspec.json.decode(body)
@@ -201,13 +203,13 @@ class ChatService:
         )
         if bare:
             tree = {k: v for k, v in tree.items() if k not in ("tools", "tool_choice")}
-        complete = await self.plan(tree, context)
-        if complete is None:
+        planned = await self.plan(tree, context)
+        if planned is None:
             context.request, context.asked = None, Conversation()  # not all models' chats set them
             body = msgspec.json.encode(tree) if bare else body
-        return body, complete
+        return body, planned
 
-    async def plan(self, tree: object, context: RequestContext) -> Complete | None:
+    async def plan(self, tree: object, context: RequestContext) -> Complete | Events | None:
         """Return what completes a request; None if vLLM's application has to answer it.
 
         None never refuses: vLLM's path answers, and words the refusal.
@@ -255,7 +257,9 @@ class ChatService:
         changes |= {"max_tokens": most, "min_tokens": least}
         changes["prompt_logprobs"] = own is not None and own.prompt_logprobs
         sampling = base.model_copy(update=changes)
-        return partial(self._complete, context, request, messages, offer, prompt, sampling)
+        parsing = offer.request.model_copy(update={"messages": messages})
+        plan = (context, request, parsing, offer, prompt, sampling)
+        return self._stream(*plan) if request.stream else partial(self._complete, *plan)
 
     def _read_offer(self, encoded: bytes) -> _Offer | None:
         """Return a set of tools as vLLM reads it; None if it needs vLLM's application."""
@@ -296,27 +300,13 @@ class ChatService:
         self,
         context: RequestContext,
         request: PlainRequest,
-        messages: list[JsonObject],
+        parsing: vllm.ChatCompletionRequest,
         offer: _Offer,
         prompt: list[int],
         sampling: SamplingConfig,
     ) -> JsonObject:
         """Sample, and return the answer as vLLM writes it."""
-        name = f"chatcmpl-{secrets.token_hex(8)}"
-        detokenizer = vllm.IncrementalDetokenizer.from_new_request(
-            self.tokenizer,
-            vllm.EngineCoreRequest(
-                request_id=name,
-                prompt_token_ids=prompt,
-                mm_features=None,
-                sampling_params=offer.params,
-                pooling_params=None,
-                arrival_time=0.0,
-                lora_request=None,
-                cache_salt=None,
-                data_parallel_rank=None,
-            ),
-        )
+        name, detokenizer = self._detokenizer(offer, prompt)
         seen = placed(prompt)
         asked = Request(prompt, sampling, name, request.seed, whole=True, images=seen)
         stop_reason: int | str | None = None
@@ -326,7 +316,6 @@ class ChatService:
                 stop_reason = chunk.stop_reason
         completion = context.finished[name, 0]
         token_ids = completion.token_ids
-        parsing = offer.request.model_copy(update={"messages": messages})
         text = detokenizer.get_next_output_text(True, False)
         content, found = self._parse(parsing, text, token_ids, offer.variables)
         calls = [
@@ -354,6 +343,66 @@ class ChatService:
             message |= echo_of(prompt, completion)
         self.remember(name, context.session)
         return tree
+
+    async def _stream(
+        self,
+        context: RequestContext,
+        request: PlainRequest,
+        parsing: vllm.ChatCompletionRequest,
+        offer: _Offer,
+        prompt: list[int],
+        sampling: SamplingConfig,
+    ) -> Events:
+        """Sample, and yield the events of the answer as vLLM writes them."""
+        name, detokenizer = self._detokenizer(offer, prompt)
+        params = sampling_params(sampling, request.seed)
+        params.stream_interval = 1
+        asked = Request(prompt, params, name, request.seed, images=placed(prompt))
+        self.remember(name, context.session)
+        parser = None
+        if parsing.tools:
+            parser = vllm.make_parser(self._chat, parsing, self.tokenizer, offer.variables)
+        model = self._chat.models.model_name(None)
+        usage = request.stream_options is not None and bool(request.stream_options.include_usage)
+        mark = self._chat.system_fingerprint
+        events, began = EventStream(name, model, parser, parsing, prompt, mark, usage), False
+        try:
+            async with aclosing(self.sample(context, (name, 0), asked)) as chunks:
+                async for chunk in chunks:
+                    finish, ids = chunk.finish_reason, list(chunk.token_ids)
+                    detokenizer.update(ids, finish == "stop")
+                    text = detokenizer.get_next_output_text(finish is not None, True)
+                    event = "" if began else events.first()
+                    began = True
+                    event += events.following(text, ids, finish, chunk.stop_reason)
+                    if finish is not None:
+                        context.texts[name, 0] = detokenizer.output_text
+                        if parser is not None:
+                            context.answers[0] = events.answer
+                    if event:
+                        yield event
+            yield events.last() + DONE
+        except Exception as error:  # raised to this request's client; other requests continue
+            why = self._chat.create_streaming_error_response(client_error(error))
+            yield f"data: {why}\n\n{DONE}"
+
+    def _detokenizer(
+        self, offer: _Offer, prompt: list[int]
+    ) -> tuple[str, vllm.IncrementalDetokenizer]:
+        """Return a name for an answer, and vLLM's detokenizer of it."""
+        name = f"chatcmpl-{secrets.token_hex(8)}"
+        request = vllm.EngineCoreRequest(
+            request_id=name,
+            prompt_token_ids=prompt,
+            mm_features=None,
+            sampling_params=offer.params,
+            pooling_params=None,
+            arrival_time=0.0,
+            lora_request=None,
+            cache_salt=None,
+            data_parallel_rank=None,
+        )
+        return name, vllm.IncrementalDetokenizer.from_new_request(self.tokenizer, request)
 
     def _parse(
         self,

@@ -8,9 +8,9 @@ answer of the request that it repeats. Each chat of a batch is answered as one t
 import asyncio
 import hashlib
 from collections import Counter
-from collections.abc import Awaitable
-from contextlib import ExitStack
-from typing import TYPE_CHECKING
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import ExitStack, aclosing
+from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
 from starlette.datastructures import Headers, MutableHeaders
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from turnwise.serving.front_processes import FrontProcesses
     from turnwise.serving.openai.chat_service import ChatService
 
+_T = TypeVar("_T")
 SESSION_NAME = "turnwise.session"
 """Key of the scope for the name of the request's session, None without one."""
 _CHAT = "/v1/chat/completions"
@@ -193,9 +194,12 @@ class SessionMiddleware:
             held.enter_context(within_trace(trace or context.session.trace))
             is_json = headers.get("content-type", "").startswith("application/json")
             if path == _CHAT and is_json and _OWN_HEADERS not in headers:
-                body, complete = await self._chats.plan_body(body, context)
-                if complete is not None:
-                    answer = await _unless_gone(self._chats.respond(complete), noticed)
+                body, planned = await self._chats.plan_body(body, context)
+                if isinstance(planned, AsyncGenerator):
+                    await _unless_gone(_send_events(planned, counted), noticed)
+                    return
+                if planned is not None:
+                    answer = await _unless_gone(self._chats.respond(planned), noticed)
                     if answer is not None:
                         await answer(scope, noticed, counted)
                     return
@@ -348,9 +352,18 @@ def _replaying(body: bytes, receive: Receive) -> Receive:
     return replay
 
 
-async def _unless_gone(work: Awaitable[Response], receive: Receive) -> Response | None:
+async def _send_events(events: AsyncGenerator[str, None], send: Send) -> None:
+    headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
+    await send({"type": "http.response.start", "status": 200, "headers": headers})
+    async with aclosing(events):
+        async for event in events:
+            await send({"type": "http.response.body", "body": event.encode(), "more_body": True})
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _unless_gone(work: Awaitable[_T], receive: Receive) -> _T | None:
     """Return the result of `work`; None if the client disconnects first, which cancels the work."""
-    working: asyncio.Future[Response] = asyncio.ensure_future(work)
+    working: asyncio.Future[_T] = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(receive())
     gone.add_done_callback(lambda _: working.cancel())
     try:

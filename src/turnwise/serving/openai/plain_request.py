@@ -55,6 +55,10 @@ class _Assistant(Struct, tag_field="role", tag="assistant", forbid_unknown_field
     weight_versions: list[int] | None = None
 
 
+class _StreamOptions(Struct, forbid_unknown_fields=True):
+    include_usage: bool | None = None
+
+
 class PlainRequest(Struct, forbid_unknown_fields=True):
     """The keys of a plain request, with OpenAI's meaning; None and UNSET stand for the default."""
 
@@ -66,6 +70,7 @@ class PlainRequest(Struct, forbid_unknown_fields=True):
     parallel_tool_calls: bool | None = None
     n: Literal[1] | None = None
     stream: bool | None = None
+    stream_options: _StreamOptions | None = None
     logprobs: bool | None = None
     return_token_ids: bool | None = None
     max_tokens: _Limit | None = None
@@ -95,8 +100,8 @@ def read(tree: object) -> tuple[PlainRequest, list[JsonObject]] | None:
     except (msgspec.MsgspecError, RecursionError):
         return None
     if (
-        request.stream
-        or request.logprobs
+        request.logprobs
+        or (request.return_token_ids if request.stream else request.stream_options)
         or request.parallel_tool_calls is False
         or EXTRA_ARG in (request.vllm_xargs or ())
     ):
