@@ -338,7 +338,8 @@ async def test_vllms_application_refuses_what_has_to_be_refused(
 @pytest.mark.parametrize(
     "changes",
     [
-        {"stream": True},
+        {"stream": True, "return_token_ids": True},
+        {"stream_options": {"include_usage": True}},
         {"n": 2},
         {"logprobs": True},
         {"stop": ["."]},
