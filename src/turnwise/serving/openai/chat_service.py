@@ -355,25 +355,23 @@ class ChatService:
     ) -> Events:
         """Sample, and yield the events of the answer as vLLM writes them."""
         name, detokenizer = self._detokenizer(offer, prompt)
-        params = sampling_params(sampling, request.seed)
-        params.stream_interval = 1
-        asked = Request(prompt, params, name, request.seed, images=placed(prompt))
         self.remember(name, context.session)
-        parser = None
-        if parsing.tools:
-            parser = vllm.make_parser(self._chat, parsing, self.tokenizer, offer.variables)
-        model = self._chat.models.model_name(None)
-        usage = request.stream_options is not None and bool(request.stream_options.include_usage)
-        mark = self._chat.system_fingerprint
-        events, began = EventStream(name, model, parser, parsing, prompt, mark, usage), False
         try:
+            params = sampling_params(sampling, request.seed)
+            params.stream_interval = 1
+            asked = Request(prompt, params, name, request.seed, images=placed(prompt))
+            parser = None
+            if parsing.tools:
+                parser = vllm.make_parser(self._chat, parsing, self.tokenizer, offer.variables)
+            usage = bool(request.stream_options and request.stream_options.include_usage)
+            events, begun = EventStream(name, self._chat, parser, parsing, prompt, usage), False
             async with aclosing(self.sample(context, (name, 0), asked)) as chunks:
                 async for chunk in chunks:
                     finish, ids = chunk.finish_reason, list(chunk.token_ids)
                     detokenizer.update(ids, finish == "stop")
                     text = detokenizer.get_next_output_text(finish is not None, True)
-                    event = "" if began else events.first()
-                    began = True
+                    event = "" if begun else events.first()
+                    begun = True
                     event += events.following(text, ids, finish, chunk.stop_reason)
                     if finish is not None:
                         context.texts[name, 0] = detokenizer.output_text
@@ -521,7 +519,7 @@ class ChatService:
                         yield chunk
             if not finished:
                 raise EngineError(f"{request.id} ended without an answer")
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):
             session.lost_turns += not finished
             raise
         finally:

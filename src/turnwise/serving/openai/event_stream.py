@@ -20,6 +20,7 @@ class EventStream:
 
     Args:
         name: The answer's id.
+        chat: vLLM's service of chats, which knows the names of the model and of itself.
         parser: vLLM's parser of its calls; None if it may have none.
         request: vLLM's request, for the parser.
         prompt: Ids of the prompt.
@@ -29,23 +30,22 @@ class EventStream:
     def __init__(
         self,
         name: str,
-        model: str,
+        chat: "vllm.OpenAIServingChat",
         parser: "vllm.Parser | None",
         request: "vllm.ChatCompletionRequest",
         prompt: list[int],
-        fingerprint: str | None,
         usage: bool,
     ) -> None:
         self._head = {
             "id": name,
             "object": "chat.completion.chunk",
             "created": int(time.time()),
-            "model": model,
+            "model": chat.models.model_name(None),
         }
         begin = msgspec.json.encode(self._head).decode()[:-1]
         self._begin = f'data: {begin},"choices":[{{"index":0,"delta":'
         self._parser, self._request, self._prompt = parser, request, prompt
-        self._fingerprint, self._usage = fingerprint, usage
+        self._fingerprint, self._usage = chat.system_fingerprint, usage
         self._content, self._sampled = "", 0
         self._calls: dict[int, list[str]] = {}
 
