@@ -18,6 +18,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -32,12 +33,14 @@ from turnwise.core.json_types import dtype_name
 from turnwise.weights.delta import with_deltas
 from turnwise.weights.process_group import ProcessGroup, free_address
 from turnwise.weights.transport import (
+    CPU_BUFFER_BYTES,
     Manifest,
     Receiver,
     ReceiverOptions,
     WeightSender,
     find_transport,
     make_sender,
+    numbers_of,
 )
 
 GOALS = {"shm": 2.5, "ipc": 1.5, "collective": 3.0, "disk": 3.5}
@@ -149,6 +152,52 @@ def plain_copy(tensors: Named, repeats: int) -> float:
     return statistics.median(times)
 
 
+def by_tcp(tensors: Named, repeats: int) -> float:
+    """Return median seconds of sending the tensors' bytes over a connection of this machine."""
+    times, buffer = [], memoryview(bytearray(CPU_BUFFER_BYTES))
+    with socket.create_server(("127.0.0.1", 0)) as listening, ThreadPoolExecutor(1) as pool:
+        ours = socket.create_connection(listening.getsockname())
+        theirs, _ = listening.accept()
+
+        def receive() -> None:
+            left = sum(tensor.nbytes for _, tensor in tensors)
+            while left:
+                left -= theirs.recv_into(buffer[: min(left, len(buffer))])
+
+        for _ in range(repeats):
+            started, receiving = time.perf_counter(), pool.submit(receive)
+            for _, tensor in tensors:
+                ours.sendall(numbers_of(tensor).data)
+            receiving.result()
+            times.append(time.perf_counter() - started)
+        ours.close()
+        theirs.close()
+    return statistics.median(times)
+
+
+def by_file(tensors: Named, repeats: int) -> float:
+    """Return median seconds of writing the tensors' bytes to a new file, and reading them."""
+    times, into = [], [torch.empty_like(tensor) for _, tensor in tensors]
+    with tempfile.TemporaryDirectory() as folder:
+        for number in range(repeats):
+            path, started = Path(folder, str(number)), time.perf_counter()
+            with path.open("wb", buffering=0) as file:
+                for _, tensor in tensors:
+                    file.write(numbers_of(tensor).data)
+            with path.open("rb", buffering=0) as file:
+                for tensor in into:
+                    file.readinto(numbers_of(tensor).data)
+            times.append(time.perf_counter() - started)
+            path.unlink()
+    return statistics.median(times)
+
+
+LIMITS = {
+    "collective": ("a bare TCP connection", by_tcp),
+    "disk": ("a file, written and read", by_file),
+}
+
+
 @contextmanager
 def receiver_of(tensors: Named) -> Iterator[Connection]:
     """Start a process that receives these tensors."""
@@ -170,11 +219,11 @@ def cells(measured: tuple[float, ...], copied: float) -> list[str]:
     return [f"{seconds * 1e3:.1f}", f"{seconds / copied:.1f}", *memory, f"{sent / 2**20:.1f}"]
 
 
-def measure_size(size: str, repeats: int, table: Table) -> dict[str, tuple[float, float]]:
+def measure_size(size: str, repeats: int, table: Table) -> dict[str, tuple[float, float, float]]:
     """Add a size's rows: float32, and bfloat16 where float32 would not fit beside its copies.
 
     Returns:
-        Seconds of each transport, and of a plain copy.
+        Seconds of each transport, of a plain copy, and of what limits the transport (or 0).
     """
     dtype = torch.bfloat16 if SIZES[size] >= SIZES["1 B"] else torch.float32
     tensors = make_tensors(SIZES[size], dtype)
@@ -186,7 +235,8 @@ def measure_size(size: str, repeats: int, table: Table) -> dict[str, tuple[float
         for transport in TRANSPORTS:
             measured = measure(transport, tensors, child, repeats)
             table.add_row("", "", transport, *cells(measured, copied))
-            taken[transport] = measured[0], copied
+            limit = LIMITS[transport][1](tensors, repeats) if transport in LIMITS else 0.0
+            taken[transport] = measured[0], copied, limit
     return taken
 
 
@@ -237,6 +287,18 @@ def main() -> None:
             )
             for size in sizes
             for transport in TRANSPORTS
+        ]
+        + [
+            Claim(
+                f"the same, {transport}",
+                "ms",
+                [seconds[transport][0] * 1e3 for seconds in taken[size]],
+                limit,
+                [seconds[transport][2] * 1e3 for seconds in taken[size]],
+                [seconds[transport][0] / seconds[transport][2] for seconds in taken[size]],
+            )
+            for size in sizes
+            for transport, (limit, _) in LIMITS.items()
         ]
         + [
             Claim(
