@@ -5,11 +5,8 @@ The demo's model, problems and configuration, with a tool whose calls take 10 ms
 2 s (5 %). Rollouts wait for the trainer (in step), or run up to 1 or 4 steps ahead of it. Each
 round has a seed, and problems, of its own.
 
-A step is 256 trajectories and two optimizer steps, on one half of them after the other. In step,
-the engines get the weights after the second: steps of half the size would wait twice as often for
-the slowest tools. Ahead the trainer waits for whichever groups end first, so there each optimizer
-step is a training step of its own (128 trajectories, twice `training.max_staleness`), after which
-the engines get its weights: one step ahead, tokens are at most two optimizer steps old, not three.
+A step is 256 trajectories and two optimizer steps, on one half of them after the other; the engines
+get the weights after the second.
 
 A run has learned once the mean reward of a step's 256 trajectories reaches 0.9. Its problems are
 new to it, and sampled at temperature 1. The time is that of all steps until then, without start and
@@ -100,20 +97,17 @@ def turnwise(
     steps: int,
     ahead: int,
     correction: str = "none",
-    parts: int = 1,
 ) -> Run:
-    """Train for a number of steps, up to `ahead` steps ahead, with one of `CORRECTIONS`; each step
-    in `parts` training steps, with an equal part of its optimizer steps."""
+    """Train for a number of steps, up to `ahead` steps ahead, with one of `CORRECTIONS`."""
     name = f"seed{seed}-ahead{ahead}-{correction}"
     command = [
         *(sys.executable, "-m", "turnwise.cli", "train", str(CONFIG), f"seed={seed}"),
         *(f"model.path={data / 'model'}", f"data.path={data / 'train.jsonl'}"),
         *(f"data.eval_path={data / 'heldout.jsonl'}", f"output_dir={output}", f"name={name}"),
-        *(f"training.steps={steps * parts}", f"training.max_staleness={ahead * parts}"),
-        f"rollout.prompts_per_step={PROMPTS // parts}",
-        f"training.updates_per_step={UPDATES // parts}",
+        *(f"training.steps={steps}", f"training.max_staleness={ahead}"),
+        *(f"rollout.prompts_per_step={PROMPTS}", f"training.updates_per_step={UPDATES}"),
         *("environment=benchmarks.grpo_step:SlowCalculator", "training.lr_schedule=constant"),
-        *(f"eval.every={steps * parts}", "eval.target=null"),
+        *(f"eval.every={steps}", "eval.target=null"),
         *CORRECTIONS[correction],
     ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE)
@@ -123,11 +117,7 @@ def turnwise(
     rows: list[dict[str, Any]] = [json.loads(line) for line in lines][1:]
     seconds = [r["step_seconds"] - r["phase_seconds"].get("evaluate", 0.0) for r in rows]
     rewards = [r["reward_mean"] for r in rows]
-    run = Run(
-        [sum(seconds[at : at + parts]) for at in range(0, len(rows), parts)],
-        [sum(rewards[at : at + parts]) / parts for at in range(0, len(rows), parts)],
-        rows[-1]["accuracy_heldout"],
-    )
+    run = Run(seconds, rewards, rows[-1]["accuracy_heldout"])
     phases = (
         f"{phase} {digits(sum(r['phase_seconds'].get(phase, 0.0) for r in rows) / steps)}"
         for phase in ("idle", "train", "weights", "write")
@@ -229,8 +219,7 @@ def run(rounds: int, steps: int, compared: Sequence[int], quick: bool, folder: P
     for seed in range(rounds):
         prepare(folder, seed=seed)
         for ahead, into in runs.items():
-            parts = UPDATES if ahead else 1
-            into.append(turnwise(folder, folder / "runs", seed, steps, ahead, parts=parts))
+            into.append(turnwise(folder, folder / "runs", seed, steps, ahead))
         if seed == 0 and not quick:
             first = runs[0][0]
             other = trl(folder, PATIENCE * min(first.learned, sum(first.seconds)), seed, PROMPTS)
