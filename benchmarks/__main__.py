@@ -6,8 +6,8 @@ Without --only, a full run leaves out `LONG`, which would take longer than all o
 
 Each script runs in its own process: alone, or two at a time in a quick run, which only checks that
 they work. A full run writes its results, with the machine, the versions and the seconds of each
-script, to `benchmarks/results/HOST-DATE.json`. Exits with 1 when a script failed or, in a full run,
-a goal was missed.
+script, to `benchmarks/results/HOST-DATE.json`, or with --only to a file that is named after the
+scripts, too. Exits with 1 when a script failed or, in a full run, a goal was missed.
 """
 
 import argparse
@@ -150,7 +150,7 @@ def main() -> int:
     if not options.quick:
         RESULTS.mkdir(exist_ok=True)
         date = datetime.date.today().isoformat()
-        path = RESULTS / f"{here['host']}-{date}.json"
+        path = RESULTS / ("-".join((here["host"], date, *(options.only or ()))) + ".json")
         rows = [asdict(claim) for claim in claims]
         tree = {"date": date, "commit": commit(), **here, "seconds": took, "claims": rows}
         path.write_text(json.dumps(tree, indent=1) + "\n")
