@@ -42,8 +42,8 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # Bytecode is written when a module is first imported: not at install, and once only.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo real guess gsm8k retool algorithms agents envs tinker quick test test-all bench soak \
-  gpu-check gpu-pack docs lint lock clean
+.PHONY: setup demo real guess gsm8k retool algorithms agents envs tinker quick test pytest test-all \
+  bench soak gpu-check gpu-pack docs lint lock clean
 
 setup: $(STAMP)
 
@@ -116,7 +116,11 @@ PARALLEL := -n 2 --max-worker-restart 0
 quick: setup
 	$(BIN)/python -m pytest $(PARALLEL) -p tests.no_engines -m "not slow"
 
-test: lint
+# Tests wait at times for what they started, so the linters run beside them.
+test: setup
+	@$(MAKE) -j2 --no-print-directory lint pytest
+
+pytest: setup
 	$(BIN)/python -m pytest $(PARALLEL) --dist loadfile --no-loadscope-reorder -m "not slow"
 
 test-all: quick

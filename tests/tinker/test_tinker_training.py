@@ -331,7 +331,8 @@ async def test_a_long_pass_lets_other_clients_in_and_adds_up_to_the_same(
     )
     assert loss_of(results[0]) == pytest.approx(loss_of(whole), rel=1e-6)
     for own, wanted in zip(gradient_of(client), expected, strict=True):
-        torch.testing.assert_close(own, wanted, atol=1e-5, rtol=1e-4)
+        # In other micro-batches float32 rounds otherwise; a part of the pass left out is a third.
+        torch.testing.assert_close(own, wanted, atol=1e-4, rtol=1e-3)
 
 
 async def test_nothing_is_left_of_a_model_whose_session_ends_while_it_is_made(

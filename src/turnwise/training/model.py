@@ -305,7 +305,7 @@ def score_hidden(
     Where they are many, the logits are computed in chunks, and again for the backward pass, so that
     no [B, T, V] tensor exists.
     """
-    rows = max(1, CHUNK_ELEMENTS // model.config.get_text_config().vocab_size)
+    rows = chunk_rows(model)
     compute: Callable[..., Scores] = _score
     if len(targets_N) > rows and torch.is_grad_enabled():
         compute = partial(checkpoint, _score, use_reentrant=False)
@@ -316,6 +316,11 @@ def score_hidden(
     ]
     logprobs, entropies = zip(*chunks, strict=True)
     return torch.cat(logprobs), torch.cat(entropies)
+
+
+def chunk_rows(model: PreTrainedModel) -> int:
+    """Return the number of positions whose logits are computed at once."""
+    return max(1, CHUNK_ELEMENTS // model.config.get_text_config().vocab_size)
 
 
 def hidden_before(
