@@ -275,13 +275,20 @@ def test_the_fewer_layers_are_recomputed_the_more_memory_their_activations_take(
     assert none - half == pytest.approx(4 * of_a_layer, rel=0.01)
 
 
-def test_the_logits_of_a_large_vocabulary_never_exist_whole(tmp_path: Path) -> None:
+def test_the_logits_of_a_large_vocabulary_never_exist_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shape = SHAPE | {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
     path = folder_of(shape | {"vocab_size": 150_000}, tmp_path / "model")
     tokens = 16_384
+    three_chunks = activation_bytes(path, False, "float32", False, tokens, tokens, False)
+    activation_bytes.cache_clear()
+    monkeypatch.setattr("turnwise.training.memory.chunk_rows", lambda model: tokens)
     peak = activation_bytes(path, False, "float32", False, tokens, tokens, False)
+    activation_bytes.cache_clear()
     assert peak < 1.2 * GIB
     assert tokens * 150_000 * 4 > 9 * GIB
+    assert peak == pytest.approx(three_chunks, rel=1e-3)
 
 
 def test_a_text_model_inside_of_another_is_planned_as_its_text_alone(tmp_path: Path) -> None:
