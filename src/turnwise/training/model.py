@@ -320,7 +320,8 @@ def score_hidden(
 
 def chunk_rows(model: PreTrainedModel) -> int:
     """Return the number of positions whose logits are computed at once."""
-    return max(1, CHUNK_ELEMENTS // model.config.get_text_config().vocab_size)
+    vocabulary: int = model.config.get_text_config().vocab_size
+    return max(1, CHUNK_ELEMENTS // vocabulary)
 
 
 def hidden_before(
