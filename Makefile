@@ -116,9 +116,10 @@ PARALLEL := -n 2 --max-worker-restart 0
 quick: setup
 	$(BIN)/python -m pytest $(PARALLEL) -p tests.no_engines -m "not slow"
 
-# Tests wait at times for what they started, so the linters run beside them.
+# Tests wait at times for what they started, so the linters run beside them. After a failure they run
+# again, in seconds, so that what they found is not far above the tests' own lines.
 test: setup
-	@$(MAKE) -j2 --no-print-directory lint pytest
+	@$(MAKE) -j2 --no-print-directory lint pytest || { $(MAKE) --no-print-directory lint; exit 1; }
 
 pytest: setup
 	$(BIN)/python -m pytest $(PARALLEL) --dist loadfile --no-loadscope-reorder -m "not slow"
