@@ -33,6 +33,13 @@ def gradient_of(client: Client) -> list[torch.Tensor]:
     return found
 
 
+def assert_same_gradients(client: Client, expected: list[torch.Tensor]) -> None:
+    """Compare with gradients of other micro-batches, whose sums round differently."""
+    for own, wanted in zip(gradient_of(client), expected, strict=True):
+        # A sum of large terms of both signs errs by their size, not by its own.
+        torch.testing.assert_close(own, wanted, atol=1e-5 * float(wanted.abs().max()), rtol=0)
+
+
 async def test_several_targets_for_a_token_are_scored_at_once(client: Client) -> None:
     await client.open()
     other = [11, 12, 13, 14, 15]
@@ -52,8 +59,7 @@ async def test_several_targets_for_a_token_are_scored_at_once(client: Client) ->
     reply = await client.trained(2, [together, apart[2]], "cross_entropy")
     assert shapes_of(reply) == [(1, [2]), (1, [])]  # a record has arrays of one shape
     assert loss_of(reply) == pytest.approx(loss_of(first), rel=1e-5)
-    for own, wanted in zip(gradient_of(client), expected, strict=True):
-        torch.testing.assert_close(own, wanted, atol=1e-5, rtol=1e-4)
+    assert_same_gradients(client, expected)
     read = message_classes()["ForwardBackwardOutput"]()
     read.ParseFromString(reply)
     scored = np.frombuffer(read.loss_fn_outputs[0].fields["logprobs"].data, np.float32)
@@ -330,9 +336,7 @@ async def test_a_long_pass_lets_other_clients_in_and_adds_up_to_the_same(
         np.concatenate(logprobs_of(results[0])), np.concatenate(logprobs_of(whole)), atol=1e-6
     )
     assert loss_of(results[0]) == pytest.approx(loss_of(whole), rel=1e-6)
-    for own, wanted in zip(gradient_of(client), expected, strict=True):
-        # In other micro-batches float32 rounds otherwise; a part of the pass left out is a third.
-        torch.testing.assert_close(own, wanted, atol=1e-4, rtol=1e-3)
+    assert_same_gradients(client, expected)
 
 
 async def test_nothing_is_left_of_a_model_whose_session_ends_while_it_is_made(
