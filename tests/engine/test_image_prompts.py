@@ -115,6 +115,26 @@ async def test_an_image_of_the_same_size_changes_the_log_probs_and_no_cache_conf
     assert found[2].cached_tokens > found[1].cached_tokens
 
 
+async def test_a_pause_keeps_a_request_whose_image_was_in_the_prefix_cache(
+    seeing: WorkerHandle, seeing_template: ChatTemplate, config: Config
+) -> None:
+    greedy = {"temperature": 0.0, "max_tokens": 200, "ignore_eos": True}
+    sampling = config.sampling.model_copy(update=greedy)
+    prompt = seeing_template.render([read(picture(seed=8), "?" * 100)])
+    whole, again = (
+        Request(prompt, sampling, name, images=placed(prompt)) for name in ("whole", "again")
+    )
+    expected = await generate(seeing, whole)
+    tokens = list[int]()
+    async for chunk in seeing.stream(again):
+        if not tokens:
+            assert chunk.cached_tokens >= placed(prompt)[0].end, "the image is in the cache"
+            await seeing.pause("keep")
+            await seeing.resume()
+        tokens += chunk.token_ids
+    assert tokens == expected.token_ids
+
+
 async def test_an_update_of_both_parts_reaches_the_engine_and_its_caches(
     seeing: WorkerHandle, config: Config
 ) -> None:

@@ -61,6 +61,7 @@ from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.tokenizers.hf import get_cached_tokenizer
 from vllm.tool_parsers import ToolParserManager
 from vllm.utils.network_utils import get_distributed_init_method, get_ip, get_open_port
+from vllm.v1.core.sched import output as scheduler_output
 from vllm.v1.engine import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -412,3 +413,16 @@ def _gather_both(
 
 sampler.Sampler.forward = _note_likeliest
 sampler.Sampler.gather_specific_token_logprobs = _gather_both
+
+_names = ("mm_features", "num_computed_tokens", "uses_mrope")
+internal(scheduler_output, "strip_covered_mm_data", *_names)
+
+
+def _keep_images(features: list[object], *_: object, **__: object) -> list[object]:
+    """Send a worker the images of a request that are in the prefix cache, too. vLLM leaves them
+    out, and its engine ends when it has to compute one again: a request that is preempted, or kept
+    in a weight update, loses its part of the cache."""
+    return features
+
+
+scheduler_output.strip_covered_mm_data = _keep_images
