@@ -29,8 +29,9 @@ Tools = Sequence[JsonObject]
 _PROBE = "text 8c1d0f52"
 _GUARD = "\ufdd0"
 """Marks an escaped special token until it is encoded: a character that no text contains."""
-CACHED_ENTRIES = 2**16
-"""Maximum number of entries of an `IdCache`; each takes some 300 bytes besides key and ids."""
+CACHED_ENTRIES = 2**14
+"""Maximum number of entries of an `IdCache`; each takes some 300 bytes besides key and ids. A
+server meets few prompts twice, so more would only fill its memory."""
 _CACHED_TOKENS = 2**24  # tokens of all cached first prompts, at 4 bytes each
 _CACHED_CHARACTERS = 2**22  # characters of all cached segments; their ids take at most 4 bytes each
 Tokenizer: TypeAlias = Foreign
