@@ -1,7 +1,7 @@
 """The soak test: `make soak MINUTES=60`.
 
     python -m benchmarks.soak [--minutes N] [--every SECONDS] [--json FILE] [--folder FOLDER]
-                              [--no-real]
+                              [--no-real] [--no-features]
 
 `turnwise train` and `turnwise serve`, each with two engines and the demo's model, under load for
 some minutes: training one step ahead, in two rollout processes, with each environment in a process
@@ -12,9 +12,12 @@ is killed by SIGKILL, of one kind after the other:
     serving   an engine, a worker
     clients   one, in the middle of its streams
 
+and between two kills `turnwise scale` gives the training a third engine, or takes it away again.
+
 Beside them, a third program trains SmolLM2-135M-Instruct, if `make real` has brought it, with one
 engine and short answers. Its engine is killed once, in the beginning, so that its processes can be
-watched from then on.
+watched from then on. A fourth has one feature after another on; `benchmarks/soak/features.py` lists
+them.
 
 Of each kind the youngest is killed, so that the others live as long as the programs do. In tests of
 five minutes or more the trainer's rank is killed first, once, and the run goes on from its last
@@ -35,6 +38,7 @@ import argparse
 import itertools
 import json
 import re
+import subprocess
 import sys
 import tempfile
 import time
@@ -43,6 +47,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +55,12 @@ import psutil
 
 from benchmarks.report import Claim, show
 from benchmarks.soak.checks import change_of, counts_by_time, memory_claims, training_claims
+from benchmarks.soak.features import PROMPTS as FEATURE_PROMPTS
+from benchmarks.soak.features import SAMPLES as FEATURE_SAMPLES
+from benchmarks.soak.features import Feature, Features, features
 from benchmarks.soak.machine import MachineSpeed
 from benchmarks.soak.memory import Memory
-from benchmarks.soak.programs import Client, Program
+from benchmarks.soak.programs import TURNWISE, Client, Program
 from examples.calculator.prepare import prepare
 from examples.smollm2.run import CONFIG, link_model
 from turnwise.core.interrupt import exit_on_sigterm
@@ -99,6 +107,7 @@ class Soak:
         self.training: Program
         self.serving: Program
         self.real: Program | None = None
+        self.features: Features | None = None
         self.clients: list[Client] = []
         self.memory = Memory(self.programs)
         self.machine = MachineSpeed()
@@ -179,6 +188,10 @@ class Soak:
             real.until("its first step", lambda: self.step(real) >= 1)
             self._kill_only(real, "engine")
 
+        if not self.options.no_features:
+            found = features(self.folder, f"{self._address()}/v1")
+            self.features = Features(self.folder, found, self.programs)
+
     def _kill_only(self, program: Program, role: str) -> None:
         """Kill the only process of a role, and wait for steps with another one."""
         (old,) = program.with_role(role)
@@ -207,7 +220,11 @@ class Soak:
         next_kill, next_sample = self.begin + self.options.every, self.begin
         while (now := time.monotonic()) < ends or self._replaced is not None:
             for program in self.programs:
-                program.until("the test", lambda: True)
+                ended = any(program is each for _, each, _ in self._features_ended())
+                if not ended and program.process.poll() is not None:
+                    raise SystemExit(f"{program.name} ended\n{program.log.read_text()[-3000:]}")
+            if self.features is not None:
+                self.features.take_turn((now - self.begin) / (ends - self.begin))
             if now >= next_sample:
                 self.memory.sample()
                 self.machine.sample()
@@ -251,7 +268,20 @@ class Soak:
             (self.serving, "worker"),
         ]
         kinds = [(f"{program.name} {role}", of(program, role)) for program, role in order]
-        return [*kinds[:3], ("client", self._kill_client), *kinds[3:]]
+        grow, shrink = (
+            (f"{self.training.name} scale to {count}", partial(self._scale, count))
+            for count in (3, 2)
+        )
+        return [*kinds[:3], ("client", self._kill_client), grow, *kinds[3:], shrink]
+
+    def _scale(self, workers: int) -> Callable[[], bool]:
+        """Give the training another number of engines."""
+        folder = str(self.folder / self.training.name)
+        command = [str(TURNWISE), "scale", folder, "--workers", str(workers)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"turnwise scale: {done.stderr}")
+        return lambda: len(self.training.with_role("engine")) == workers
 
     def _kill(self, program: Program, role: str) -> Callable[[], bool]:
         """Kill the youngest process of a role, as soon as there are two."""
@@ -284,12 +314,15 @@ class Soak:
         """End the load and the programs; returns the claims."""
         for client in self.clients:
             client.end()
+        gone = 0 if self.features is None else self.features.left
         clients = [*self.ended, *self.clients]
         outcomes = sum((client.outcomes for client in clients), Counter[str]())
         sessions = sum((client.sessions for client in clients), Counter[bool]())
         whys = Counter(why[:300] for client in clients for why in client.whys)
         sessions += self._sessions_left()
         idle = self._requests_in_engines()
+        if self.features is not None:
+            self.features.end()
         left = [program.end() for program in self.programs]
         for why, count in whys.most_common(10):
             print(f"clients, {count} times: {why}")
@@ -310,20 +343,27 @@ class Soak:
             Claim("speed of the machine, last by first sixth", "ratio", [machine]),
             *self._training_claims(self.training, PROMPTS * SAMPLES, machine, judged),
             *self._real_claims(machine),
+            *self._feature_claims(machine),
             Claim("requests answered", "1/s", rates, note=str(dict(outcomes))),
             change_of(rates, machine, judged),
             Claim("requests lost", "count", [outcomes["lost"]], at_most=0),
             Claim("sessions that are not exact", "count", [sessions[False]], at_most=0),
             Claim("sessions audited", "count", [sessions.total()], at_least=1),
             Claim("requests left in the engines", "count", [idle], at_most=0),
-            Claim("processes left after the end", "count", [sum(left)], at_most=0),
+            Claim("processes left after the end", "count", [sum(left) + gone], at_most=0),
         ]
 
     def _training_claims(
-        self, program: Program, per_step: int, machine: float, judged: bool
+        self,
+        program: Program,
+        per_step: int,
+        machine: float,
+        judged: bool,
+        seconds: float | None = None,
     ) -> list[Claim]:
         report = json.loads((self.folder / program.name / "exactness.json").read_text())
-        rows, seconds = self.rows(program), self.end - self.begin
+        rows = self.rows(program)
+        seconds = self.end - self.begin if seconds is None else seconds
         return training_claims(rows, report["violations"], per_step, seconds, machine, judged)
 
     def _real_claims(self, machine: float) -> list[Claim]:
@@ -332,6 +372,32 @@ class Soak:
         per_step = REAL_PROMPTS * REAL_SAMPLES
         claims = self._training_claims(self.real, per_step, machine, judged=False)
         return [replace(claim, name=f"{REAL_MODEL}: {claim.name}") for claim in claims]
+
+    def _features_ended(self) -> list[tuple[Feature, Program, float]]:
+        return [] if self.features is None else self.features.ended
+
+    def _feature_claims(self, machine: float) -> list[Claim]:
+        """Return what the features' programs claim: a run with one takes steps, and loses nothing;
+        clients of Tinker's SDK finish."""
+        claims = list[Claim]()
+        for feature, program, seconds in self._features_ended():
+            if feature.clients:
+                assert self.features is not None
+                outcomes = self.features.outcomes
+                note = str(dict(outcomes))
+                found = [
+                    Claim("clients that finished", "count", [outcomes["finished"]], at_least=1),
+                    Claim(
+                        "clients that failed", "count", [outcomes["failed"]], at_most=0, note=note
+                    ),
+                ]
+            else:
+                per_step = FEATURE_PROMPTS * FEATURE_SAMPLES
+                steps = Claim("steps", "count", [self.step(program)], at_least=1)
+                rest = self._training_claims(program, per_step, machine, False, seconds)
+                found = [steps, *rest]
+            claims += [replace(claim, name=f"{feature.name}: {claim.name}") for claim in found]
+        return claims
 
     def _get(self, path: str) -> bytes:
         with urllib.request.urlopen(f"{self._address()}{path}", timeout=60) as response:
@@ -372,6 +438,7 @@ def main() -> int:
     made.add_argument("--json", type=Path, help="write the claims there, too")
     made.add_argument("--folder", type=Path, help="keep logs and the runs there")
     made.add_argument("--no-real", action="store_true", help=f"without {REAL_MODEL}")
+    made.add_argument("--no-features", action="store_true", help="without features in turn")
     options = made.parse_args()
     with exit_on_sigterm(), tempfile.TemporaryDirectory(prefix="turnwise-soak-") as temporary:
         folder = options.folder or Path(temporary)
@@ -385,6 +452,8 @@ def main() -> int:
             for client in soak.clients:
                 with suppress(ProcessLookupError):
                     client.process.kill()
+            if soak.features is not None:
+                soak.features.end()
             for program in soak.programs:
                 program.end()
     show(claims)
