@@ -46,6 +46,9 @@ class Fleet:
     async def save(self, folder: Path) -> None:
         (folder / "model.safetensors").write_text(str(self.version))
 
+    async def holds(self, version: int, seconds: float) -> bool:
+        return self.version == version
+
     async def load(self, folder: Path) -> None:
         self.version = int((folder / "model.safetensors").read_text())
 

@@ -74,6 +74,7 @@ class GroupProducer:
         self._on_group = on_group
         self._number = 0
         self._counted = 0  # number of groups begun, not counting discarded ones
+        self._trained = 0  # the last step that is finished
         self._allowed = self._bound(0)
         """Number of groups that may begin until the next step is trained."""
         self._resumed: list[tuple[int, Problem]] = []
@@ -81,6 +82,7 @@ class GroupProducer:
         flight."""
         self._started: dict[int, tuple[Problem, asyncio.Task[None]]] = {}
         self._ready: dict[int, _Ready] = {}
+        self._taken: dict[int, _Ready] = {}  # those of the last batch
         self._discarded: list[tuple[str, Group]] = []
         self._outcomes: dict[int, tuple[str, Pool]] = {}
         """Problem and outcome, by number, of groups that no batch has taken or discarded yet."""
@@ -169,7 +171,9 @@ class GroupProducer:
     async def next_batch(self) -> Batch:
         async with self._changed:
             await self._changed.wait_for(lambda: len(self._ready) >= self._per_step)
-            taken = [self._ready.pop(number) for number in sorted(self._ready)[: self._per_step]]
+            first = sorted(self._ready)[: self._per_step]
+            self._taken = {number: self._ready.pop(number) for number in first}
+            taken = [*self._taken.values()]
             began = max(min(ready.began for ready in taken), self._last_batch)
             self._last_batch = time.perf_counter()
             ended = max(ready.ended for ready in taken)
@@ -193,8 +197,18 @@ class GroupProducer:
         """Allow the next groups to begin; the training loop calls it when a step is finished, and
         saved if a checkpoint is due."""
         async with self._changed:
-            self._allowed = self._bound(step)
+            self._trained, self._allowed, self._taken = step, self._bound(step), {}
             self._changed.notify_all()
+
+    def put_back(self, trained: int) -> None:
+        """Once `run` has ended with an error, after step `trained`: let a resumed run begin those
+        groups again that were taken for a step that is not trained, and those that wait in which
+        trajectories failed: the error may be about these."""
+        failed = {number: r for number, r in self._ready.items() if r.group.dropped}
+        again = failed if trained > self._trained else failed | self._taken
+        self._resumed += [(number, again[number].problem) for number in sorted(again)]
+        for number in failed:
+            del self._ready[number]
 
     async def all_begun(self) -> None:
         """Wait until all groups that may begin have begun."""
@@ -226,7 +240,7 @@ class GroupProducer:
     def restore(self, state: JsonObject, trained: int) -> None:
         """Continue from `state` after step `trained`, with the same data."""
         self._stream.restore(state["stream"])
-        self._number = state["number"]
+        self._number, self._trained = state["number"], trained
         self._allowed = self._bound(trained)
         named = [*state["under_way"], *(ready["problem"] for ready in state["ready"])]
         problems = {name: self._stream.find(name) for name in named}

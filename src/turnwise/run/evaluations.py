@@ -79,9 +79,10 @@ class Evaluations:
     def cut_short(self, step: int) -> bool:
         """Return whether to `begin` an evaluation of the step that a run is resumed after, because
         the end of the run cut the last one short."""
-        rows = self._folder.metrics.rows if self._config.eval.background else []
+        rows = self._folder.metrics.rows
         measured = {row["step"]: row["accuracy_heldout"] for row in rows if row.get("heldout")}
-        self._known = measured.get(step)
+        if self._config.eval.background:
+            self._known = measured.get(step)
         due = [row["step"] for row in rows if self._is_due(row["step"])]
         return max(due, default=-1) > max(measured, default=-1)
 

@@ -146,7 +146,7 @@ class SupervisedLoop(Loop):
 
     async def _make_samples(self, batch: Batch, metrics: StepMetrics) -> SampleBatch:
         trajectories = [t for group in batch.groups for t in group.trajectories]
-        metrics.trajectories = len(trajectories)
+        metrics.reward_mean, metrics.trajectories = None, len(trajectories)
         refused = (group.dropped for _, group in batch.discarded)
         metrics.dropped = dict(sorted(sum(refused, Counter[str]()).items()))
         metrics.epoch = (metrics.step or 0) * len(trajectories) / self._rows

@@ -9,7 +9,7 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 
 from turnwise.config import Config
@@ -19,6 +19,7 @@ from turnwise.core.json_types import JsonObject
 from turnwise.core.stacks import write_report
 from turnwise.core.user_code import call_user_code, stuck_calls
 from turnwise.core.watchdog import waiting, watching_progress
+from turnwise.errors import DeadlineError, TrainerError, describe_error
 from turnwise.observe.alarms import alarm_finder
 from turnwise.observe.conversations import Overview
 from turnwise.observe.metrics import StepMetrics
@@ -33,6 +34,8 @@ from turnwise.run.token_values import columns_of
 from turnwise.training.samples import SampleBatch, gives_signal, recent_versions
 from turnwise.training.trainer_group import TrainerGroup
 from turnwise.trajectory import ExactnessReport, Trajectory
+
+_ANSWER_SECONDS = 2.0  # time for ranks to answer after one has failed
 
 
 class Loop(ABC):
@@ -61,6 +64,10 @@ class Loop(ABC):
         """Seconds since the last line of metrics, by the loop's phase."""
         self._finished = 0 if resume is None else resume.step
         """The last step that is finished."""
+        self._version = 0
+        """Version of the weights after the last finished step."""
+        self._trained: StepMetrics | None = None
+        """Metrics of a step that is trained, until its line is written and it is finished."""
         self._saved = self._finished
         """The last step that is saved."""
         self._saved_at = time.monotonic()
@@ -70,6 +77,8 @@ class Loop(ABC):
         a step is finished."""
         self._ending = Ending(lambda: self._finished > self._saved)
         self._tasks: asyncio.TaskGroup  # what runs beside the steps
+        self._work: asyncio.Future[None] | None = None
+        """The trainer's latest work; see `_uncut`."""
 
     @abstractmethod
     async def _make_samples(self, batch: Batch, metrics: StepMetrics) -> SampleBatch:
@@ -103,27 +112,66 @@ class Loop(ABC):
 
     async def run(self) -> None:
         """Train until step `training.steps`, or until `eval.target` is reached; raise the error
-        that ended the run early. A run that is asked to end saves its last step first."""
+        that ended the run early. A run that is asked to end, or that an error ends, saves its last
+        finished step first."""
         seconds = self._config.watchdog_seconds
         watchdog = watching_progress(seconds, self._report_stall, self._folder.path)
         with self._ending:
-            async with watchdog, task_group() as self._tasks:
-                watch = self._tasks.create_task(self._policy.watch())
-                first = await self._begin()
-                if not self._reached:
-                    producing = self._tasks.create_task(self._producer.run())
-                    await self._consume(first)
-                    producing.cancel()
-                    complete = self._reached or self._finished == self._config.training.steps
-                    if self._ending.asked.is_set() and not complete:
-                        if self._finished > self._saved:
-                            self._progress.warn(
-                                f"asked to end: step {self._finished} is saved first, within "
-                                f"{SAVE_SECONDS:g} s (Ctrl-C again ends at once)"
-                            )
-                            await self._save(self._finished)
-                        await self._ending.finished()
-                watch.cancel()
+            async with watchdog:
+                try:
+                    await self._play()
+                except Exception as error:
+                    await self._save_after(error)
+                    raise
+                finally:
+                    if self._work is not None:
+                        self._work.cancel()
+
+    async def _play(self) -> None:
+        async with task_group() as self._tasks:
+            watch = self._tasks.create_task(self._policy.watch())
+            first = await self._begin()
+            if not self._reached:
+                producing = self._tasks.create_task(self._producer.run())
+                await self._consume(first)
+                producing.cancel()
+                complete = self._reached or self._finished == self._config.training.steps
+                if self._ending.asked.is_set() and not complete:
+                    if self._finished > self._saved:
+                        self._progress.warn(
+                            f"asked to end: step {self._finished} is saved first, within "
+                            f"{SAVE_SECONDS:g} s (Ctrl-C again ends at once)"
+                        )
+                        await self._save(self._finished)
+                    await self._ending.finished()
+            watch.cancel()
+
+    async def _save_after(self, error: Exception) -> None:
+        """Save the last step whose weights the trainer has whole, before an error ends the run; a
+        failure to do so is only shown. Work of the trainer that is in progress ends first."""
+        if self._work is not None and not self._work.done():
+            self._progress.warn(f"{error}; the trainer's work is completed before the run ends")
+            await asyncio.wait([self._work])
+        step = self._finished if self._trained is None else self._trained.step or 0
+        version = self._version if self._trained is None else self._policy.version
+        failed = isinstance(error, TrainerError | DeadlineError)  # perhaps of a rank that hangs
+        seconds = _ANSWER_SECONDS if failed else SAVE_SECONDS
+        if step <= self._saved or not await self._policy.holds(version, seconds):
+            return
+        self._progress.warn(f"step {step} is saved before the run ends: {error}")
+        try:
+            self._producer.put_back(step)
+            if self._trained is not None:  # only what follows training failed
+                rows, line = self._folder.metrics.rows, self._trained.to_json()
+                if not rows or rows[-1]["step"] != step:
+                    unmeasured: JsonObject = {"accuracy_heldout": None, "heldout": {}}
+                    await run_in_thread(self._folder.metrics.write, unmeasured | line)
+                self._finish(step)
+            await self._save(step)
+        except Exception as failure:
+            self._progress.warn(f"step {step} cannot be saved: {describe_error(failure)}")
+        else:
+            self._progress.warn(f"to go on from step {step}: --resume {self._folder.path}")
 
     def _report_stall(self, line: str) -> None:
         stuck = stuck_calls()
@@ -189,9 +237,7 @@ class Loop(ABC):
             metrics.phase_seconds = {**self._seconds, **waits}
             await self._report(metrics, batch)
             self._seconds = {}
-            self._finished = step
-            if not training.max_staleness:
-                self._state_between_steps = self._producer.state()
+            self._finish(step)
             every, minutes = training.checkpoint_every, training.checkpoint_minutes
             old = minutes and time.monotonic() - self._saved_at >= 60 * minutes
             if step == training.steps or self._reached or (every and step % every == 0) or old:
@@ -199,6 +245,12 @@ class Loop(ABC):
             if self._reached or self._ending.asked.is_set():
                 break
             await self._go_on(metrics)
+
+    def _finish(self, step: int) -> None:
+        """Count a step as finished: its line is written, and its groups are trained."""
+        self._finished, self._version, self._trained = step, self._policy.version, None
+        if not self._config.training.max_staleness:
+            self._state_between_steps = self._producer.state()
 
     async def _go_on(self, metrics: StepMetrics) -> None:
         """Let the groups of the step after one that is finished begin."""
@@ -227,8 +279,13 @@ class Loop(ABC):
         metrics.add_samples(samples)
         if samples.samples:
             self._progress.phase("train")
-        with self._timed("train"):
+
+        async def train() -> None:
             metrics.add(await self._train(samples))
+            self._trained = metrics
+
+        with self._timed("train"):
+            await self._uncut(train())
         trained = self._policy.trained_tokens
         if not samples.samples or not trained or not self._is_written(step):
             return
@@ -242,7 +299,8 @@ class Loop(ABC):
     async def _save(self, step: int) -> None:
         """Save a checkpoint; called after the step's metrics are written, so none are lost."""
         self._progress.phase("save")
-        with self._timed("save"), waiting(f"the trainer to save step {step}"):
+
+        async def save() -> None:
             place = await run_in_thread(self._folder.begin_checkpoint, step)
             await self._policy.save(place)
             state = {
@@ -252,7 +310,16 @@ class Loop(ABC):
                 **self._state(),
             }
             await run_in_thread(self._folder.commit_checkpoint, step, state)
-        self._saved, self._saved_at = step, time.monotonic()
+            self._saved, self._saved_at = step, time.monotonic()
+
+        with self._timed("save"), waiting(f"the trainer to save step {step}"):
+            await self._uncut(save())
+
+    async def _uncut(self, work: Coroutine[object, object, None]) -> None:
+        """Do work of the trainer that only the end of the run cuts off: after an error elsewhere,
+        `_save_after` waits for its end."""
+        self._work = asyncio.ensure_future(work)
+        await asyncio.shield(self._work)
 
     @contextmanager
     def _timed(self, phase: str) -> Iterator[None]:

@@ -123,6 +123,9 @@ class TrainerRank:
         self._skipped_in_row: dict[str, int] = {}
         """Updates in a row without a finite gradient, by learner."""
         self.version = 0
+        self._whole = True
+        """Whether the weights are those after a whole step; False from a step's first update to its
+        end."""
 
     def train(self, shares: Sequence[RankBatches]) -> StepReport:
         """Take an optimizer step on each share, in each pass over them.
@@ -143,6 +146,7 @@ class TrainerRank:
             for step, share in zip(steps, shares, strict=True)
         ]
         self._steps += 1
+        self._whole = True
         if "optimizer" in self._training.offload:
             self._offload.put_away(["optimizer"])  # nothing needs it until the next step
         on_gpu = self.device.type == "cuda"
@@ -200,6 +204,7 @@ class TrainerRank:
             ):
                 give_back()
                 self._gave_back = time.monotonic()
+        self._whole = False
         if not warming:
             report.learning_rate = self._learner.rate
             report.grad_norm, finite = self._learner.step()
@@ -430,6 +435,10 @@ class TrainerRank:
     def close(self) -> None:
         self._sender.close()
 
+    def whole_version(self) -> int | None:
+        """Return the version of the weights; None in the middle of a step."""
+        return self.version if self._whole else None
+
     def save(self, folder: Path) -> None:
         """Write this rank's part of a checkpoint: the state to resume from, and, on rank 0,
         the model in Hugging Face's format, or the adapter in PEFT's.
@@ -457,11 +466,13 @@ class TrainerRank:
     def load(self, folder: Path) -> int:
         """Resume from a checkpoint; return its version."""
         self._offload.bring_back(_ALL)
+        self._whole = False
         state = checkpoint_state.load_state(folder, self._rank, self._learners, self._moving)
         self.version, self._steps = state["version"], state["steps"]
         self._skipped_in_row = state["skipped_in_row"]
         self._entropy.resume(state.get("entropy", {}))
         torch.set_rng_state(state["rng"])
+        self._whole = True
         return self.version
 
 

@@ -235,6 +235,16 @@ class TrainerGroup:
     async def save(self, folder: Path) -> None:
         await self._same(f"save {folder}", "save", folder)
 
+    async def holds(self, version: int, seconds: float) -> bool:
+        """Return whether all ranks have the weights of a version, after a whole step; False where
+        one is dead, or busy for `seconds`."""
+        what = "report its version"
+        asked = [
+            rank.call("call", "whole_version", what=what, seconds=seconds) for rank in self._ranks
+        ]
+        replies = await asyncio.gather(*asked, return_exceptions=True)
+        return all(reply == version for reply in replies)
+
     async def load(self, folder: Path) -> int:
         versions = await self._same(f"load {folder}", "load", folder)
         self.version = versions[0]
