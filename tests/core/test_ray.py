@@ -77,11 +77,18 @@ async def test_what_an_actor_raises_itself_is_no_death() -> None:
         await get_with_deadline(failing(raised(InputError("its own words"))), "w", "answer", 60.0)
 
 
+def unconnected(monkeypatch: pytest.MonkeyPatch, init: Callable[..., None]) -> None:
+    """Make this process one without Ray, for which `init` stands."""
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.setattr(ray, "init", init)
+
+
 def test_a_ray_that_does_not_start_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     def slow(**options: object) -> None:  # as ray.init does on a machine with too much to do
         raise Exception("The current node timed out during startup.")
 
-    monkeypatch.setattr(ray, "init", slow)
+    unconnected(monkeypatch, slow)
     with pytest.raises(InputError, match="cannot be reached on this machine: The current node"):
         start_ray(None)
 
@@ -94,7 +101,7 @@ def test_a_cluster_that_asks_for_a_token_is_one_sentence(monkeypatch: pytest.Mon
             "is missing or incorrect."
         )
 
-    monkeypatch.setattr(ray, "init", refused)
+    unconnected(monkeypatch, refused)
     with socket.create_server(("127.0.0.1", 0)) as listening:
         address = f"127.0.0.1:{listening.getsockname()[1]}"
         with pytest.raises(InputError) as caught:
@@ -133,7 +140,7 @@ def test_ray_starts_with_the_variables_of_ray_env(monkeypatch: pytest.MonkeyPatc
         asked.update(options["runtime_env"]["env_vars"])
         raise RuntimeError("enough")
 
-    monkeypatch.setattr(ray, "init", init)
+    unconnected(monkeypatch, init)
     with pytest.raises(InputError, match="enough"):
         start_ray(None, {"HF_HOME": "/data/hf", "PYTHONPATH": "elsewhere"})
     assert asked["HF_HOME"] == "/data/hf"

@@ -86,7 +86,7 @@ async def test_rays_head_is_found_at_either_kind_of_address(
     port = head.getsockname()[1]
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     assert _host_and_port(address) == (host, port)
-    context = SimpleNamespace(gcs_address=address)
+    context = SimpleNamespace(gcs_address=address, get_worker_id=lambda: "")
     monkeypatch.setattr("ray.get_runtime_context", lambda: context)
 
     async def watch() -> None:

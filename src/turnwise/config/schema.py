@@ -74,7 +74,8 @@ class Config(Section):
     watchdog_seconds: Seconds = 60.0
     """Seconds without any progress after which the run reports what it is waiting for."""
     ray_address: str | None = None
-    """Address of a running Ray cluster, or `auto`; null starts Ray on this machine."""
+    """Address of a running Ray cluster, or `auto`; null starts Ray on this machine. A program that
+    has called `ray.init` has its own Ray joined in any case, and finds it as it was before."""
     ray_env: dict[str, str] = {}
     """Environment variables of all Ray actors, on all nodes: workers, ranks of the trainer and
     further processes, such as {HF_HOME: /data/hf, NCCL_DEBUG: INFO}. They override those of the

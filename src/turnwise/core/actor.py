@@ -27,6 +27,7 @@ from turnwise.config import Config
 from turnwise.core import logs
 from turnwise.core.aio import call_within
 from turnwise.core.deadlines import deadline, deadline_error
+from turnwise.core.ray import actor_variables
 from turnwise.errors import TurnwiseError
 
 _T = TypeVar("_T")
@@ -74,6 +75,7 @@ class ActorHandle:
                 1000 where the class has coroutines.
         """
         variables = {
+            **actor_variables(),
             **logs.environment(config, log),
             "OMP_NUM_THREADS": str(threads),
             "TOKENIZERS_PARALLELISM": "false",

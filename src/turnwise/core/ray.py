@@ -1,4 +1,5 @@
-"""Starting Ray or joining a cluster, and detecting that its head process is gone."""
+"""Starting Ray, or joining the one that a program or a cluster has, and detecting that its head
+process is gone. What was not started here is never shut down here."""
 
 import asyncio
 import logging
@@ -7,8 +8,10 @@ import secrets
 import signal
 import socket
 import sys
+import threading
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
+from pathlib import Path
 
 import ray
 
@@ -34,19 +37,120 @@ _TOKEN_NEEDED = (
 has; a program that is given an address sends none by itself."""
 
 
+_lock = threading.Lock()
+_ours: str | None = None
+"""Ray's id of this process since `start_ray` connected it; None if it never did."""
+_users = 0
+"""Number of callers of `start_ray` that still use that connection."""
+
+
 def start_ray(address: str | None, environment: Mapping[str, str] | None = None) -> float:
-    """Connect to a cluster, or start Ray on this machine, whose actors get the variables of
-    `environment` too; return its number of GPUs."""
+    """Join the Ray that this program is connected to, or connect it to a cluster, or start Ray on
+    this machine, whose actors get the variables of `environment` too; return its number of GPUs.
+
+    `leave_ray` ends what this began.
+
+    Raises:
+        InputError: when Ray cannot be reached, or the program is connected to another cluster than
+            the one at `address`.
+    """
+    global _ours, _users
+    with _lock:
+        if ray.is_initialized():
+            head = _join(address)
+            _users += _is_ours()
+        else:
+            try:
+                _connect(address, environment)
+                _ours, _users = ray.get_runtime_context().get_worker_id(), 1
+            except BaseException:
+                ray.shutdown()  # of a connection that was half made
+                raise
+            head = "on this machine"
+        try:
+            gpus = float(ray.cluster_resources().get("GPU", 0))
+        except Exception as error:
+            raise _unreachable(head, error) from error
+    context = ray.get_runtime_context()
+    logs.link_ray(str(Path(context.get_temp_dir(), context.get_session_name())))
+    return gpus
+
+
+def leave_ray() -> None:
+    """Shut the connection down that `start_ray` made, with all actors of this program, once nobody
+    uses it; without effect on one that the program made itself."""
+    global _users
+    with _lock:
+        if ray.is_initialized() and _is_ours():
+            _users -= 1
+            if _users <= 0:
+                ray.shutdown()
+
+
+def goes_on() -> bool:
+    """Return whether Ray, and all actors of this program, go on when a run leaves it."""
+    return ray.is_initialized() and not (_is_ours() and _users == 1)
+
+
+def _is_ours() -> bool:
+    return _ours is not None and ray.get_runtime_context().get_worker_id() == _ours
+
+
+def _join(address: str | None) -> str:
+    """Check that the Ray that this program is connected to can be used, and is the one at an
+    address; return its own."""
+    from ray.util.client import ray as client
+
+    if client.is_connected():
+        raise InputError(
+            "this program is connected to Ray by its client (ray://): connect with "
+            "ray.init('auto') on a node of the cluster instead"
+        )
+    head = str(ray.get_runtime_context().gcs_address)
+    if address not in (None, "auto") and _endpoints(str(address)).isdisjoint(_endpoints(head)):
+        raise InputError(
+            f"ray_address is {address}, and this program is connected to Ray at {head}: leave "
+            "ray_address out, or connect the program to that cluster"
+        )
+    try:
+        _probe_port(head)
+    except OSError as error:
+        raise _unreachable(f"at {head}", error) from error
+    return f"at {head}"
+
+
+def _endpoints(address: str) -> set[tuple[str, int]]:
+    """Return the IP addresses and the port that an address stands for."""
+    host, port = _host_and_port(address)
+    try:
+        return {(str(found[4][0]), port) for found in socket.getaddrinfo(host, port)}
+    except OSError:
+        return {(host, port)}
+
+
+def _unreachable(where: str, error: Exception) -> InputError:
+    why = _TOKEN_NEEDED if "InvalidAuthToken" in str(error.__cause__) else error
+    return InputError(f"Ray cannot be reached {where}: {why}")
+
+
+def actor_variables() -> dict[str, str]:
+    """Return the variables that each of our actors needs, whoever started Ray: the path of imports
+    and the run's secret."""
+    # Plug-ins are imported from the working directory, in actors as in this process.
+    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    secret = os.environ.setdefault(process.SECRET, secrets.token_hex(16))
+    return {"PYTHONPATH": paths, process.SECRET: secret}
+
+
+def _connect(address: str | None, environment: Mapping[str, str] | None) -> None:
+    """Connect this program to a cluster, or start Ray on this machine."""
+    variables = {**(environment or {}), **actor_variables()}
     options: dict[str, object] = {
         "log_to_driver": False,
         "logging_level": logs.quiet("ray"),
         "logging_format": logs.FILE_FORMAT,
+        "runtime_env": {"env_vars": variables},
     }
-    # Plug-ins are imported from the working directory, in actors as in this process.
-    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-    secret = os.environ.setdefault(process.SECRET, secrets.token_hex(16))
-    variables = {**(environment or {}), "PYTHONPATH": paths, process.SECRET: secret}
-    options["runtime_env"] = {"env_vars": variables}
     lean: AbstractContextManager[None] = nullcontext()
     if address is None:
         # Other machines have no fork server: in a cluster, workers start without one. It has
@@ -69,14 +173,10 @@ def start_ray(address: str | None, environment: Mapping[str, str] | None = None)
             _probe_port(address)
         with signal_handler_kept(signal.SIGTERM), lean:
             # Without "local", Ray would join a cluster that is still running on this machine.
-            context = ray.init(address=address or "local", **options)
+            ray.init(address=address or "local", **options)
     except Exception as error:  # of any type: a node that starts too slowly is a plain one
-        where = f"at {address}" if address else "on this machine"
-        why = _TOKEN_NEEDED if "InvalidAuthToken" in str(error.__cause__) else error
-        raise InputError(f"Ray cannot be reached {where}: {why}") from error
+        raise _unreachable(f"at {address}" if address else "on this machine", error) from error
     report_to(lambda lines: logging.getLogger("ray").info("%s", "\n".join(map(str, lines))))
-    logs.link_ray(context.address_info["session_dir"])
-    return float(ray.cluster_resources().get("GPU", 0))
 
 
 def join_ray(address: str, namespace: str) -> None:
@@ -104,11 +204,11 @@ def _host_and_port(address: str) -> tuple[str, int]:
 
 @asynccontextmanager
 async def watching_ray(address: str | None) -> AsyncIterator[None]:
-    """Raise TurnwiseError from the `async with` block when the head process of a Ray that
+    """Raise TurnwiseError from the `async with` block when the head process of the Ray that
     `start_ray` started or joined accepts no connection for seconds: without it, no actor can be
     started, found or ended."""
     head = ray.get_runtime_context().gcs_address
-    patience = _PATIENCE if address is None else _CLUSTER_PATIENCE
+    patience = _PATIENCE if address is None and _is_ours() else _CLUSTER_PATIENCE
 
     async def watch() -> None:
         host, port = _host_and_port(head)

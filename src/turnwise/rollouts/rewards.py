@@ -123,6 +123,11 @@ class RewardManager:
                 what = f"{what} {twice[0]} twice; add up the weights, or name each"
                 raise InputError(f"rollout.rewards {what}")
 
+    def end_models(self) -> None:
+        """End the processes of the reward models."""
+        for model in self.models.values():
+            model.kill()
+
     async def judge(
         self,
         episode: Episode,

@@ -18,7 +18,7 @@ from turnwise.config import Config
 from turnwise.core import fork_server
 from turnwise.core.aio import run_in_thread, task_group
 from turnwise.core.optional import check_vllm
-from turnwise.core.ray import start_ray, watching_ray
+from turnwise.core.ray import leave_ray, start_ray, watching_ray
 from turnwise.rollouts.agents import import_chat_scheduler
 from turnwise.run.display import SILENT, Display, show_part
 from turnwise.run.scaling import scaling
@@ -63,7 +63,7 @@ async def open_manager(
     config: Config, progress: Display = SILENT, hosts: Mapping[str, RayActor] | None = None
 ) -> AsyncIterator[tuple[AsyncLLMServerManager, ChatBackend]]:
     """Start Ray, the workers, and a chat backend in front of them; stop them all on exit. With
-    `hosts`, the workers' models are in these actors, and Ray is the one that runs already."""
+    `hosts`, the workers' models are in these actors, in the Ray that the program has joined."""
     async with _open_fleet(
         config,
         progress,
@@ -85,19 +85,14 @@ async def _open_fleet(
     hosts: Mapping[str, RayActor] | None = None,
 ) -> AsyncIterator[tuple[AsyncLLMServerManager, _Front]]:
     """Start the workers and the front end concurrently; `load` imports what the latter needs."""
-    if hosts is None:
-        begin_imports(config)
-    else:
-        check_vllm()
+    begin_imports(config)
     with progress.part("loading the tokenizer"):
         await run_in_thread(lambda: load_tokenizer(config))
     async with AsyncExitStack() as stack:
         importing = asyncio.ensure_future(load())
         stack.callback(importing.cancel)
-        share = 0.0
-        if hosts is None:
-            gpus = await stack.enter_async_context(ray_running(config, progress))
-            share = gpu_share(config, gpus, training=False)
+        gpus = await stack.enter_async_context(ray_running(config, progress))
+        share = gpu_share(config, gpus, training=False) if hosts is None else 0.0
         manager = make_manager(config, share, hosts)
         stack.push_async_callback(manager.shutdown)
         front = make_front(await importing, manager)
@@ -107,13 +102,14 @@ async def _open_fleet(
             starting.create_task(show_part(progress, name, front.start))
         if hosts is None:  # else their number is that of the actors
             await stack.enter_async_context(scaling(config, manager))
-        async with watching_ray(config.ray_address if hosts is None else "auto"):
+        async with watching_ray(config.ray_address):
             yield manager, front
 
 
 @asynccontextmanager
 async def ray_running(config: Config, progress: Display) -> AsyncIterator[float]:
-    """Start Ray, and shut it down with all its actors on exit; yield the number of GPUs."""
+    """Start Ray, and shut it down with all its actors on exit, or join the one that the program is
+    connected to, which goes on; yield the number of GPUs."""
     where = config.ray_address, config.ray_env
     starting = asyncio.ensure_future(
         show_part(progress, "starting Ray", lambda: run_in_thread(start_ray, *where))
@@ -122,13 +118,14 @@ async def ray_running(config: Config, progress: Display) -> AsyncIterator[float]
         yield await asyncio.shield(starting)
     finally:
         await asyncio.wait([starting])  # Ray's start cannot be cancelled
-        await run_in_thread(ray.shutdown)
+        if starting.exception() is None:
+            await run_in_thread(leave_ray)
 
 
 def begin_imports(config: Config) -> None:
     """Start importing the workers' modules in the process that they are forked from."""
     check_vllm()
-    if config.ray_address is None and not config.ray_env:
+    if config.ray_address is None and not config.ray_env and not ray.is_initialized():
         fork_server.address()
 
 

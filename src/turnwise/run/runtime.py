@@ -148,6 +148,7 @@ async def open_runtime(
         if (count := config.rollout.processes) > 1:
             processes = RolloutProcesses(config, manager.scheduler, environment)
             stack.push_async_callback(processes.stop)
+        stack.callback(runner.rewards.end_models)
         async with task_group() as starting:
             starting.create_task(show_part(progress, starting_engines(config), manager.start))
             if processes is not None:

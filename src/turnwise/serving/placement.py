@@ -17,6 +17,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from turnwise.config import NO_DEADLINE, Config
 from turnwise.core.actor import create_placement_group, give_back
 from turnwise.core.aio import run_in_thread
+from turnwise.core.ray import goes_on
 from turnwise.errors import InputError
 from turnwise.serving.colocated.host import on_actors
 from turnwise.serving.openai.address import with_api_key
@@ -102,8 +103,8 @@ class WorkerStarter:
             give_back(group)
 
     def end(self) -> None:
-        """Give all bundles back, where Ray may go on: it is that of the hosts."""
-        for index in [*self._groups] if self._hosts is not None else ():
+        """Give all bundles back if Ray goes on."""
+        for index in [*self._groups] if goes_on() else ():
             self.leave(index)
 
 

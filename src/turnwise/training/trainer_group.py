@@ -14,15 +14,17 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import ray
 from ray.actor import ActorHandle as RayActor
+from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from turnwise.config import Config
 from turnwise.core import logs
-from turnwise.core.actor import ActorHandle, create_placement_group, is_death, killed_on_failure
+from turnwise.core.actor import ActorHandle, create_placement_group, give_back, is_death
 from turnwise.core.aio import run_in_thread
 from turnwise.core.fork_server import SPIN_COUNT
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import load_object
+from turnwise.core.ray import goes_on
 from turnwise.errors import DeadlineError, TrainerError, TurnwiseError
 from turnwise.serving.colocated.host import WorkerHost
 from turnwise.training import linear
@@ -94,7 +96,13 @@ class TrainerGroup:
 
     rank_class: ClassVar[str] = "turnwise.training.rank:TrainerRank"
 
-    def __init__(self, config: Config, ranks: Sequence[ActorHandle], on_gpu: bool = False) -> None:
+    def __init__(
+        self,
+        config: Config,
+        ranks: Sequence[ActorHandle],
+        on_gpu: bool = False,
+        bundles: PlacementGroup | None = None,
+    ) -> None:
         self.pids: list[int] = []
         self.version = 0
         self.layouts = Layouts()
@@ -102,6 +110,7 @@ class TrainerGroup:
         """The last step's samples, with the values of their trained tokens."""
         self._config = config
         self._ranks = list(ranks)
+        self._bundles = bundles
         self._on_gpu = on_gpu
         self._timeout = config.training.step_timeout
 
@@ -139,8 +148,8 @@ class TrainerGroup:
             )
             for rank in range(training.ranks)
         ]
-        trainer = cls(config, ranks, num_gpus > 0)
-        with killed_on_failure(*ranks):
+        trainer = cls(config, ranks, num_gpus > 0, group)
+        try:
             address = ""
             if len(ranks) > 1:  # ranks of one node meet at an address that only it can reach
                 nodes = await trainer._each("report its address", "node")
@@ -149,6 +158,9 @@ class TrainerGroup:
             given = config, str(folder), cls.rank_class
             arguments = [(*given, n, len(ranks), address) for n in range(len(ranks))]
             started = await trainer._each("start", "start", arguments)
+        except BaseException:
+            trainer.kill()
+            raise
         trainer.pids = [pid for pid, _, _ in started]
         _, trainer.layouts, said = started[0]
         logger.info("%s", said)
@@ -258,7 +270,7 @@ class TrainerGroup:
 
     async def close(self) -> None:
         """Release what the weight transport keeps outside the ranks' processes, such as files; a
-        rank that is dead or busy keeps it."""
+        rank that is dead or busy keeps it. End the ranks if Ray goes on."""
         calls = [
             rank.call("call", "close", what="release its weights", seconds=_PING_SECONDS)
             for rank in self._ranks
@@ -266,10 +278,15 @@ class TrainerGroup:
         for outcome in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(outcome, Exception):
                 logger.info("the trainer's weights are not released: %s", outcome)
+        if goes_on():
+            self.kill()
 
     def kill(self) -> None:
+        """End all ranks at once, and give their bundles back."""
         for rank in self._ranks:
             rank.kill()
+        if self._bundles is not None:
+            give_back(self._bundles)
 
     async def _same(self, what: str, method: str, *arguments: object) -> list[Any]:
         """Call a method of `TrainerRank` with the same arguments on all ranks."""
