@@ -139,6 +139,31 @@ async def test_errors_that_may_pass_are_tried_again(scripted: Scripted) -> None:
     assert (counts["requests"], counts["retries"]) == (1, 3)
 
 
+async def test_a_judge_that_is_away_is_asked_until_its_timeout_not_a_number_of_times(
+    scripted: Scripted,
+) -> None:
+    scripted.script = [DROP, 503, 429] * 5 + [verdict(1)]
+    trajectory, counts = await judged(manager(scripted, retries=1))
+    assert (trajectory.reward, counts["retries"]) == (1.0, 15)
+    scripted.answer = lambda body: 503
+    with pytest.raises(TrajectoryError, match=r"within 1 s .*it answered 503") as failure:
+        await judged(manager(scripted, retries=1, timeout=1), "another")
+    assert failure.value.reason == "judge_timeout"
+
+
+async def test_a_row_without_a_field_that_the_judge_reads_fails_its_trajectory(
+    scripted: Scripted,
+) -> None:
+    rewards = manager(scripted, row_fields=["answer", "source"])
+    with pytest.raises(TrajectoryError, match=r"row_fields: the row has no source") as failure:
+        await judged(rewards)
+    assert failure.value.reason == "judge_error"
+    words = "rows:1: .*row_fields: the row has no source; it has: question, answer"
+    with pytest.raises(InputError, match=words):
+        rewards.check_row("rows:1", ROW)
+    rewards.check_row("rows:1", {**ROW, "source": ""})
+
+
 async def test_a_judge_that_refuses_drops_the_trajectory_with_its_words(scripted: Scripted) -> None:
     scripted.script = [401]
     with pytest.raises(TrajectoryError, match=r"the judge m at .*not today \(401\)") as failure:
@@ -211,7 +236,6 @@ def test_what_judges_cost_survives_a_checkpoint() -> None:
         ({"url": "localhost"}, r"judge\.url"),
         ({"compare": "pairs"}, "compare"),
         ({"api_key_variable": "NO_SUCH_KEY"}, "variable NO_SUCH_KEY is not set"),
-        ({"row_fields": ["gold"]}, "judge.row_fields: a row has no gold"),
     ],
 )
 async def test_a_wrong_key_is_named(scripted: Scripted, wrong: dict[str, Any], words: str) -> None:

@@ -176,11 +176,15 @@ async def test_a_cancelled_group_ends_its_requests(
 async def test_the_users_mistakes_come_as_from_the_driver(
     config: Config, processes: RolloutProcesses
 ) -> None:
-    with pytest.raises(InputError, match="the loop has no key for this row"):
-        await processes.run_group(problem_of(1, refused=True), config.sampling, "refused")
-    unsendable = problem_of(2, lock=threading.Lock())
-    with pytest.raises(InputError, match=r"rows:2 cannot be sent .*\(rollout.processes\)"):
-        await processes.run_group(unsendable, config.sampling, "unsendable")
+    for number in range(4):  # in both processes
+        await processes.run_group(problem_of(number), config.sampling, f"first{number}")
+    for problem, words in (
+        (problem_of(1, refused=True), "the loop has no key for this row"),
+        (problem_of(2, lock=threading.Lock()), "rows:2 cannot be sent to another process"),
+    ):
+        group = await processes.run_group(problem, config.sampling, problem.id)
+        assert group.dropped == {"input_error": config.sampling.n}
+        assert words in str(group.causes)
     lock = threading.Lock()
 
     class Unsendable(Counter):

@@ -647,3 +647,30 @@ async def test_a_lack_of_threads_costs_a_trajectory_and_not_the_run(
     group = await run({"takes": 0.0}, n=2)
     assert group.dropped == {"system_error": 2}
     assert "no thread can be started" in group.causes["system_error"]
+
+
+class Picky(SingleTurnLoop):
+    """A loop that some rows cannot be played with."""
+
+    async def run(self, environment: Any, context: RolloutContext) -> None:
+        if context.row.get("bad"):
+            raise InputError("the row has no key 'answer'")
+        await super().run(environment, context)
+
+
+async def test_a_mistake_that_only_a_later_row_shows_fails_its_trajectories(
+    make_config: Callable[..., Config], tokenizer: Any
+) -> None:
+    """Before any trajectory is finished, it is one of the configuration, and ends the run."""
+    config = make_config(environment=f"{HERE}:Desk", rollout={"loop": f"{HERE}:Picky"})
+    runner, engine = Runner(config, tokenizer), SimulatedEngine(vocab_size=len(tokenizer))
+    sampling = SamplingConfig(n=2, max_tokens=4)
+
+    async def play(number: int, **row: Any) -> Group:
+        problem = Problem(f"rows:{number}", {"question": "Go.", "tries": itertools.count(1), **row})
+        return await runner.run_group(engine, problem, sampling, f"group{number}")
+
+    with pytest.raises(InputError, match="no key 'answer'"):
+        await play(1, bad=True)
+    assert not (await play(2)).dropped
+    assert (await play(3, bad=True)).dropped == {"input_error": 2}

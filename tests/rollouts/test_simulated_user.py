@@ -90,7 +90,7 @@ async def test_what_may_pass_is_tried_again(scripted: Scripted) -> None:
 @pytest.mark.parametrize(
     ("script", "attempts", "words"),
     [
-        ([429] * 2, 2, "429"),
+        ([500] * 2, 2, "500"),
         ([404], 1, r"answered 404: .*not today \(404\)"),
         ([""], 1, r"answered without a text \(finish_reason stop\)"),
         (["<think>I never"], 1, r"answered without a text"),

@@ -155,8 +155,9 @@ class JudgeConfig(Section):
     timeout: Seconds = 60.0
     """Deadline in seconds for one verdict, retries included."""
     retries: NonNegativeInt = 4
-    """Number of further attempts after a connection error, 408, 409, 429, 5xx or an unusable
-    answer, with growing pauses or after the time that the server names. Without a verdict, the
+    """Number of further attempts after an unusable answer, or a 5xx that is not 502 to 504; 0 asks
+    once. A server that is away or busy (connection errors, 408, 409, 429, 502 to 504) is asked
+    until the timeout, with growing pauses or after the time that it names. Without a verdict, the
     trajectory, or with compare its group, is dropped."""
 
     def mistakes(self) -> Iterator[str]:

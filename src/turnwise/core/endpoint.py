@@ -1,10 +1,12 @@
 """A client of HTTP servers that answer with JSON: other models behind a URL, sandboxes elsewhere.
 
-A request is tried again within one deadline. What a server answers is not trusted: it is read up to
-a largest size, and a redirect is an error.
+A server that is away or busy is asked again until the deadline; one that gives an unusable answer,
+a number of times. What a server answers is not trusted: it is read up to a largest size, and a
+redirect is an error.
 """
 
 import asyncio
+import itertools
 import os
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
@@ -20,7 +22,7 @@ from turnwise.core.user_code import use_daemon_threads
 from turnwise.errors import DeadlineError, InputError, TrajectoryError, first_line
 
 _T = TypeVar("_T")
-_PASSING = (408, 409, 429)  # statuses, besides 5xx, after which the same request may succeed
+_AWAY = (408, 409, 429, 502, 503, 504)  # statuses of a server that is busy, or not there yet
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 8.0  # seconds between attempts if the server names none
 _ENDLESS = aiohttp.ClientTimeout(total=None)  # there is a deadline
 _SHOWN = 300  # bytes of an error's body that a message has
@@ -29,8 +31,9 @@ _SHOWN = 300  # bytes of an error's body that a message has
 class Endpoint:
     """The server at a URL, and its model of which each request has the name; None names none. Its
     failures are `REASON_error` and `REASON_timeout`, over all attempts; `who` ("the judge") and
-    `key`, that of the timeout, are for messages. InputError when the variable of the server's key
-    is not set; None sends none."""
+    `key`, that of the timeout, are for messages. With 0 `retries`, for requests that may be sent
+    only once, a server that is away is not asked again either. InputError when the variable of the
+    server's key is not set; None sends none."""
 
     def __init__(
         self,
@@ -63,9 +66,10 @@ class Endpoint:
         """Send JSON, and return what `read` makes of the answer, of at most `largest` bytes; adds
         the `requests` and `retries` to `spent`.
 
-        Connection errors, 408, 409, 429, 5xx and answers that `read` refuses with an AnswerError
-        are tried again, after growing pauses, or later if the server names more seconds.
-        TrajectoryError, with the server's own words, when no attempt succeeds in time.
+        After a connection error, 408, 409, 429, 502, 503 or 504, the request is repeated until the
+        deadline; after another 5xx, and an answer that `read` refuses with an AnswerError,
+        `retries` times. Pauses grow, or are longer if the server names more seconds.
+        TrajectoryError, with the server's own words, when no attempt succeeds.
         """
         body = {"model": self.model, **body} if self.model else body
         url, headers = f"{self.url}/{path}", self._headers | trace_headers()
@@ -73,9 +77,10 @@ class Endpoint:
         failure = AnswerError("")
         try:
             async with deadline(self._timeout, f"{self} did not answer", self._key):
-                for attempt in range(self._retries + 1):
+                left = self._retries
+                for attempt in itertools.count():
                     spent["retries" if attempt else "requests"] += 1
-                    pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** min(attempt, 9))
+                    pause, away = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** min(attempt, 9)), False
                     try:
                         async with (
                             aiohttp.ClientSession(timeout=_ENDLESS, trust_env=True) as session,
@@ -87,8 +92,8 @@ class Endpoint:
                         if (status := response.status) // 100 == 2:
                             return await read(answer)
                         said = answer[:_SHOWN].decode(errors="replace")
-                        failure = AnswerError(f"answered {status}: {said}")
-                        if status < 500 and status not in _PASSING:
+                        failure, away = AnswerError(f"answered {status}: {said}"), status in _AWAY
+                        if status < 500 and not away:
                             break
                         with suppress(ValueError):  # `Retry-After` of RFC 9110 may be a date
                             pause = max(pause, float(response.headers.get("retry-after", "")))
@@ -96,7 +101,9 @@ class Endpoint:
                         failure = error
                     except (aiohttp.ClientError, OSError, ValueError) as error:
                         failure = AnswerError(f"cannot be reached: {first_line(error)}")
-                    if attempt == self._retries or pause > self._timeout:
+                        away = not isinstance(error, ValueError)  # of the URL or the key
+                    left -= not away
+                    if left < 0 or not self._retries or pause > self._timeout:
                         break
                     await asyncio.sleep(pause)
         except DeadlineError as error:

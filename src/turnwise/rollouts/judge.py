@@ -28,7 +28,7 @@ from turnwise.core.endpoint import Endpoint
 from turnwise.core.json_types import JsonObject
 from turnwise.core.run_files import JUDGEMENTS, RunFiles, judgements
 from turnwise.core.untrusted import AnswerError, Number, read_answer
-from turnwise.errors import InputError
+from turnwise.errors import TrajectoryError
 from turnwise.rollouts.chat_endpoint import complete
 from turnwise.rollouts.problems import Row
 from turnwise.trajectory import Message, Trajectory
@@ -87,6 +87,11 @@ class Judge:
         if len(self._answers) > _KNOWN:
             self._answers.popitem(last=False)
 
+    def lacks(self, row: Row) -> str:
+        """Return why a row cannot be shown to the judge; "" if it can."""
+        unknown = [name for name in self._config.row_fields if name not in row]
+        return f"rollout.rewards: judge.row_fields: the row has no {unknown[0]}" if unknown else ""
+
     async def judge(
         self,
         reads: Sequence[Sequence[Message] | str],
@@ -99,8 +104,8 @@ class Judge:
         the verdicts to their `judgements`, and what they cost to `counts`. TrajectoryError without
         a usable answer: `judge_error`, or `judge_timeout`."""
         config, answers = self._config, self._answers
-        if unknown := set(config.row_fields) - row.keys():
-            raise InputError(f"rollout.rewards: judge.row_fields: a row has no {min(unknown)}")
+        if why := self.lacks(row):
+            raise TrajectoryError("judge_error", why)
         texts = [json.dumps(read, default=str) for read in reads]
         distinct = dict(zip(texts, reads, strict=True))
         shown = {name: row[name] for name in config.row_fields}

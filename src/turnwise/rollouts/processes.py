@@ -22,7 +22,7 @@ from turnwise.core.run_files import RunFiles
 from turnwise.core.user_code import import_user_code
 from turnwise.core.watchdog import waiting
 from turnwise.engine.protocol import Generator
-from turnwise.errors import InputError, StepError, describe_error
+from turnwise.errors import InputError, StepError, TrajectoryError, describe_error
 from turnwise.rollouts.agents import import_chat_scheduler
 from turnwise.rollouts.environment import EnvironmentType
 from turnwise.rollouts.group import Group
@@ -87,6 +87,10 @@ class RolloutProcesses(FrontProcesses):
             try:
                 name = f"{tag}.{len(causes)}" if causes else tag
                 answer = await self._ask(process, problem, sampling, name, last)
+            except TrajectoryError as error:  # of the row
+                answer = Group.of(problem)
+                answer.dropped[error.reason] += sampling.n
+                answer.causes[error.reason] = str(error)
             finally:
                 process.busy -= 1
             if isinstance(answer, Group):
@@ -114,9 +118,10 @@ class RolloutProcesses(FrontProcesses):
         try:
             reply = process.actor.actor.run_group.remote(problem, sampling, name, last)
         except TypeError as error:
-            raise InputError(
+            raise TrajectoryError(
+                "input_error",
                 f"{problem.id} cannot be sent to another process (rollout.processes): "
-                f"{describe_error(error)}"
+                f"{describe_error(error)}",
             ) from error
         # Its process limits the group's time.
         answer: asyncio.Future[Group] = asyncio.ensure_future(

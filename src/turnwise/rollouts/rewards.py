@@ -74,8 +74,8 @@ class _Part(NamedTuple):
     @asynccontextmanager
     async def judging(self, problem_id: str) -> AsyncIterator[None]:
         """Wait for this part under its name; its error is the trajectory's `reward_error`."""
-        passing = InputError, TrajectoryError
-        async with user_errors("reward_error", f"{self} gave no reward: ", passing):
+        said = f"{self} gave no reward: "
+        async with user_errors("reward_error", said, (TrajectoryError,)):
             with waiting(f"{self.name} of {problem_id}", "reward"):
                 yield
 
@@ -218,6 +218,12 @@ class RewardManager:
                     trajectory.reward = _within_limit(total)
                     for player in trajectory.player_rewards:
                         trajectory.player_rewards[player] += part.weight * value
+
+    def check_row(self, where: str, row: Row) -> None:
+        """Raise InputError if the row `where` lacks a field that a judge reads."""
+        for part in self._parts:
+            if part.judge is not None and (why := part.judge.lacks(row)):
+                raise InputError(f"{where}: {why}; it has: {', '.join(map(str, row))}")
 
     def lacks(self, trajectory: Trajectory) -> bool:
         """Return whether no part applies to a judged trajectory: all optional ones were None."""

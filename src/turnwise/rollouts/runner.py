@@ -2,7 +2,9 @@
 
 Every trajectory that starts ends exactly once: in its group or, after `rollout.retries` further
 attempts, counted there under the reason of its last failure. Only an `InputError`, a mistake in the
-user's input, ends the run from here; a lack of descriptors, threads or memory fails trajectories.
+user's input, ends the run from here, and only as long as no trajectory of the environment has been
+finished; later it can only be a row's, and fails its trajectories as `input_error`, as a lack of
+descriptors, threads or memory fails them.
 No pass over all rows comes before, and no environment is built for a row that is never played.
 """
 
@@ -119,6 +121,7 @@ class Stage:
         self._longest = config.data.max_prompt_tokens or math.inf
         written = bool(template.missing) and config.rollout.loop in _BY_REQUESTS  # by an agent
         self._measures = measured and not written
+        self.played = False  # whether a trajectory has been finished
         self._checked = False
         """Whether the template shows the first problem's messages, and tools and results of our own
         loops."""
@@ -347,6 +350,8 @@ class Runner:
         return ToolParser(self._config.rollout.tool_parser, self.tokenizer)
 
     def check(self, problem: Problem) -> int | None:
+        """Check what can be known of a row before anything is started; see `Stage.check`."""
+        self.rewards.check_row(problem.id, problem.row)
         return self._stage(problem).check(problem)
 
     def within_prompt_limit(self, problems: Sequence[Problem]) -> list[Problem]:
@@ -471,6 +476,7 @@ class Runner:
                         trajectory.events["experts_missing"] += lost
                     set_attribute("turnwise.status", trajectory.status)
                     set_attribute("turnwise.reward", trajectory.reward or 0.0)
+                run.stage.played = True
                 return None
         except TrajectoryError as error:
             failure = error.reason, str(error)
@@ -482,6 +488,11 @@ class Runner:
             failure = "engine_error", str(error)
         except (OSError, MemoryError) as error:  # too few threads, descriptors, pages for a moment
             failure = "system_error", str(error)
+        except InputError as error:
+            if not run.stage.played:
+                raise
+            failure = "input_error", str(error)
+            await self.files.log_error(failure[0], name, error)
         except asyncio.CancelledError:
             if is_cancelled():
                 raise

@@ -34,7 +34,8 @@ class SimulatedUser:
         max_tokens: Budget of tokens in this trajectory, prompts included; None sets none.
         timeout: Seconds for one answer, retries included; keep it below
             `rollout.environment_timeout`.
-        retries: Number of further attempts at an answer.
+        retries: Number of further attempts after an unusable answer; a server that is away is
+            asked until `timeout`. 0 asks once.
         api_key_variable: Name of the environment variable with the server's key; None sends none.
         request: Other parameters of the request, such as `{"temperature": 0.7}`.
 

@@ -211,6 +211,8 @@ async def _score(
             found.append([max(value or 0.0, _LEAST) if trained else 0.0 for value, trained in row])
     except TrajectoryError as error:
         return error
+    except InputError as error:  # of its tokenizer, at a token that was not compared before
+        return TrajectoryError(_ERROR, str(error))
     trajectory.teacher_logprobs = found
     return None
 
