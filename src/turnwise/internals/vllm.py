@@ -76,6 +76,7 @@ from vllm.v1.engine.output_processor import OutputProcessor, OutputProcessorOutp
 from vllm.v1.executor import multiproc_executor
 from vllm.v1.executor.abstract import Executor
 from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.stats import IterationStats, RequestStateStats
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
@@ -248,6 +249,13 @@ internal(WeightTransferEngineFactory, "_registry")
 
 
 # Patches of every engine's process
+
+internal(KVCacheConfig, "needs_kv_cache_zeroing")
+KVCacheConfig.needs_kv_cache_zeroing = True
+"""Let every engine clear the blocks of its KV cache before a request gets them, as vLLM does for
+the models that read them before they are written. The unused end of a request's last block is read
+too, with probability 0, and 0 times a NaN is a NaN: what one adapter computed, once its training
+has diverged, would end the requests of others."""
 
 TIMES = "turnwise_times"
 """Key in `kv_transfer_params` of outputs that waited: the time of each step, on the engine's

@@ -95,6 +95,21 @@ def capture_experts(runner: "CPUModelRunner") -> None:
     runner.execute_model, runner.sample_tokens = execute_model, sample_tokens
 
 
+def clear_every_layer() -> None:
+    """Let a worker on a CPU clear new blocks of the KV cache in all layers. vLLM clears those of
+    full attention alone there, and one block at a time."""
+    from vllm.v1.worker.cpu_model_runner import CPUModelRunner  # seconds to import elsewhere
+
+    def clear(self: CPUModelRunner, block_ids: list[int]) -> None:
+        count = self.kv_cache_config.num_blocks
+        caches = {each.data_ptr(): each for each in self.kv_caches}
+        for cache in caches.values():  # a block is one of the kernel's, or several
+            cache.unflatten(0, (count, -1))[block_ids] = 0
+
+    internal(CPUModelRunner, "_zero_block_ids", "self", "block_ids")
+    CPUModelRunner._zero_block_ids = clear
+
+
 def pack_experts_again(module: torch.nn.Module) -> None:
     """Let a CPU's experts be padded and packed after every load; vLLM does it after the first."""
     method = getattr(module, "quant_method", None)

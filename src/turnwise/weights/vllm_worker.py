@@ -323,3 +323,5 @@ def _shards(
 vllm.reload_logger.addFilter(lambda record: "Failed to load weights" not in record.getMessage())
 
 vllm.add_transfer_engine(WEIGHT_BACKEND, TransferEngine)
+if vllm.current_platform.is_cpu():
+    vllm_cpu.clear_every_layer()
