@@ -310,8 +310,7 @@ def test_a_change_of_a_checkpoint_that_was_overwritten_meanwhile_changes_nothing
 
     def saved(version: int) -> Checkpoint:
         made = Checkpoint("run", "weights", "state", "me", "model", version, {})
-        kept.begin(made, overwrite=True)
-        kept.commit(made)
+        kept.commit(made, kept.begin(made, overwrite=True), overwrite=True)
         return made
 
     old, new = saved(1), saved(2)
@@ -416,8 +415,7 @@ async def test_after_a_kill_samplers_go_on_and_training_from_a_saved_state(
 def test_an_overwrite_that_a_kill_interrupts_leaves_one_of_both(tmp_path: Path) -> None:
     kept = Checkpoints(tmp_path)
     new = Checkpoint("run", "weights", "state", "me", "model", 1, {"rank": 4})
-    kept.begin(new)
-    kept.commit(new)
+    kept.commit(new, kept.begin(new))
     kept.begin(_with(new, version=2), overwrite=True)
     kept.folder(new).rename(tmp_path / "run" / "weights" / "state.old")
     newer = tmp_path / "run" / "weights" / "newer"

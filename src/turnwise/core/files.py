@@ -52,10 +52,11 @@ def _aside(folder: Path) -> Path:
     return folder.with_name(folder.name + ".old")
 
 
-def put_in_place(folder: Path, *, flush: bool = True) -> None:
-    """Rename the temporary folder of a folder, in the place of an earlier one if there is one; with
-    `flush`, all of it is on the disk first, for what must survive a loss of power."""
-    new, old = temporary(folder), _aside(folder)
+def put_in_place(folder: Path, new: Path | None = None, *, flush: bool = True) -> None:
+    """Rename the temporary folder of a folder, or another `new` one beside it, in the place of an
+    earlier one if there is one; with `flush`, all of it is on the disk first, for what must survive
+    a loss of power."""
+    new, old = new or temporary(folder), _aside(folder)
     if flush:
         sync_tree(new)
     if folder.exists():

@@ -15,7 +15,6 @@ from base64 import urlsafe_b64encode
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Final, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request, Response
@@ -163,12 +162,12 @@ async def weights_urls(service: TinkerService, owner: str, asked: Named) -> Json
     """Return a link to each file of a checkpoint, which needs no key, for an hour."""
     found = await run_in_thread(service.checkpoints.find, asked.tinker_path, owner)
     urls, now = dict[str, str](), time.monotonic()
-    for secret in [each for each, (_, ends) in service.links.items() if ends < now]:
+    for secret in [each for each, (*_, ends) in service.links.items() if ends < now]:
         del service.links[secret]
     for file in service.checkpoints.folder(found).glob("adapter_*"):
         # The same for a file, so that asking again and again adds nothing.
         secret = hmac.new(_LINKS, f"{file} {found.created}".encode(), "sha256").hexdigest()
-        service.links[secret] = file, now + _LINK_SECONDS
+        service.links[secret] = found, file.name, now + _LINK_SECONDS
         urls[file.name] = f"{asked.base_url.rstrip('/')}{FILES}{secret}"
     return {"urls": urls, "expires": expiry(_LINK_SECONDS)}
 
@@ -264,10 +263,12 @@ def add_routes(app: FastAPI, service: TinkerService) -> FastAPI:
 
     @router.get("/files/{link}")
     async def file(link: str) -> Response:
-        found, ends = service.links.get(link, (Path(), 0.0))
-        if ends < time.monotonic() or not found.is_file():
+        saved, name, ends = service.links.get(link, (None, "", 0.0))
+        if saved is None or ends < time.monotonic():
             raise Missing("there is no such file, or its link has expired")
-        return FileResponse(found)
+        kept = service.checkpoints  # the file of that name may be another checkpoint's by now
+        await run_in_thread(kept.find, saved.address, saved.owner, saved.created)
+        return FileResponse(kept.folder(saved) / name)
 
     @router.post("/forward_backward")
     async def forward_backward(request: Request) -> Response:

@@ -12,8 +12,8 @@ import logging
 import shutil
 import time
 import uuid
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -139,8 +139,9 @@ class TinkerService:
         self.model_name = config.serving.served_model_name or path
         self.joined = ChunkReader(config).joined
         self.checkpoints = Checkpoints(folder / "tinker")
-        self.links: dict[str, tuple[Path, float]] = {}
-        """Files that anyone may read who knows their secret, and the time at which that ends."""
+        self.links: dict[str, tuple[Checkpoint, str, float]] = {}
+        """Checkpoint and name of each file that anyone may read who knows its secret, and the time
+        at which that ends."""
         self._names = {self.model_name, path, Path(path).name}
         self._tokenizer = config.model.tokenizer or path
         self._config, self._stable = config, stable
@@ -424,27 +425,38 @@ class TinkerService:
         return {"path": (await self._save(model, kind, asked.path, asked)).address}
 
     async def load(self, model: Model, asked: requests.LoadWeights) -> Reply:
-        saved, *state = await self._saved(asked, model.session)
-        await self._ask("read", model.id, *state)
+        saved = await self._saved(asked, model.session)
+        async with self._holding(saved) as held:
+            await self._ask("read", model.id, held, asked.optimizer)
         model.log.drop()  # of passes whose gradient is dropped
         model.lost = ""
         model.state = replace(model.state, version=saved.version)
         return {"path": saved.address, "model_id": model.id}
 
     async def create_from(self, name: str, session: Session, asked: requests.LoadWeights) -> Reply:
-        saved, *state = await self._saved(asked, session)
+        saved = await self._saved(asked, session)
         new = replace(saved, run=name, kind="snapshots", created=str(expiry(0)), expires=None)
         new = replace(new, run_metadata=asked.user_metadata)
-        await self._add_model(session, new, *state)
+        async with self._holding(saved) as held:
+            await self._add_model(session, new, held, asked.optimizer)
         return {"path": saved.address, "model_id": name}
 
-    async def _saved(
-        self, asked: requests.LoadWeights, session: Session
-    ) -> tuple[Checkpoint, Path, bool]:
+    async def _saved(self, asked: requests.LoadWeights, session: Session) -> Checkpoint:
         saved = await run_in_thread(self.checkpoints.find, asked.path, session.owner)
         for name in (asked.base_model, saved.base_model):
             self._check_base(name or saved.base_model)
-        return saved, self.checkpoints.folder(saved), asked.optimizer
+        return saved
+
+    @asynccontextmanager
+    async def _holding(self, saved: Checkpoint) -> AsyncIterator[Path]:
+        """Yield a folder with a checkpoint's files, which stay there until the end of the block."""
+        held = asyncio.ensure_future(run_in_thread(self.checkpoints.hold, saved))
+        try:
+            yield await asyncio.shield(held)
+        finally:
+            await asyncio.wait([held])  # also after a cancellation
+            if held.exception() is None:
+                await run_in_thread(self.checkpoints.release, saved)
 
     async def _save(
         self, model: Model, kind: Kind, name: str, asked: requests.Saving
@@ -457,9 +469,10 @@ class TinkerService:
             partial(self.checkpoints.begin, saved, overwrite=asked.overwrite)
         )
         flush = kind != "snapshots"  # which end with their session
+        how = {"overwrite": asked.overwrite, "flush": flush}
         try:
             await self._ask("write", model.id, begun, kind == "weights")
-            await run_in_thread(partial(self.checkpoints.commit, saved, flush=flush))
+            await run_in_thread(partial(self.checkpoints.commit, saved, begun, **how))
         except BaseException:  # a full disk would stay full
             await run_in_thread(partial(shutil.rmtree, begun, ignore_errors=True))
             raise
@@ -543,14 +556,12 @@ class TinkerService:
             raise InputError(f"record_stability_info: {NOT_STABLE}")
         ids = await run_in_thread(asked.tokens, self._vocabulary, self.joined)
         saved, route = sampler.checkpoint, Route(group=name)
-        if saved is not None:
-            if sampler.snapshot is None:
-                find = self.checkpoints.find
-                await run_in_thread(find, saved.address, saved.owner, saved.created)
-            folder = str(self.checkpoints.folder(saved))
-            route = Route("", name, f"{saved.address} {saved.created}", folder)
-        made = asked.requests(ids, name, route, self._config.model.max_length)
-        done = await together(generate(self._generator, each) for each in made)
+        async with AsyncExitStack() as stack:
+            if saved is not None:
+                held = await stack.enter_async_context(self._holding(saved))
+                route = Route("", name, f"{saved.address} {saved.created}", str(held))
+            made = asked.requests(ids, name, route, self._config.model.max_length)
+            done = await together(generate(self._generator, each) for each in made)
         if any(each.finish_reason == "abort" for each in done):
             raise EngineError(f"an engine ended {name} early")
         if not asked.scored(len(ids)):  # else it scores, and what it samples is thrown away

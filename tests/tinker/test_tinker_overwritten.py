@@ -1,0 +1,200 @@
+"""Checkpoints that are overwritten, removed or copied twice while somebody reads them: what was
+found by its name is what is used. Without engines: see `bench`."""
+
+import asyncio
+import shutil
+import threading
+from collections.abc import AsyncGenerator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tinker.bench import KEY, Client
+from tests.tinker.test_tinker_state import IDS, get, save, train
+from turnwise.engine.adapters import WEIGHTS
+from turnwise.engine.protocol import Chunk, Request
+from turnwise.errors import InputError
+from turnwise.tinker.checkpoints import Checkpoint, Checkpoints
+from turnwise.tinker.service import TinkerService
+
+STATE = Checkpoint("run:train:0", "weights", "state", "me", "model", 1, {"rank": 4})
+
+
+def saved(kept: Checkpoints, content: bytes, new: Checkpoint = STATE) -> Checkpoint:
+    """Save a checkpoint of two files, in the place of an earlier one."""
+    begun = kept.begin(new, overwrite=True)
+    for name in (WEIGHTS, "optimizer.pt"):
+        (begun / name).write_bytes(content)
+    kept.commit(new, begun, overwrite=True)
+    return new
+
+
+class SlowEngine:
+    """An engine that loads the adapter of a request once it has a slot for it."""
+
+    def __init__(self) -> None:
+        self.asked, self.has_slot = asyncio.Event(), asyncio.Event()
+        self.loaded = b""
+
+    async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        self.asked.set()
+        await self.has_slot.wait()
+        self.loaded = (Path(request.route.folder) / WEIGHTS).read_bytes()
+        yield Chunk([9], [-0.5], [0], "stop")
+
+
+@pytest.mark.parametrize("change", ["overwritten", "removed", "saved anew"])
+async def test_a_sample_that_waits_for_a_slot_gets_the_weights_that_it_asked_for(
+    served: tuple[Client, TinkerService], change: str
+) -> None:
+    client, service = served
+    await client.open()
+    path = (await save(client, 1, "latest", "save_weights_for_sampler"))["path"]
+    place = service.checkpoints.folder(service.checkpoints.of(owner_of(service))[0])
+    before = (place / WEIGHTS).read_bytes()
+    body = {"session_id": client.session, "sampling_session_seq_id": 0, "model_path": path}
+    sampler = (await client.tree("create_sampling_session", body))["sampling_session_id"]
+    engine: Any = SlowEngine()
+    service._generator = engine
+    ask = {
+        "sampling_session_id": sampler,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": IDS}]},
+        "sampling_params": {"max_tokens": 1},
+    }
+    waiting = await client.tree("asample", ask | {"seq_id": 0})
+    await engine.asked.wait()
+    await train(client, 2, 1)
+    if change != "overwritten":
+        await client.http.delete(
+            f"/api/v1/training_runs/{client.model}/checkpoints/sampler_weights/latest", headers=KEY
+        )
+    if change != "removed":
+        await save(client, 4, "latest", "save_weights_for_sampler", overwrite=True)
+        assert (place / WEIGHTS).read_bytes() != before
+    engine.has_slot.set()
+    assert isinstance(await client.result(waiting), bytes)
+    assert engine.loaded == before
+    said = (await client.result(await client.tree("asample", ask | {"seq_id": 1})))["error"]
+    assert "there is no checkpoint" in said if change == "removed" else "was overwritten" in said
+    assert not list(service.checkpoints.root.glob("*/held"))
+
+
+def owner_of(service: TinkerService) -> str:
+    return next(iter(service._sessions.values())).owner
+
+
+async def test_a_state_that_waits_for_the_trainer_is_loaded_as_it_was(
+    served: tuple[Client, TinkerService], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client, service = served
+    await client.open()
+    path = (await save(client, 1, "state"))["path"]
+    found = service.checkpoints.find(path, owner_of(service))
+    before = (service.checkpoints.folder(found) / WEIGHTS).read_bytes()
+    read, loaded = client.rank.read, list[bytes]()
+
+    def note(name: str, folder: Path, optimizer: bool) -> None:
+        loaded.append((folder / WEIGHTS).read_bytes())
+        read(name, folder, optimizer)
+
+    monkeypatch.setattr(client.rank, "read", note)
+    await service._trainer_turn.acquire()  # another model trains
+    body = {"session_id": client.session, "model_seq_id": 1, "path": path, "optimizer": True}
+    promise = await client.tree("load_weights", body)
+    while not list(service.checkpoints.root.glob("*/held/*")):
+        await asyncio.sleep(0.01)
+    saved(service.checkpoints, b"newer", replace(found, created="later"))
+    service._trainer_turn.release()
+    assert (await client.result(promise))["path"] == path
+    assert loaded == [before]
+
+
+async def test_a_link_to_a_file_of_a_checkpoint_ends_with_it(
+    served: tuple[Client, TinkerService],
+) -> None:
+    client, _ = served
+    await client.open()
+    await save(client, 1, "out", "save_weights_external")
+    place = f"training_runs/{client.model}/checkpoints/external_weights/out"
+    urls = (await get(client, f"{place}/external_weights_urls"))["urls"]
+    await save(client, 2, "out", "save_weights_external", overwrite=True)
+    answers = [await client.http.get(url) for url in urls.values()]
+    assert [each.status_code for each in answers] == [400, 400]
+    assert "was overwritten" in answers[0].text
+
+
+def test_a_copy_has_the_files_of_one_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = Checkpoints(tmp_path)
+    old = saved(kept, b"old")
+    copyfile, copied = shutil.copytree, replace(STATE, run="copy:train:0")
+
+    def overwriting(source: Path, *arguments: Any, **keywords: Any) -> Any:
+        saved(kept, b"new", replace(STATE, created="later"))
+        return copyfile(source, *arguments, **keywords)
+
+    monkeypatch.setattr(shutil, "copytree", overwriting)
+    kept.copy(old, copied)
+    files = [kept.folder(copied) / name for name in (WEIGHTS, "optimizer.pt")]
+    assert [file.read_bytes() for file in files] == [b"old", b"old"]
+    with pytest.raises(InputError, match="was overwritten"):
+        kept.copy(old, replace(STATE, run="other:train:0"))
+    assert not list(tmp_path.glob("other:train:0/*/*"))
+
+
+def test_of_several_copies_to_one_place_one_stays_and_all_have_made_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept = Checkpoints(tmp_path)
+    source, copied = saved(kept, b"whole"), replace(STATE, run="copy:train:0")
+    copytree, all_begun = shutil.copytree, threading.Barrier(4, timeout=60)
+
+    def together(*arguments: Any, **keywords: Any) -> Any:
+        all_begun.wait()
+        return copytree(*arguments, **keywords)
+
+    monkeypatch.setattr(shutil, "copytree", together)
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda _: kept.copy(source, copied), range(4)))
+    place = kept.folder(copied)
+    assert kept.find(copied.address, "me") == copied
+    assert {file.name for file in place.iterdir()} == {WEIGHTS, "optimizer.pt", "meta.json"}
+    assert (place / WEIGHTS).read_bytes() == b"whole"
+    assert [each.name for each in place.parent.iterdir()] == ["state"]
+
+
+def test_a_name_that_is_taken_while_a_checkpoint_is_written_stays_taken(tmp_path: Path) -> None:
+    kept = Checkpoints(tmp_path)
+    first, second = kept.begin(STATE), kept.begin(STATE)
+    assert first != second
+    kept.commit(STATE, first)
+    with pytest.raises(InputError, match="exists already"):
+        kept.commit(replace(STATE, version=2), second)
+    assert kept.find(STATE.address, "me").version == 1
+
+
+@pytest.mark.parametrize("linked", [True, False], ids=["links", "no links"])
+def test_held_files_stay_until_the_last_reader_has_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, linked: bool
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError("links are not supported")
+
+    if not linked:
+        monkeypatch.setattr("turnwise.tinker.checkpoints.os.link", refuse)
+    kept = Checkpoints(tmp_path)
+    old = saved(kept, b"old")
+    first, second = kept.hold(old), kept.hold(old)
+    assert first == second
+    kept.remove(old)
+    kept.release(old)
+    assert (first / WEIGHTS).read_bytes() == b"old"
+    kept.release(old)
+    assert not list(tmp_path.iterdir())
+    kept.hold(saved(kept, b"left by a server that was killed"))
+    Checkpoints(tmp_path).tidy(())
+    assert not list(tmp_path.glob("*/held"))
