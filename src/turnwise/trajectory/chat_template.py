@@ -32,7 +32,7 @@ _GUARD = "\ufdd0"
 CACHED_ENTRIES = 2**14
 """Maximum number of entries of an `IdCache`; each takes some 300 bytes besides key and ids. A
 server meets few prompts twice, so more would only fill its memory."""
-_CACHED_TOKENS = 2**24  # tokens of all cached first prompts, at 4 bytes each
+_CACHED_TOKENS = 2**22  # tokens of all cached first prompts, at 4 bytes each
 _CACHED_CHARACTERS = 2**22  # characters of all cached segments; their ids take at most 4 bytes each
 Tokenizer: TypeAlias = Foreign
 """A Hugging Face tokenizer."""
