@@ -5,6 +5,7 @@ The command line prints it and exits with status 2, without a traceback.
 """
 
 import os
+import re
 import sysconfig
 import traceback
 import unicodedata
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+_NUMBER = re.compile(r"(\.py:\d+)|0x[0-9a-f]+|\b[0-9a-f]{8,}\b|-?\d+(?:\.\d+)?")
 _LONGEST = 2000
 """Maximum length of an error's own message, in characters."""
 _OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -96,6 +98,25 @@ def where_in_user_code(error: BaseException) -> str:
     return f"{short_path(file)}:{number}"
 
 
+def defined_at(function: object) -> str:
+    """Return where a function of user code is defined, as `file:line`; "" if that is unknown."""
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    if code is None or not in_user_code(code.co_filename):
+        return ""
+    return f"{short_path(code.co_filename)}:{code.co_firstlineno}"
+
+
+def user_traceback(error: BaseException) -> str:
+    """Return the lines of an error's traceback that begin in user code, then those of turnwise
+    that led there."""
+    frames = traceback.extract_tb(error.__traceback__)
+    first = next((n for n, frame in enumerate(frames) if in_user_code(frame.filename)), 0)
+    text = "".join(traceback.format_list(frames[first:]))
+    if first:
+        text += "  called by:\n" + "".join(traceback.format_list(frames[:first]))
+    return text
+
+
 def in_user_code(filename: str) -> bool:
     """Return whether a source file belongs to neither turnwise, Python nor an installed package."""
     return not filename.startswith(("<", _OWN, *_LIBRARIES, _STANDARD))
@@ -132,6 +153,17 @@ def visible(text: str) -> str:
         else character.encode("unicode_escape").decode()
         for character in text
     )
+
+
+def without_numbers(text: str) -> str:
+    """Return a message as the name of its cause: numbers and ids as #, except lines of Python
+    files.
+
+    Example:
+        >>> without_numbers("rows.jsonl:7: 0x7f3a gave 1.5 (env.py:12)")
+        'rows.jsonl:#: # gave # (env.py:12)'
+    """
+    return _NUMBER.sub(lambda found: found[1] or "#", text)
 
 
 def ordinary_error(error: BaseException) -> Exception:

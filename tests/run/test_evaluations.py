@@ -233,7 +233,7 @@ async def test_an_evaluation_that_fails_ends_the_run(tmp_path: Path) -> None:
     async def fail(problem: Problem, tag: str) -> Group:
         group = Group(problem.id)
         group.dropped["engine_error"] = 1
-        group.causes["engine_error"] = "worker-0 died"
+        group.note("engine_error", "worker-0 died")
         return group
 
     loop.evaluations._run_beside = fail

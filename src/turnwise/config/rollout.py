@@ -288,8 +288,9 @@ class RolloutConfig(Section):
     trajectory_timeout: Seconds = 21_600.0
     """Deadline in seconds for a whole trajectory."""
     max_failed_fraction: Fraction = 0.5
-    """Largest share of failed trajectories in a step or an evaluation; exceeding it ends the
-    run."""
+    """Largest share of failed trajectories in a step or an evaluation, and of those of each of
+    several environments, of which 20 or more are judged together; exceeding it ends the run, after
+    its last step is saved."""
     tools: list[ToolConfig] = []
     """Tools added to every environment's own. An entry has one key: `use`, the
     package.module:name of a function, a Tool, a toolset, or a class or function that makes one;

@@ -7,7 +7,6 @@ folder, go to it with the groups.
 import json
 import logging
 import threading
-import traceback
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from datetime import datetime
@@ -16,7 +15,7 @@ from pathlib import Path
 from turnwise.core.aio import run_in_thread
 from turnwise.core.json_types import JsonObject
 from turnwise.core.user_code import describe_user_error
-from turnwise.errors import short_path, visible
+from turnwise.errors import short_path, user_traceback, visible, without_numbers
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +23,7 @@ JUDGEMENTS = "judge.jsonl"
 """File with each request to a judge, by its key, and the answer."""
 _KEY = slice(len('{"key": "'), len('{"key": "') + 64)  # in a line of it
 _ERRORS = "errors.log"
+_MOST = 20  # causes of one kind of error, in one environment, of which errors.log has the first
 
 
 class RunFiles:
@@ -33,7 +33,7 @@ class RunFiles:
         self.folder = folder
         self._writing = threading.Lock()
         self._kept: list[tuple[str, str]] = []
-        self._seen: set[str] = set()  # kinds of errors that errors.log has
+        self._seen: set[tuple[str, str, str]] = set()  # errors that errors.log has; see `log_error`
 
     def path(self, name: str) -> Path:
         return Path(name) if self.folder is None else self.folder / name
@@ -60,16 +60,20 @@ class RunFiles:
             kept, self._kept = self._kept, []
         return kept
 
-    async def log_error(self, kind: str, who: str, error: Exception) -> None:
-        """Append the traceback of the first error of a kind, that of the trajectory `who`, to
-        errors.log."""
-        if kind in self._seen:
+    async def log_error(self, kind: str, who: str, error: Exception, environment: str = "") -> None:
+        """Append the traceback of the first error of a kind with its cause, in each environment, to
+        errors.log: that of the trajectory `who`."""
+        alike = sum(seen[:2] == (environment, kind) for seen in self._seen)
+        if alike >= _MOST:
             return
-        self._seen.add(kind)
         described = await describe_user_error(error)
-        frames = "".join(traceback.format_tb(error.__traceback__))
-        now = datetime.now().isoformat(" ", "seconds")
-        entry = visible(f"{now}  first {kind}: {who}\n{frames}{described}\n\n")
+        key = environment, kind, without_numbers(described)
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        now, of = datetime.now().isoformat(" ", "seconds"), environment and f" of {environment}"
+        entry = f"{now}  first {kind}{of}: {who}\n{described}\n{user_traceback(error)}\n"
+        entry = visible(entry)
         await self.add(_ERRORS, entry)
         path = short_path(str(self.path(_ERRORS)))
         logger.info("first %s: %s (full traceback in %s)", kind, described, path)

@@ -54,8 +54,8 @@ def alarm_finder(config: Config) -> Callable[[JsonObject], list[Alarm]]:
     def messages() -> Iterator[tuple[str, str]]:
         last = [dict(_shares(row, config)) for row in rows[-steps:]]
         for name, share in last[-1].items():
-            values = [shares[name].value for shares in last]
-            if share.limit and len(last) == steps and min(values) > share.limit:
+            values = [shares[name].value for shares in last if name in shares]
+            if share.limit and len(values) == steps and min(values) > share.limit:
                 said = share.sentence.replace(_MEAN, f"{statistics.fmean(values):.0%}")
                 yield name, f"{said} (a mean over {steps} steps)"
         for name, check in _TRENDS.items():
@@ -67,15 +67,16 @@ def alarm_finder(config: Config) -> Callable[[JsonObject], list[Alarm]]:
         if not row["step"] or "reward_mean" not in row:
             return []
         rows.append(row)
-        found = [Alarm(name, row["step"], said) for name, said in messages() if name not in raised]
-        raised.update(alarm.name for alarm in found)
-        return found
+        found = {name: said for name, said in messages() if name not in raised}
+        raised.update(found)
+        return [Alarm(name.partition(" ")[0], row["step"], said) for name, said in found.items()]
 
     return find
 
 
 def _shares(row: JsonObject, config: Config) -> Iterator[tuple[str, Share]]:
-    """Yield the shares of a step, each with its key in the section `alarms`."""
+    """Yield the shares of a step, each with its key in the section `alarms`, which the name of an
+    environment may follow."""
     alarms, training = config.alarms, config.training
     said = f"{_MEAN} of the groups have no signal: all their rewards are equal"
     if not config.algorithm.dynamic_sampling:
@@ -107,7 +108,16 @@ def _shares(row: JsonObject, config: Config) -> Iterator[tuple[str, Share]]:
         f"{_MEAN} of the trajectories fail and are dropped{reasons}: errors.log in the run folder "
         "has their errors"
     )
-    yield "dropped", Share(alarms.dropped, _share(lost, lost + row["trajectories"]), said)
+    others = row.get("trajectories_discarded", 0)
+    yield "dropped", Share(alarms.dropped, _share(lost, lost + row["trajectories"] + others), said)
+    for name, own in (row.get("environments") or {}).items():
+        lost = own.get("dropped", 0)
+        whole = lost + own.get("trajectories", 0) + own.get("trajectories_discarded", 0)
+        said = (
+            f"{_MEAN} of the trajectories of the environment {name} fail and are dropped: "
+            "errors.log in the run folder has their errors"
+        )
+        yield f"dropped {name}", Share(alarms.dropped, _share(lost, whole), said)
     advice = (
         "more engines (turnwise scale, serving.workers) or more concurrency (rollout.concurrency)"
         if training.max_staleness

@@ -64,16 +64,20 @@ class StepMetrics:
     env: dict[str, float] | None = None
     """Mean of each number that the environments' `metrics` return, over those that return it."""
     environments: dict[str, JsonObject] | None = None
-    """In a run with several environments, by name: reward_mean, trajectories, dropped (their
-    number), groups, the environment's own `pools`, and in `heldout` its evaluation."""
+    """In a run with several environments, by name: reward_mean (none without trajectories),
+    trajectories, dropped (their number), groups, trajectories_discarded and groups_discarded (if
+    any), the environment's own `pools`, and in `heldout` its evaluation."""
     pools: Counts = None
     """With data.curriculum, the number of rows whose last group gave a signal (mixed), or none
     because all was right (mastered) or wrong (hopeless), and of those without a group so far
     (fresh); and how many of the mastered and hopeless ones rest at the moment (resting)."""
     trajectories: Annotated[int, Series("turnwise_trajectories_total")] = 0
     """Number of trajectories."""
+    trajectories_discarded: int | None = None
+    """Finished trajectories of groups that are not trained on; None of no such group."""
     dropped: Annotated[Counts, Series("turnwise_dropped_total", "reason")] = None
-    """Trajectories whose last attempt failed, by reason; in supervised training, refused rows."""
+    """Trajectories whose last attempt failed, by reason, also those of groups that are not trained
+    on; in supervised training, refused rows."""
     retried: Annotated[Counts, Series("turnwise_retried_total", "reason")] = None
     """Failed attempts that were retried, by reason."""
     groups_discarded: Annotated[Counts, Series("turnwise_groups_discarded_total", "reason")] = None
@@ -245,6 +249,8 @@ class StepMetrics:
         self.dropped = _sorted(dropped)
         self.retried = _sorted(sum((group.retried for group in groups), Counter[str]()))
         self.groups_discarded = batch.discarded_by_reason
+        others = sum(len(group.trajectories) for _, group in batch.discarded)
+        self.trajectories_discarded = others or None
         made = [*groups, *(group for _, group in batch.discarded)]
         self._add_judging(sum((group.judging for group in made), Counter[str]()))
         self.rollout_seconds = batch.seconds
@@ -261,15 +267,23 @@ class StepMetrics:
         }
         pools = sum((Counter(each) for each in batch.pools.values()), Counter[str]())
         self.pools = {name: pools[name] for each in batch.pools.values() for name in each} or None
-        for name in sorted({group.environment for group in groups} - {""}):
+        for name in sorted({group.environment for group in made} - {""}):
             own = [group for group in groups if group.environment == name]
             rewards = [t.reward or 0.0 for group in own for t in group.trajectories]
+            if rewards:
+                self._environment(name)["reward_mean"] = mean(rewards)
+            ended = [group for group in batch.ended if group.environment == name]
             self._environment(name).update(
-                reward_mean=mean(rewards),
                 trajectories=len(rewards),
-                dropped=sum(group.dropped.total() for group in own),
+                dropped=sum(group.dropped.total() for group in ended),
                 groups=len(own),
             )
+            out = [(why, group) for why, group in batch.discarded if group.environment == name]
+            if out:
+                self._environment(name).update(
+                    groups_discarded=_sorted(Counter(why for why, _ in out)),
+                    trajectories_discarded=sum(len(group.trajectories) for _, group in out),
+                )
         for name in batch.pools.keys() - {""}:
             self._environment(name)["pools"] = batch.pools[name]
 

@@ -20,7 +20,7 @@ from turnwise.core.deadlines import StallClock
 from turnwise.core.optional import Foreign
 from turnwise.core.user_code import call_user_code, describe_user_error, user_errors
 from turnwise.core.watchdog import waiting
-from turnwise.errors import DeadlineError, TrajectoryError, TurnwiseError
+from turnwise.errors import DeadlineError, TrajectoryError, TurnwiseError, defined_at
 from turnwise.rollouts.environment import (
     Environment,
     EnvironmentType,
@@ -191,15 +191,19 @@ class Episode:
     async def reward(self, trajectory: Trajectory) -> Rewards:
         """Return the environment's reward of a finished trajectory; fails as `reward_error`."""
         seconds, name = self._rollout.stall_timeout, "the environment's reward"
-        said = "the environment gave no reward: "
-        async with user_errors("reward_error", said, (TrajectoryError,)):
+        who, where = "the environment", ""
+        if self.name != who:  # it is open
+            who = f"{who} {self.name}"
+            where = defined_at(inspect.getattr_static(self.environment, "reward", None))
+        async with user_errors("reward_error", f"{who} gave no reward: ", (TrajectoryError,)):
             value = await call_user_code(
                 lambda: self.environment.reward(trajectory),
                 name=name,
                 seconds=seconds,
                 key=STALL_KEY,
             )
-        return await rewards_of(value, "the environment", trajectory, seconds)
+        who += f" ({where})" if where else ""
+        return await rewards_of(value, who, trajectory, seconds)
 
     async def metrics(self, trajectory: Trajectory) -> dict[str, float]:
         if not self.measures:

@@ -9,12 +9,16 @@ from pathlib import Path
 
 from turnwise.core.json_types import JsonObject
 from turnwise.engine.protocol import FORCED, TurnTimes
-from turnwise.errors import StepError, translate_unwritable
+from turnwise.errors import StepError, translate_unwritable, without_numbers
 from turnwise.rollouts.problems import Problem
 from turnwise.trajectory import Trajectory
 
 TOO_LONG = "prompt_too_long"  # reason of a trajectory, and of a group
 OTHER_WEIGHTS = "other_weights"  # reason of a trajectory of an evaluation
+ENOUGH = 20
+"""Number of an environment's trajectories of which the share of failed ones is judged."""
+_MOST_CAUSES, _SHOWN_CAUSES = 100, 2  # of a reason: counted one by one, and named in a sentence
+_OTHERS = "(others)"
 _COUNTERS = ("dropped", "retried", "dropped_tokens", "judging")
 NO_REWARD = "no_reward"
 """Reason of a trajectory to which no reward applies (all are None): it is no failure."""
@@ -32,8 +36,8 @@ class Group:
     """Number of failed attempts that were retried, by reason."""
     dropped_tokens: Counter[str] = field(default_factory=Counter)
     """Number of tokens sampled in all failed attempts, by reason."""
-    causes: dict[str, str] = field(default_factory=dict)
-    """Message of the first failure for each reason in `dropped` or `retried`."""
+    failures: dict[str, Counter[str]] = field(default_factory=dict)
+    """Messages of failed attempts, and how often each came, by reason."""
     judging: Counter[str] = field(default_factory=Counter)
     """Work of judges, also for trajectories that failed: requests, retries, cached, prompt_tokens,
     completion_tokens."""
@@ -50,11 +54,20 @@ class Group:
     environment: str = ""
     """Name of the environment in `environments`; "" if the run has one environment."""
     left_out: str = ""
-    """Reason why the problem cannot be used and is left out from now on, a key of `causes`."""
+    """Reason why the problem cannot be used and is left out from now on, a key of `failures`."""
 
     @classmethod
     def of(cls, problem: Problem) -> "Group":
         return cls(problem.id, environment=problem.environment)
+
+    def note(self, reason: str, cause: str, count: int = 1) -> None:
+        """Count the cause of failed attempts."""
+        self.failures.setdefault(reason, Counter())[cause] += count
+
+    @property
+    def causes(self) -> dict[str, str]:
+        """The message of the first failure for each reason."""
+        return {reason: next(iter(messages)) for reason, messages in self.failures.items()}
 
     @property
     def judged(self) -> int:
@@ -66,7 +79,7 @@ class Group:
         if trajectories:
             self.dropped[reason] += len(trajectories)
             self.dropped_tokens[reason] += sum(t.sampled_tokens for t in trajectories)
-            self.causes.setdefault(reason, cause)
+            self.note(reason, cause, len(trajectories))
             gone = {id(trajectory) for trajectory in trajectories}
             self.trajectories = [t for t in self.trajectories if id(t) not in gone]
 
@@ -94,6 +107,9 @@ class Group:
             "seconds": defaultdict(float, tree["seconds"]),
         }
         made |= {name: Counter(tree.get(name)) for name in _COUNTERS}
+        older = {reason: {cause: 1} for reason, cause in made.pop("causes", {}).items()}
+        failures = made.get("failures", older).items()
+        made["failures"] = {reason: Counter(messages) for reason, messages in failures}
         calls = tree.get("calls", {}).items()  # JSON has no numbers as keys
         made["calls"] = {int(index): [TurnTimes(*one) for one in of] for index, of in calls}
         return cls(**made)
@@ -116,36 +132,83 @@ def write_times(path: Path, calls: Iterable[Sequence[TurnTimes]], *, new: bool =
             file.write("".join(f"{json.dumps(each)}\n" for each in calls))
 
 
+class Causes:
+    """Counts of failures by their causes: messages that are equal but for numbers and ids."""
+
+    def __init__(self) -> None:
+        self._counts: dict[str, Counter[str]] = {}  # by reason
+        self._said: dict[str, str] = {}  # the first message of each cause
+
+    def add(self, reason: str, message: str, count: int) -> None:
+        cause, counts = without_numbers(message), self._counts.setdefault(reason, Counter())
+        if cause not in counts and len(counts) >= _MOST_CAUSES:
+            cause = _OTHERS
+        counts[cause] += count
+        self._said.setdefault(cause, message)
+
+    def __getitem__(self, reason: str) -> str:
+        """Return the most frequent causes of a reason, with their numbers if there are several."""
+        counts = self._counts.get(reason, Counter[str]())
+        shown = counts.most_common(_SHOWN_CAUSES)
+        if len(counts) < 2:
+            return "".join(self._said[cause] for cause, _ in shown)
+        parts = [f"{number} times {self._said[cause]}" for cause, number in shown]
+        if others := counts.total() - sum(number for _, number in shown):
+            parts.append(f"{others} times something else")
+        return ", ".join(parts)
+
+
 @dataclass(slots=True)
 class Outcomes:
     """The number of finished trajectories of many groups, and of dropped ones by reason."""
 
     finished: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
-    causes: dict[str, str] = field(default_factory=dict)
-    """Message of the last group with each reason."""
+    causes: Causes = field(default_factory=Causes)
     judging: Counter[str] = field(default_factory=Counter)
     """Work of judges for them all."""
+    environments: "dict[str, Outcomes]" = field(default_factory=dict)
+    """Those of each environment by name, in a run with several."""
+
+    @property
+    def failed(self) -> int:
+        return self.dropped.total() - self.dropped[NO_REWARD]
+
+    @property
+    def total(self) -> int:
+        return self.finished + self.dropped.total()
 
     def add(self, group: Group) -> None:
+        self._add(group, f"{group.environment}: " if group.environment else "")
+        if group.environment:
+            self.environments.setdefault(group.environment, Outcomes())._add(group)
+
+    def _add(self, group: Group, prefix: str = "") -> None:
         self.judging.update(group.judging)
         self.finished += len(group.trajectories)
         self.dropped.update(group.dropped)
-        self.causes.update(group.causes)
+        for reason, messages in group.failures.items():
+            for message, count in messages.items():
+                self.causes.add(reason, f"{prefix}{message}", count)
 
     def check(self, max_failed_fraction: float, who: str) -> Counter[str]:
         """Return the number of dropped trajectories by reason, as `check_failures` does."""
-        dropped, causes = self.dropped, self.causes
-        total, failed = dropped.total() + self.finished, dropped.total() - dropped[NO_REWARD]
-        if failed > max_failed_fraction * total:
-            reasons = "; ".join(f"{count} {r}: {causes[r]}" for r, count in dropped.most_common())
-            raise StepError(f"{who}: {failed} of {total} trajectories failed ({reasons})")
-        return dropped
+        if self.failed > max_failed_fraction * self.total:
+            reasons = "; ".join(
+                f"{count} {reason}: {self.causes[reason]}"
+                for reason, count in self.dropped.most_common()
+            )
+            raise StepError(f"{who}: {self.failed} of {self.total} trajectories failed ({reasons})")
+        for name, own in self.environments.items():
+            if own.total >= ENOUGH:
+                own.check(max_failed_fraction, f"{who} of the environment {name}")
+        return self.dropped
 
 
 def check_failures(groups: Sequence[Group], max_failed_fraction: float, who: str) -> Counter[str]:
     """Return the number of dropped trajectories by reason; StepError, whose message begins with
-    `who`, when more than `max_failed_fraction` of all were dropped."""
+    `who`, when more than `max_failed_fraction` of all were dropped, or of those of one of several
+    environments that has `ENOUGH`."""
     outcomes = Outcomes()
     for group in groups:
         outcomes.add(group)

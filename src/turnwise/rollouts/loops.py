@@ -211,7 +211,8 @@ async def answer_calls(
             context.count(f"tool_{result.outcome}")
         if result.error is not None and context.files is not None:
             kind = f"tool_error of {call.name}"
-            await context.files.log_error(kind, context.request_id, result.error)
+            environment = context.trajectory.environment
+            await context.files.log_error(kind, context.request_id, result.error, environment)
         content: object = result.text
         if result.parts is not None:
             images = context.template.images

@@ -90,7 +90,7 @@ class RolloutProcesses(FrontProcesses):
             except TrajectoryError as error:  # of the row
                 answer = Group.of(problem)
                 answer.dropped[error.reason] += sampling.n
-                answer.causes[error.reason] = str(error)
+                answer.note(error.reason, str(error), sampling.n)
             finally:
                 process.busy -= 1
             if isinstance(answer, Group):
@@ -103,7 +103,7 @@ class RolloutProcesses(FrontProcesses):
         for number, cause in enumerate(causes, 1):
             counts = group.dropped if number == _MAX_DEATHS else group.retried
             counts[DIED] += sampling.n
-            group.causes.setdefault(DIED, cause)
+            group.note(DIED, cause, sampling.n)
         appended, group.appended = group.appended, []
         for name, text in appended:
             await self._files.add(name, text)

@@ -19,7 +19,7 @@ from turnwise.config import Config
 from turnwise.core.aio import is_cancelled, task_group
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import StepError
-from turnwise.rollouts.group import Group, check_failures, is_right
+from turnwise.rollouts.group import ENOUGH, Group, Outcomes, check_failures, is_right
 from turnwise.rollouts.problems import Pool, Problem, Stream
 
 _MAX_ROUNDS = 10
@@ -38,6 +38,11 @@ class Batch:
     """Seconds from the first group's start, or from the previous batch, to the last group's end."""
     pools: dict[str, dict[str, int]] = field(default_factory=dict)
     """Number of problems in each pool of the curriculum, by environment; empty without one."""
+
+    @property
+    def ended(self) -> list[Group]:
+        """All groups of which trajectories may have failed, discarded ones included."""
+        return [*self.groups, *(group for _, group in self.discarded if not group.left_out)]
 
     @property
     def discarded_by_reason(self) -> dict[str, int]:
@@ -84,6 +89,8 @@ class GroupProducer:
         self._ready: dict[int, _Ready] = {}
         self._taken: dict[int, _Ready] = {}  # those of the last batch
         self._discarded: list[tuple[str, Group]] = []
+        self._recent: dict[str, Outcomes] = {}
+        """Outcomes of each of several environments since they were judged last."""
         self._outcomes: dict[int, tuple[str, Pool]] = {}
         """Problem and outcome, by number, of groups that no batch has taken or discarded yet."""
         self._changed = asyncio.Condition()
@@ -118,8 +125,8 @@ class GroupProducer:
                 raise
             # Something inside was cancelled, which a task group would treat as success.
             group = Group.of(problem)
-            group.causes["cancelled"] = "something in it was cancelled"
-            group.dropped["cancelled"] = self._config.sampling.n
+            group.dropped["cancelled"] = count = self._config.sampling.n
+            group.note("cancelled", "something in it was cancelled", count)
         reason, outcome = await self._judge(group)
         async with self._changed:
             del self._started[number]
@@ -135,6 +142,7 @@ class GroupProducer:
                     self._stream.leave_out(problem, group.causes[reason])
                 else:
                     self._check_discarded()
+            self._check_environment(group)
             self._changed.notify_all()
 
     async def _judge(self, group: Group) -> tuple[str, Pool | None]:
@@ -153,6 +161,17 @@ class GroupProducer:
             outcome = "mastered" if right else "hopeless"
         reason = "no_signal" if dynamic and outcome != "mixed" else ""
         return reason, outcome if curriculum else None
+
+    def _check_environment(self, group: Group) -> None:
+        """Judge the share of an environment's failures: those of one that always fails are in no
+        batch, and those of a small one are few in each step."""
+        if not (name := group.environment):
+            return
+        own = self._recent.setdefault(name, Outcomes())
+        own.add(group)
+        if own.total >= ENOUGH:
+            who = f"rollouts of the environment {name}"
+            self._recent.pop(name).check(self._config.rollout.max_failed_fraction, who)
 
     def _check_discarded(self) -> None:
         groups = [(why, group) for why, group in self._discarded if not group.left_out]

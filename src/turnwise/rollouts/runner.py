@@ -403,7 +403,8 @@ class Runner:
                     await run_in_thread(lambda: self.tool_parser)
         compares = self.rewards.compares
         if too_long := await stage.known_too_long(problem):
-            group.left_out, group.causes[TOO_LONG] = TOO_LONG, too_long
+            group.left_out = TOO_LONG
+            group.note(TOO_LONG, too_long)
         else:
             async with task_group() as tasks:
                 for index in range(sampling.n):
@@ -427,7 +428,9 @@ class Runner:
         except TrajectoryError as error:
             group.drop(group.trajectories, error.reason, str(error))
             if isinstance(error.__cause__, Exception):
-                await self.files.log_error(error.reason, run.name, error.__cause__)
+                await self.files.log_error(
+                    error.reason, run.name, error.__cause__, group.environment
+                )
         if lacking := [t for t in group.trajectories if self.rewards.lacks(t)]:
             if not self._warned:
                 self._warned = True
@@ -456,16 +459,17 @@ class Runner:
                     return
                 reason, message = failure
                 if reason == TOO_LONG:
-                    group.left_out, group.causes[TOO_LONG] = TOO_LONG, message
+                    group.left_out = TOO_LONG
+                    group.note(TOO_LONG, message)
                     return
                 counts = group.dropped if number == tries else group.retried
                 counts[reason] += 1
                 group.dropped_tokens[reason] += trajectory.sampled_tokens
-                group.causes.setdefault(reason, message)
+                group.note(reason, message)
 
     async def _try(self, run: _Run, trajectory: Trajectory, name: str) -> tuple[str, str] | None:
         """Fill the trajectory; if that fails, return the reason and its message."""
-        rollout = run.stage.rollout
+        rollout, own = run.stage.rollout, run.problem.environment
         limits = trajectory_limits(rollout.trajectory_timeout, rollout.stall_timeout)
         try:
             async with limits as clock:
@@ -481,7 +485,7 @@ class Runner:
         except TrajectoryError as error:
             failure = error.reason, str(error)
             if isinstance(error.__cause__, Exception):
-                await self.files.log_error(error.reason, name, error.__cause__)
+                await self.files.log_error(error.reason, name, error.__cause__, own)
         except DeadlineError as error:
             failure = "engine_timeout", str(error)
         except EngineError as error:
@@ -492,7 +496,7 @@ class Runner:
             if not run.stage.played:
                 raise
             failure = "input_error", str(error)
-            await self.files.log_error(failure[0], name, error)
+            await self.files.log_error(failure[0], name, error, own)
         except asyncio.CancelledError:
             if is_cancelled():
                 raise
@@ -501,7 +505,7 @@ class Runner:
             raise
         except Exception as error:
             failure = "unexpected_error", await describe_user_error(error)
-            await self.files.log_error(failure[0], name, error)
+            await self.files.log_error(failure[0], name, error, own)
         logger.info("%s failed (%s): %s", name, *failure)
         return failure
 
@@ -513,7 +517,7 @@ class Runner:
         async def report(reason: str, error: Exception) -> None:
             trajectory.events[reason] += 1
             cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
-            await self.files.log_error(reason, name, cause)
+            await self.files.log_error(reason, name, cause, problem.environment)
 
         async with playing(stage.episode(problem), clock, report) as episode:
             calls: list[TurnTimes] = []

@@ -102,7 +102,14 @@ class Display:
             parts.append(f"nothing trained: {why}")
         if metrics.dropped:
             reasons = ", ".join(f"{k} {v}" for k, v in metrics.dropped.items())
-            parts.append(f"dropped: {reasons}")
+            of_each = [
+                f"{name} {own['dropped']}"
+                for name, own in environments.items()
+                if own.get("dropped")
+            ]
+            parts.append(f"dropped: {reasons}" + (f" ({', '.join(of_each)})" if of_each else ""))
+        if failed := (metrics.groups_discarded or {}).get("failed"):
+            parts.append(f"groups failed: {failed}")
         self._print("  ".join(parts))
 
     def evaluated(self, metrics: StepMetrics) -> None:

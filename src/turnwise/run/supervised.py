@@ -106,7 +106,7 @@ class SupervisedLoop(Loop):
                 group.trajectories.append(self._reader.read(problem))
             except TrajectoryError as error:
                 group.dropped[error.reason] += 1
-                group.causes[error.reason] = f"{problem.id}: {error}"
+                group.note(error.reason, f"{problem.id}: {error}")
                 why = {"row": problem.id, "reason": error.reason, "detail": str(error)}
                 with translate_unwritable(self._files.path(_REFUSED)):
                     self._files.append(_REFUSED, json.dumps(why, ensure_ascii=False) + "\n")

@@ -395,7 +395,7 @@ class TrainingLoop(Loop):
 
     async def _make_samples(self, batch: Batch, metrics: StepMetrics) -> SampleBatch:
         failed = self._config.rollout.max_failed_fraction
-        metrics.add_rollouts(batch, check_failures(batch.groups, failed, "rollouts"))
+        metrics.add_rollouts(batch, check_failures(batch.ended, failed, "rollouts"))
         return await self._step.make_samples(batch.groups, batch.discarded)
 
     async def _train(self, samples: SampleBatch) -> JsonObject:
