@@ -341,7 +341,7 @@ class Soak:
             ),
             *memory_claims(self.memory, self.begin, self.end, judged),
             Claim("speed of the machine, last by first sixth", "ratio", [machine]),
-            *self._training_claims(self.training, PROMPTS * SAMPLES, machine, judged),
+            *self._training_claims(self.training, (PROMPTS, SAMPLES), machine, judged),
             *self._real_claims(machine),
             *self._feature_claims(machine),
             Claim("requests answered", "1/s", rates, note=str(dict(outcomes))),
@@ -356,21 +356,23 @@ class Soak:
     def _training_claims(
         self,
         program: Program,
-        per_step: int,
+        asked: tuple[int, int],
         machine: float,
         judged: bool,
         seconds: float | None = None,
     ) -> list[Claim]:
+        """Return the claims of a run, which `asked` for so many problems in each step, and for so
+        many trajectories of each; of the last `seconds`, or of the whole test."""
         report = json.loads((self.folder / program.name / "exactness.json").read_text())
         rows = self.rows(program)
         seconds = self.end - self.begin if seconds is None else seconds
-        return training_claims(rows, report["violations"], per_step, seconds, machine, judged)
+        return training_claims(rows, report["violations"], *asked, seconds, machine, judged)
 
     def _real_claims(self, machine: float) -> list[Claim]:
         if self.real is None:
             return []
-        per_step = REAL_PROMPTS * REAL_SAMPLES
-        claims = self._training_claims(self.real, per_step, machine, judged=False)
+        asked = REAL_PROMPTS, REAL_SAMPLES
+        claims = self._training_claims(self.real, asked, machine, judged=False)
         return [replace(claim, name=f"{REAL_MODEL}: {claim.name}") for claim in claims]
 
     def _features_ended(self) -> list[tuple[Feature, Program, float]]:
@@ -392,9 +394,9 @@ class Soak:
                     ),
                 ]
             else:
-                per_step = FEATURE_PROMPTS * FEATURE_SAMPLES
+                asked = FEATURE_PROMPTS, FEATURE_SAMPLES
                 steps = Claim("steps", "count", [self.step(program)], at_least=1)
-                rest = self._training_claims(program, per_step, machine, False, seconds)
+                rest = self._training_claims(program, asked, machine, False, seconds)
                 found = [steps, *rest]
             claims += [replace(claim, name=f"{feature.name}: {claim.name}") for claim in found]
         return claims

@@ -47,7 +47,8 @@ def memory_claims(memory: Memory, begin: float, end: float, judged: bool) -> lis
 def training_claims(
     rows: Sequence[Row],
     violations: int,
-    per_step: int,
+    prompts: int,
+    samples: int,
     seconds: float,
     machine: float,
     judged: bool,
@@ -56,17 +57,19 @@ def training_claims(
 
     Args:
         violations: Those that its audit found.
-        per_step: Trajectories asked for in each step.
+        prompts: Problems of each step.
+        samples: Trajectories of each problem.
         seconds: Length of the test, which ended with the last row.
         machine: Change of the machine's own speed, last by first sixth.
         judged: Whether the rate has a goal.
     """
-    asked = len(rows) * per_step
     dropped, retried, discarded = (
         sum((Counter(row[key] or {}) for row in rows), Counter[str]())
         for key in ("dropped", "retried", "groups_discarded")
     )
-    finished = sum(row["trajectories"] for row in rows)
+    # A group that failed was replaced by another; it was asked for, too.
+    asked = (len(rows) * prompts + discarded["failed"]) * samples
+    finished = sum(row["trajectories"] + (row["trajectories_discarded"] or 0) for row in rows)
     missing = set(range(1, len(rows) + 1)) ^ {row["step"] for row in rows}
     exact = min((row["exact_percent"] for row in rows), default=0.0)
     rates = rates_of(rows, seconds)

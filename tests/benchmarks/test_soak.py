@@ -40,12 +40,13 @@ def test_the_machines_speed_is_compared_by_sixths(monkeypatch: pytest.MonkeyPatc
 
 def row(step: int, seconds: float = 2.0, **changes: Any) -> dict[str, Any]:
     plain = {"dropped": {}, "retried": None, "groups_discarded": {}, "trajectories": 8}
-    return {"step": step, "step_seconds": seconds, "exact_percent": 100.0, **plain, **changes}
+    more = {"trajectories_discarded": None, "exact_percent": 100.0}
+    return {"step": step, "step_seconds": seconds, **more, **plain, **changes}
 
 
 def test_every_trajectory_is_finished_or_counted() -> None:
     def missed(rows: list[dict[str, Any]], violations: int = 0) -> list[str]:
-        claims = training_claims(rows, violations, 8, 100.0, 1.0, judged=False)
+        claims = training_claims(rows, violations, 1, 8, 100.0, 1.0, judged=False)
         return [claim.name for claim in claims if claim.missed]
 
     sound = [row(1), row(2, trajectories=6, dropped={"loop_error": 2}), row(3)]
@@ -53,6 +54,8 @@ def test_every_trajectory_is_finished_or_counted() -> None:
     assert missed([*sound, row(4, trajectories=7)]) == [
         "trajectories neither finished nor counted by reason"
     ]
+    failed = {"trajectories_discarded": 1, "groups_discarded": {"failed": 1}}
+    assert missed([*sound, row(4, dropped={"loop_error": 7}, **failed)]) == []
     assert missed([row(1), row(3)]) == ["steps missing"]
     assert missed([row(1, exact_percent=99.9)]) == ["exact tokens, worst step"]
     assert missed(sound, violations=1) == ["violations of the audit"]
