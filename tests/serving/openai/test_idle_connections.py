@@ -4,6 +4,7 @@ import asyncio
 import inspect
 import random
 import socket
+import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -104,3 +105,25 @@ async def test_a_tool_as_long_as_the_pool_keeps_a_connection_fails_no_turn(
         await asyncio.gather(*(agent(ask, name, random.Random(name)) for ask, name in names))
     turns = [len(session.trajectory.turns) for session in server.sessions]
     assert turns == [TURNS] * len(names)
+
+
+async def test_a_connection_that_was_reset_ends_without_a_word(
+    server: OpenAIServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    url, loop = httpx.URL(server.base_url), asyncio.get_running_loop()
+    reset = struct.pack("ii", 1, 0)  # linger for no time
+    with socket.create_connection((url.host, url.port)) as client:
+        client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        client.setblocking(False)
+        assert b"200 OK" in await loop.sock_recv(client, 4096)
+        assert server._server is not None
+        name = client.getsockname()[:2]
+        kept = [c for c in server._server.server_state.connections if c.client == name]  # type: ignore[union-attr]
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
+    (connection,) = kept
+    assert isinstance(connection, Connection)
+    while not connection.transport.is_closing():
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.01)
+    connection.timeout_keep_alive_handler()  # the timer of its idle time is still running
+    assert not caplog.records

@@ -123,6 +123,8 @@ class Connection(HttpToolsProtocol):
         self._set_clock()
 
     def timeout_keep_alive_handler(self) -> None:
+        if self.transport.is_closing():  # a connection that was reset has no file any more
+            return
         asked = select.poll()
         asked.register(self.transport.get_extra_info("socket").fileno(), select.POLLIN)
         if not asked.poll(0):  # else the next request came just now: it is read next
