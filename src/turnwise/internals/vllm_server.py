@@ -3,6 +3,7 @@
 Checked against vLLM 0.32. If vLLM moves them, only this file has to change.
 """
 
+import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -71,6 +72,20 @@ def make_parser(
 def choose_adapters(serving: OpenAIServingChat, choose: Callable[..., object]) -> None:
     """Let a function choose the adapter of each request, which vLLM finds by its model alone."""
     serving._maybe_get_adapters = choose
+
+
+def keep_clients_mistakes_out_of_the_log() -> None:
+    """Drop the tracebacks that routes log of requests which they refuse: the client has got the
+    reason, and a client that repeats its mistake would fill the log."""
+
+    def is_ours(record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        known = isinstance(error, Exception)
+        return not known or create_error_response(error).error.code >= 500
+
+    for name in [*logging.root.manager.loggerDict]:
+        if name.startswith("vllm.entrypoints."):
+            logging.getLogger(name).addFilter(is_ours)
 
 
 internal(OpenAIServingChat, "_effective_chat_template_kwargs", "self", "request")

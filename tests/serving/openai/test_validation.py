@@ -1,10 +1,13 @@
 """A request that is not valid gets one sentence: the place, and what is wrong there."""
 
+import logging
+import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
 import pytest
+from fastapi import FastAPI
 
 from tests.serving.openai.test_http_limits import HELLO, QUICK
 from tests.simulated import SimulatedEngine
@@ -126,3 +129,61 @@ async def test_a_call_that_must_be_made_needs_a_tool(http: httpx.AsyncClient) ->
     named = {"type": "function", "function": {"name": "g"}}
     body = {"messages": HELLO, "tools": [CHAT_TOOL], "tool_choice": named}
     assert (await http.post("/v1/chat/completions", json=body)).status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("messages", {"messages": HELLO, "max_tokens": 4, "tools": [{"type": "web_search_1"}]}),
+        ("messages", {"messages": [{"role": "user", "content": [{"type": "document"}]}]}),
+        ("messages", {"messages": [{"role": "tool", "content": "x"}], "max_tokens": 4}),
+        ("messages", {"messages": [{"role": "user", "content": "x" * 9_000}], "max_tokens": 4}),
+        ("messages/count_tokens", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}),
+        ("responses", {"input": "a", "tools": [{"type": "custom", "name": "a"}]}),
+        ("responses", {"input": "a", "tools": [{"type": "web_search"}]}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "x" * 9_000}]}),
+        ("completions", {"prompt": "x" * 9_000}),
+    ],
+)
+async def test_a_clients_mistake_is_no_traceback_in_the_log(
+    http: httpx.AsyncClient, caplog: pytest.LogCaptureFixture, path: str, body: dict[str, Any]
+) -> None:
+    log = logging.getLogger("vllm")  # which passes nothing on
+    log.addHandler(caplog.handler)
+    try:
+        await http.post(f"/v1/{path}", json={"model": "any", **body})
+    finally:
+        log.removeHandler(caplog.handler)
+    assert not [record for record in caplog.records if record.exc_info]
+
+
+@pytest.mark.parametrize("base", ["", "/sessions/asked"])
+async def test_clients_find_a_server_at_the_base_url(http: httpx.AsyncClient, base: str) -> None:
+    for path in ("/v1", "/v1/"):
+        assert (await http.head(f"{base}{path}")).status_code == 200
+        assert (await http.get(f"{base}{path}")).json()["server"] == "turnwise"
+
+
+async def test_the_description_of_the_routes_is_made_beside_the_event_loop(
+    make_config: Callable[..., Config], tokenizer: Any
+) -> None:
+    made, apps = list[int](), list[FastAPI]()
+
+    def extend(app: FastAPI) -> FastAPI:
+        describe = app.openapi
+
+        def noting() -> dict[str, Any]:
+            made.append(threading.get_ident())
+            return describe()
+
+        app.openapi = noting  # type: ignore[method-assign]
+        apps.append(app)
+        return app
+
+    engine = SimulatedEngine(vocab_size=len(tokenizer), latency=QUICK)
+    app = await OpenAIServer(make_config(), engine, extend=extend).application()
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://t") as http:
+        answer = await http.get("/openapi.json")
+    assert "/v1/chat/completions" in answer.json()["paths"]
+    assert made
+    assert threading.get_ident() not in made

@@ -331,9 +331,9 @@ class _Running:
 def _split_path(path: str) -> tuple[str | None, str]:
     """Return the session's name in a path, or None, and the path without it."""
     name = None
-    if path.startswith("/sessions/") and "/v1/" in path:
-        name, _, rest = path.removeprefix("/sessions/").partition("/v1/")
-        path = "/v1/" + rest
+    if path.startswith("/sessions/") and "/v1/" in f"{path}/":
+        name, _, rest = f"{path}/".removeprefix("/sessions/").partition("/v1/")
+        path = "/v1/" + rest.removesuffix("/")
     # Anthropic's clients add /v1 to a base URL that already ends with it.
     return name, path.removeprefix("/v1") if path.startswith("/v1/v1/") else path
 

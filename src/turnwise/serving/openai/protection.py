@@ -302,7 +302,7 @@ class Gate:
         name, _, rest = path.removeprefix("/sessions/").partition("/")
         if (session := self._store.get(name)) is not None and session.private:
             managing = rest in ("", "reward")
-            return session.agent_rewards if managing else rest[:3] == "v1/"
+            return session.agent_rewards if managing else f"{rest}/".startswith("v1/")
         shown = dict(parse_qsl(scope["query_string"].decode("latin-1"))).get(TICKET, "")
         return _equal(shown, ticket(self._key, name))
 

@@ -7,6 +7,7 @@ here answer it. The server runs on the event loop of the engine that it serves.
 
 import asyncio
 import ipaddress
+import json
 import logging
 import socket
 import threading
@@ -26,7 +27,7 @@ from starlette.types import ASGIApp
 from turnwise.chat.session import NAME_PATTERN, Session, StoredResponse
 from turnwise.chat.session_store import SessionStore
 from turnwise.config import Config
-from turnwise.core.aio import freeze_gc
+from turnwise.core.aio import freeze_gc, run_in_thread
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
 from turnwise.core.user_code import call_user_code
@@ -289,6 +290,24 @@ async def get_index(server: _Server) -> JsonObject:
         "routes": [*GENERATING, "/v1/models", "/sessions", "/health", "/metrics", "/docs"],
         "reference": "/docs",
     }
+
+
+@router.get("/v1", include_in_schema=False)
+@router.get("/v1/", include_in_schema=False)
+async def get_base(server: _Server) -> JsonObject:
+    """Answer at the base URL, which some clients ask for before their first request."""
+    return {"server": "turnwise", "model": server.model_name}
+
+
+@router.get("/openapi.json", include_in_schema=False)
+async def get_schema(request: Request) -> Response:
+    """Return the description of all routes, which takes most of a second to make."""
+
+    def describe() -> str:
+        return json.dumps(request.app.openapi())
+
+    text = await run_in_thread(describe)
+    return Response(text, media_type="application/json")
 
 
 @router.get("/v1/models/{name:path}")
