@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
 from turnwise.core.untrusted import (
     HEADER,
     MAX_BYTES,
     AnswerError,
+    JsonCount,
     Number,
     checked,
     read_answer,
@@ -162,3 +163,35 @@ async def test_a_line_has_a_largest_length() -> None:
     assert await read_line(reader) == b"short\n"
     with pytest.raises(AnswerError, match="a line of more than"):
         await read_line(reader)
+
+
+def counted(value: object, depth: int = 0) -> tuple[int, int, int, int]:
+    """Return the values, keys, objects and lists in a value, and its depth."""
+    if not isinstance(value, dict | list):
+        return 1, 0, 0, depth
+    inner = list(value.values()) if isinstance(value, dict) else value
+    parts = [counted(each, depth + 1) for each in inner]
+    values, keys, nested = (sum(part[number] for part in parts) for number in range(3))
+    keys += len(value) if isinstance(value, dict) else 0
+    deepest = max((part[3] for part in parts), default=depth + 1)
+    return values + 1, keys, nested + 1, deepest
+
+
+@given(json_values, st.integers(1, 12), st.booleans())
+def test_what_json_becomes_is_counted_as_it_arrives(value: Any, size: int, ascii: bool) -> None:
+    body = json.dumps(value, ensure_ascii=ascii).encode(errors="replace")
+    count = JsonCount()
+    for begin in range(0, len(body), size):
+        count.add(body[begin : begin + size])
+    values, keys, nested, depth = counted(value)
+    assert (count.keys, count.nested, count.depth) == (keys, nested, depth)
+    assert values - 1 <= count.values <= values + nested
+
+
+def test_one_mistake_of_an_answer_is_looked_for() -> None:
+    kind = TypeAdapter(list[dict[str, Number]])
+    with pytest.raises(AnswerError, match=r"\(0.a: "):
+        checked([{"a": "x"}] * 100_000, kind)
+    with pytest.raises(ValidationError) as error:
+        kind.validate_python([{"a": "x"}] * 100_000)
+    assert error.value.error_count() == 1

@@ -169,7 +169,8 @@ class ServingConfig(Section):
     """Name that /v1/models lists; null lists both model.path and its last part. Requests
     may name any model."""
     max_body_mb: PositiveInt = 16
-    """Largest body of a request in MB; a larger one is refused before it is read."""
+    """Largest body of a request in MB; a larger one is refused before it is read. For each MB a
+    body may have 65,536 values, 4,096 keys, and 512 objects and lists."""
     session_idle: Seconds = 14_400.0
     """Seconds without a request after which a client's session is deleted."""
     session_memory_mb: PositiveInt = 512

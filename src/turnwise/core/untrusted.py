@@ -1,4 +1,4 @@
-"""The reader of the JSON of a side that is not trusted: agents, environments, their servers.
+"""The reader of JSON of a side that is not trusted: clients, agents, environments and servers.
 
 It is read only with a largest size, depth and number of values, and only as the type that is
 expected; anything else is an `AnswerError`, of which the caller makes a trajectory's failure.
@@ -7,12 +7,14 @@ expected; anything else is an `AnswerError`, of which the caller makes a traject
 import asyncio
 import socket
 import time
+from itertools import accumulate
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import pydantic_core
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from turnwise.errors import InputError
+from turnwise.internals.pydantic import bound
 
 if TYPE_CHECKING:
     import aiohttp
@@ -23,9 +25,17 @@ MAX_BYTES = 8 << 20  # maximum size of an answer
 MAX_VALUES = 500_000
 """Maximum number of values in an answer, as `values_in` counts them: one may take two bytes of the
 answer, and a hundred of memory."""
+MAX_DEPTH = 128
+"""Maximum number of objects and lists around a value of a request; readers of JSON give up at two
+hundred or more."""
 HEADER = 4  # number of bytes of the length before a frame, big-endian
 IDENTITY = {"accept-encoding": "identity"}
 """Header of HTTP requests whose answer must not be compressed: its size could not be limited."""
+_COUNTED = 1 << 16  # number of bytes that are counted at once
+_STEP = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
+_NO_BRACKETS = bytes(each for each in range(256) if each not in _STEP)
+_VALUE_BYTES, _KEY_BYTES, _NESTED_BYTES = 40, 100, 200
+"""Estimates of the memory of a value, of a key, and of what an object or a list has in addition."""
 _SHOWN = 80  # number of characters of a wrong answer, or of a place in it, that a message has
 
 
@@ -63,9 +73,50 @@ def values_in(body: bytes) -> int:
     return sum(map(body.count, (b",", b"[", b"{")))
 
 
+class JsonCount:
+    """Counts what JSON would become while its bytes arrive, in a small part of the time and memory
+    that it takes to read it. What is no JSON has a count, too."""
+
+    def __init__(self) -> None:
+        self.values = 0  # an upper bound; keys are no values
+        self.keys = 0
+        self.nested = 0  # number of objects and lists
+        self.depth = 0  # number of objects and lists around the innermost value
+        self._open = 0
+        self._in_text = False
+        self._rest = b""  # a backslash, whose character has not arrived
+
+    @property
+    def memory(self) -> int:
+        """Estimate of the memory of the values, without that of texts, in bytes."""
+        return _VALUE_BYTES * self.values + _KEY_BYTES * self.keys + _NESTED_BYTES * self.nested
+
+    def add(self, data: bytes) -> None:
+        """Count the next bytes."""
+        view = memoryview(data)
+        for start in range(0, len(data), _COUNTED):
+            self._add(view[start : start + _COUNTED].tobytes())
+
+    def _add(self, data: bytes) -> None:
+        data = (self._rest + data).replace(b"\\\\", b"")
+        self._rest = b"\\" if data.endswith(b"\\") else b""
+        parts = data.replace(b'\\"', b"").split(b'"')  # texts and what is between them, in turn
+        structure = b"".join(parts[self._in_text :: 2])
+        self._in_text ^= len(parts) % 2 == 0
+        brackets = structure.translate(None, _NO_BRACKETS)
+        opened = brackets.count(b"[") + brackets.count(b"{")
+        self.nested += opened
+        self.keys += structure.count(b":")
+        self.values += opened + structure.count(b",")
+        if self.depth <= MAX_DEPTH and brackets:
+            levels = [*accumulate(map(_STEP.__getitem__, brackets), initial=self._open)]
+            self.depth, self._open = max(self.depth, *levels), levels[-1]
+
+
 def checked(value: object, kind: TypeAdapter[_T]) -> _T:
     """Return a part of an answer as its type; AnswerError names the first part of another type, or
     says what its validators refuse by an InputError."""
+    bound(kind)
     try:
         return kind.validate_python(value, strict=True)
     except ValidationError as error:

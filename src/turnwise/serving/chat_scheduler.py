@@ -488,12 +488,12 @@ class ChatBackend:
                 if isinstance(answer, dict):
                     whole = answer
                     if not whole.get("error"):
-                        context.deliver()
+                        await context.deliver()
                 else:
                     replies.put_nowait(None)
                     async with aclosing(answer) as events:
                         async for event in events:
-                            context.deliver()
+                            await context.deliver()
                             replies.put_nowait(event)
             replies.put_nowait(whole)
         except asyncio.CancelledError:  # not always by the caller, who then waits

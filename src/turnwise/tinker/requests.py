@@ -6,15 +6,19 @@ words of the protocol.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Annotated, ClassVar, Literal
+from functools import cache
+from typing import Annotated, ClassVar, Literal, TypeVar
 
 import numpy as np
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from turnwise.config import SamplingConfig
+from turnwise.core.json_types import JsonObject
 from turnwise.engine.protocol import Request, Route, Sampling
 from turnwise.engine.vllm_requests import sampling_params
 from turnwise.errors import InputError
+from turnwise.internals.pydantic import bound
+from turnwise.serving.openai.errors import errors_of, explain
 from turnwise.tinker.images import ImageChunk
 from turnwise.tinker.losses import TinkerLoss, loss_named
 from turnwise.tinker.wire import MOST_VALUES, Datum, Joined, TrainingRequest
@@ -28,6 +32,7 @@ _Seconds = Annotated[int, Field(ge=3600, le=3653 * 86_400)] | None
 """Time for which a checkpoint is kept, 1 hour to 10 years; None keeps it for ever."""
 _MOST_STOPS = 1000
 _LONG_ANSWER = 2**14  # tokens of an answer that are counted at most before it is there
+_ID_BYTES = 5  # of an id of a prompt, on its way to an engine
 _TOKEN_BYTES, _LIKELY_BYTES = 80, 130  # of a sampled token, and of each of its alternatives
 MOST_SAMPLES = 4096
 """Largest `num_samples` of one request."""
@@ -52,6 +57,25 @@ class BaseRequest(BaseModel):
         kind = kind.get("type", "adamw") if isinstance(kind, dict) else kind
         if kind != "adamw":
             raise InputError(f"optimizer {str(kind)[:80]!r}: this server has adamw")
+
+
+_Kind = TypeVar("_Kind", bound=BaseRequest)
+
+
+def parsed(kind: type[_Kind], tree: JsonObject) -> _Kind:
+    """Return a request of plain values; InputError names the first key that is wrong."""
+    try:
+        read: _Kind = _reader(kind).validate_python(tree)
+    except ValidationError as error:
+        raise InputError(explain(errors_of(error), tree)[0]) from error
+    return read
+
+
+@cache
+def _reader(kind: type[_Kind]) -> TypeAdapter[_Kind]:
+    reader = TypeAdapter(kind)
+    bound(reader)
+    return reader
 
 
 class OfSession(BaseRequest):
@@ -209,8 +233,9 @@ class Sample(BaseRequest):
         longest = min(self.sampling_params.max_tokens or _LONG_ANSWER, _LONG_ANSWER)
         rows, count = self.num_samples * longest, self.topk_sample_logprobs
         prompt = sum(len(each.tokens) for each in self.prompt.chunks)
+        copies = _ID_BYTES * prompt * self.num_samples  # one for the message to an engine of each
         likeliest = _LIKELY_BYTES * (rows * count + prompt * self.topk_prompt_logprobs)
-        return 8 * self.body_bytes + _TOKEN_BYTES * rows + likeliest
+        return 8 * self.body_bytes + copies + _TOKEN_BYTES * rows + likeliest
 
     def tokens(self, vocabulary: int, joined: Joined) -> list[int]:
         """Return the prompt's ids, checked, `PromptIds` if it has images."""

@@ -26,12 +26,13 @@ from turnwise.core.aio import run_in_thread
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
 from turnwise.errors import InputError, TurnwiseError, visible
+from turnwise.serving.openai.bodies import decoded, is_protobuf
 from turnwise.serving.openai.protection import FILES, key_in
 from turnwise.tinker import requests
 from turnwise.tinker.checkpoints import Checkpoint, expiry
 from turnwise.tinker.futures import Busy, Gone, Missing
-from turnwise.tinker.requests import CreateSamplingSession, Named, OfSession, Page
-from turnwise.tinker.service import TinkerService, parsed
+from turnwise.tinker.requests import CreateSamplingSession, Named, OfSession, Page, parsed
+from turnwise.tinker.service import TinkerService
 from turnwise.tinker.wire import PROTOBUF, read_training_request
 
 _USER = "tml:organization_user:"  # beginning of the protocol's names of owners
@@ -314,9 +315,11 @@ async def _values(request: Request) -> JsonObject:
     body = await request.body() or b"{}"
     if len(body) > _MOST_BYTES and not request.url.path.endswith("/asample"):
         raise HTTPException(413, f"the body is larger than {_MOST_BYTES:,} bytes")
+    if is_protobuf(request.scope, request.headers):
+        raise HTTPException(415, "the content is protobuf: send JSON, as application/json")
     try:  # NaN is read as text: numbers must be finite, and no answer could repeat it
-        tree = json.loads(body, parse_constant=str)
-    except (ValueError, RecursionError) as error:
+        tree = decoded(body, constant=str)
+    except ValueError as error:
         raise InputError(f"the body is no JSON: {error}") from None
     if not isinstance(tree, dict):
         raise InputError("the body must be a JSON object")

@@ -19,8 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from pydantic import ValidationError
-
 from turnwise.config import Config
 from turnwise.core.aio import run_in_thread, together
 from turnwise.core.json_types import JsonObject
@@ -29,12 +27,12 @@ from turnwise.core.run_files import RunFiles
 from turnwise.engine.protocol import Generator, Route, generate
 from turnwise.errors import EngineError, InputError, TurnwiseError, text_of, visible
 from turnwise.serving.openai.address import api_key
-from turnwise.serving.openai.errors import explain
 from turnwise.tinker import requests
 from turnwise.tinker.checkpoints import Checkpoint, Checkpoints, Kind, expiry
 from turnwise.tinker.futures import SMALLEST, Busy, Futures, Gone, Missing, Reply, Turns, Work
 from turnwise.tinker.images import ChunkReader
 from turnwise.tinker.losses import NOT_STABLE, STABLE
+from turnwise.tinker.requests import parsed
 from turnwise.tinker.run_log import RunLog, SampleIndex
 from turnwise.tinker.wire import Array, TrainingRequest, sample_reply, training_reply
 
@@ -579,11 +577,3 @@ class TinkerService:
             )
         session.samplers[name].seen = time.monotonic()
         return session.samplers[name]
-
-
-def parsed(kind: type[_Kind], tree: JsonObject) -> _Kind:
-    """Return a request of plain values; InputError names the first key that is wrong."""
-    try:
-        return kind.model_validate(tree)
-    except ValidationError as error:
-        raise InputError(explain(list(map(dict, error.errors())), tree)[0]) from error

@@ -187,3 +187,30 @@ async def test_the_description_of_the_routes_is_made_beside_the_event_loop(
     assert "/v1/chat/completions" in answer.json()["paths"]
     assert made
     assert threading.get_ident() not in made
+
+
+async def test_programs_that_name_their_requests_alike_share_nothing(
+    http: httpx.AsyncClient,
+) -> None:
+    first, second = [
+        (await http.post("/v1/responses", json={"input": said, "request_id": "resp_1"})).json()
+        for said in ("ALICE", "BOB")
+    ]
+    assert len({first["id"], second["id"], "resp_1"}) == 3
+    body = {"input": "more", "previous_response_id": first["id"]}
+    more = (await http.post("/v1/responses", json=body)).json()
+    shown = (await http.get(f"/v1/responses/{more['id']}/input_items")).text
+    assert "ALICE" in shown
+    assert "BOB" not in shown
+    assert (await http.get("/v1/responses/resp_1")).status_code == 404
+    for path, asked in (
+        ("chat/completions", {"messages": HELLO}),
+        ("chat/completions", {"messages": HELLO, "logprobs": True}),
+        ("completions", {"prompt": "a"}),
+    ):
+        names = {
+            (await http.post(f"/v1/{path}", json={**asked, "request_id": "own"})).json()["id"]
+            for _ in range(2)
+        }
+        assert len(names) == 2
+        assert not any("own" in name for name in names)

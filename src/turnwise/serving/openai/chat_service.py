@@ -112,12 +112,13 @@ class RequestContext:
         room = self.session.room(prompt, self.prompt.fork_reason)
         return most if room is None else min(most, room)
 
-    def deliver(self) -> None:
+    async def deliver(self) -> None:
         """Record the finished completions, before the client gets the bytes that have their end: it
         can leave as soon as it has read these, or send the next request."""
-        for record in self.undelivered:
-            record()
-        self.undelivered.clear()
+        while self.undelivered:
+            self.undelivered.pop(0)()
+            if self.undelivered:  # of a thousand prompts, say: others' requests come between
+                await asyncio.sleep(0)
 
 
 CURRENT: ContextVar[RequestContext | None] = ContextVar("request", default=None)
@@ -187,27 +188,21 @@ class ChatService:
         return dumped
 
     async def plan_body(
-        self, body: bytes, context: RequestContext
-    ) -> tuple[bytes, Complete | Events | None]:
-        """Return the body for vLLM's application, and the result of `plan`."""
-        try:
-            tree = msgspec.json.decode(body)
-        except (msgspec.MsgspecError, RecursionError):
-            return body, None
+        self, tree: object, context: RequestContext
+    ) -> tuple[object, Complete | Events | None]:
+        """Return the body for vLLM's application, as JSON was read, and the result of `plan`."""
         # Clients without tools send an empty list and a choice among them, which vLLM refuses.
-        bare = (
+        if (
             isinstance(tree, dict)
-            and bool(tree.keys() & {"tools", "tool_choice"})
+            and tree.keys() & {"tools", "tool_choice"}
             and tree.get("tools") in (None, [])
             and tree.get("tool_choice") in (None, "auto", "none")
-        )
-        if bare:
+        ):
             tree = {k: v for k, v in tree.items() if k not in ("tools", "tool_choice")}
         planned = await self.plan(tree, context)
         if planned is None:
             context.request, context.asked = None, Conversation()  # not all models' chats set them
-            body = msgspec.json.encode(tree) if bare else body
-        return body, planned
+        return tree, planned
 
     async def plan(self, tree: object, context: RequestContext) -> Complete | Events | None:
         """Return what completes a request; None if vLLM's application has to answer it.

@@ -47,7 +47,14 @@ async def answer_error(_: Request, error: Exception) -> Response:
         return refusal(error.status_code, str(error.detail), headers=error.headers)
     assert isinstance(error, RequestValidationError | ValidationError)
     body = error.body if isinstance(error, RequestValidationError) else UNKNOWN
-    return refusal(400, *explain(list(map(dict, error.errors())), body))
+    return refusal(400, *explain(errors_of(error), body))
+
+
+def errors_of(error: RequestValidationError | ValidationError) -> list[JsonObject]:
+    """Return what pydantic says is wrong, without the values that are."""
+    if isinstance(error, ValidationError):
+        return list(map(dict, error.errors(include_url=False, include_input=False)))
+    return list(map(dict, error.errors()))
 
 
 def explain(errors: Sequence[JsonObject], body: object) -> tuple[str, str]:

@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable
-from contextlib import ExitStack, aclosing
+from contextlib import ExitStack, aclosing, suppress
 from typing import TYPE_CHECKING, TypeVar
 
 import msgspec
@@ -18,10 +18,11 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from turnwise.core.aio import together
+from turnwise.core.aio import task_group
 from turnwise.core.json_types import JsonObject
 from turnwise.core.spans import TRACE_HEADERS, within_trace
 from turnwise.errors import InputError
+from turnwise.serving.openai.bodies import TREE, decoded
 from turnwise.serving.openai.errors import refusal
 from turnwise.serving.openai.protection import TICKET, ticket
 from turnwise.serving.openai.requests import MAX_COMPLETIONS
@@ -41,6 +42,8 @@ _BATCH = "/v1/chat/completions/batch"
 _INVOCATIONS = "/invocations"
 _APIS = {"messages": _CHAT, "prompt": "/v1/completions", "input": "/v1/responses"}
 """Path of each API, by a key that only its requests have."""
+_READ = b"{}"
+"""Body of a request whose scope has the tree; of an empty one the framework reads no JSON."""
 _OPENING = "/v1/sessions"  # path, below that of a session, that opens another under it
 _OWN_HEADERS = "endpoint-load-metrics-format"
 """Header of a request whose answer needs headers of its own."""
@@ -185,7 +188,7 @@ class SessionMiddleware:
                     self._counts[str(message["status"])] += 1
                     failed = message["status"] >= 400
                 if not (failed or gone):
-                    context.deliver()
+                    await context.deliver()
                 await send(message)
 
             del headers["x-request-id"]
@@ -193,8 +196,14 @@ class SessionMiddleware:
             trace = {each: headers[each] for each in TRACE_HEADERS if headers.get(each)}
             held.enter_context(within_trace(trace or context.session.trace))
             is_json = headers.get("content-type", "").startswith("application/json")
-            if path == _CHAT and is_json and _OWN_HEADERS not in headers:
-                body, planned = await self._chats.plan_body(body, context)
+            if TREE not in scope:
+                with suppress(ValueError):  # the application refuses what is no JSON
+                    scope[TREE] = decoded(body)
+            if isinstance(tree := scope.get(TREE), dict):
+                # The name of an answer would be a client's, and could be that of another's.
+                tree = scope[TREE] = {k: v for k, v in tree.items() if k != "request_id"}
+            if path == _CHAT and is_json and TREE in scope and _OWN_HEADERS not in headers:
+                scope[TREE], planned = await self._chats.plan_body(tree, context)
                 if isinstance(planned, AsyncGenerator):
                     await _unless_gone(_send_events(planned, counted), noticed)
                     return
@@ -211,14 +220,16 @@ class SessionMiddleware:
         """Answer a batch of chats, or a request to the one path for every API."""
         answer: Response | None
         try:
-            tree: JsonObject = msgspec.json.decode(body, type=dict)
-        except (ValueError, RecursionError) as error:
+            tree = decoded(body)
+        except ValueError as error:
             answer = refusal(400, f"the body is not valid JSON: {error}")
         else:
-            if path == _BATCH:
+            if not isinstance(tree, dict):
+                answer = refusal(400, "the body is no JSON object")
+            elif path == _BATCH:
                 answer = await _unless_gone(self._ask_all(tree, scope), receive)
             elif api := next((api for key, api in _APIS.items() if key in tree), None):
-                await self._handle(_at(scope, api), body, receive, send)
+                await self._handle({**_at(scope, api), TREE: tree}, body, receive, send)
                 return
             else:
                 answer = refusal(400, f"the body has none of {', '.join(_APIS)}")
@@ -255,11 +266,17 @@ class SessionMiddleware:
                 status = message.get("status", status)
                 pieces.append(message.get("body", b""))
 
-            body = msgspec.json.encode({**tree, "messages": messages})
-            await self._handle(chat, body, never, keep)
+            # All share the other keys: a copy for each would take up to 1,024 times the body.
+            own = {**chat, TREE: {**tree, "messages": messages}}
+            await self._handle(own, _READ, never, keep)
             return status, b"".join(pieces)
 
-        answers = await together(map(ask, conversations or ()))
+        async with task_group() as tasks:
+            asking = []
+            for messages in conversations or ():
+                asking.append(tasks.create_task(ask(messages)))
+                await asyncio.sleep(0)  # other requests come between two that begin
+        answers = [task.result() for task in asking]
         for status, body in answers:
             if status >= 400:
                 return Response(body, status, media_type="application/json")

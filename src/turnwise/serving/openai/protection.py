@@ -27,6 +27,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from turnwise.chat.session_store import SessionStore
 from turnwise.config.serving import ServingConfig
+from turnwise.core.untrusted import JsonCount
+from turnwise.serving.openai import bodies
 from turnwise.serving.openai.address import EVERYWHERE, reachable
 from turnwise.serving.openai.errors import refusal
 
@@ -44,6 +46,7 @@ _TOKENIZE_BYTES = 2 << 20
 """Maximum body of /tokenize and /detokenize: no context length bounds their text, and tokenizers
 take 150 bytes for each byte of it."""
 _BODIES = 8  # number of bodies of maximum size that are in memory at once
+_MEMORY = 4  # bytes of memory of a body's values that count as much as a byte of the body
 
 
 def most_connections() -> int:
@@ -189,7 +192,8 @@ class Gate:
     - 415 and 403: a POST request without JSON, or of a page of another site.
     - 401: no API key. Every route but /health and /ping needs it. Sessions of rollouts need none:
       their paths are random secrets, known only to their agents; likewise links to files.
-    - 413 and 503: a body that is too large, or all bodies in flight are.
+    - 413 and 503: a body that is too large, or all bodies in flight are: in bytes, and in what they
+      become (`bodies`).
 
     HEAD is answered as GET, without the body. Without a `key` every request passes.
     """
@@ -204,7 +208,9 @@ class Gate:
         self._names = {canonical(name) for name in names}
         self._origins = serving.cors_origins
         self._most = serving.max_body_mb << 20
-        self._held = 0  # size of all bodies of requests in flight, in bytes
+        self._megabytes = serving.max_body_mb
+        self._held = 0
+        """Size of all bodies of requests in flight, or of their values, in bytes."""
         self._key = key
         self._store = store
 
@@ -212,23 +218,30 @@ class Gate:
         head = scope["method"] == "HEAD"  # which not all routes of the framework know
         limited_path = scope["path"] in ("/tokenize", "/detokenize")
         most = min(self._most, _TOKENIZE_BYTES) if limited_path else self._most
-        read, started = 0, False
+        read, held, started = 0, 0, False
+        count = JsonCount()
 
-        def check(size: int) -> None:
+        def check(size: int, cost: int) -> None:
             if size > most:
                 raise HTTPException(
                     413, f"the body is larger than {most:,} bytes (serving.max_body_mb)"
                 )
-            if size + self._held > _BODIES * self._most:
+            if cost + self._held - held > _BODIES * self._most:
                 raise HTTPException(503, "too many large requests are in flight; try again")
 
         async def limited() -> Message:
-            nonlocal read
+            nonlocal read, held
             message = await receive()
-            size = len(message.get("body", b""))
-            check(read + size)
-            read += size
-            self._held += size
+            part = message.get("body", b"")
+            read += len(part)
+            check(read, read)
+            if counted:
+                count.add(part)
+                bodies.check(count, self._megabytes)
+            cost = max(read, count.memory // _MEMORY)
+            check(read, cost)
+            self._held += cost - held
+            held = cost
             return message
 
         async def noting(message: Message) -> None:
@@ -240,9 +253,11 @@ class Gate:
 
         try:
             headers = Headers(scope=scope)
+            counted = not bodies.is_protobuf(scope, headers)
             self._check_page(scope, headers)
             announced = headers.get("content-length", "")
-            check(int(announced) if announced.isdecimal() else 0)
+            size = int(announced) if announced.isdecimal() else 0
+            check(size, size)
             if not self._open(scope, headers):
                 raise HTTPException(401, "this server needs its API key as a bearer token")
             await self._app({**scope, "method": "GET"} if head else scope, limited, noting)
@@ -251,7 +266,7 @@ class Gate:
                 raise
             await refusal(error.status_code, error.detail)(scope, receive, noting)
         finally:
-            self._held -= read
+            self._held -= held
 
     def _check_page(self, scope: Scope, headers: Headers) -> None:
         """Refuse other names, and what pages of other sites can send without asking."""

@@ -34,6 +34,7 @@ from turnwise.core.user_code import call_user_code
 from turnwise.engine.protocol import Generator
 from turnwise.errors import InputError, TurnwiseError
 from turnwise.serving.openai.address import QUEUE, api_key, listen, reachable
+from turnwise.serving.openai.bodies import read_once
 from turnwise.serving.openai.errors import answer_error
 from turnwise.serving.openai.metrics import EngineMetrics, metrics_text
 from turnwise.serving.openai.middleware import GENERATING, SESSION_NAME, SessionMiddleware
@@ -190,6 +191,8 @@ class OpenAIServer:
                 given = type(returned).__name__
                 raise InputError(f"{hook} must return the application, not {given}")
             extended = returned
+        for each in {id(one): one for one in (app, extended)}.values():
+            read_once(each)
         # Around the sessions: the chat service answers most chats before the application.
         added = list(extended.user_middleware)
         extended.user_middleware.clear()

@@ -42,7 +42,7 @@ from turnwise.serving.openai.chat_service import (
     client_error,
     echo_of,
 )
-from turnwise.serving.openai.errors import UNKNOWN, explain
+from turnwise.serving.openai.errors import UNKNOWN, errors_of, explain
 from turnwise.serving.openai.requests import settle
 from turnwise.serving.scheduler import Scheduler
 from turnwise.trajectory.images import PromptIds, placed
@@ -201,7 +201,7 @@ def _refusing() -> Iterator[None]:
     except Exception as error:  # a client's messages may be anything
         why = f"{type(error).__name__}: {error}"
         if isinstance(error, ValidationError):
-            why, _ = explain(list(map(dict, error.errors())), UNKNOWN)
+            why, _ = explain(errors_of(error), UNKNOWN)
         message = f"messages cannot be read: {why}"
         raise vllm.VLLMValidationError(message, parameter="messages") from error
 

@@ -1,0 +1,82 @@
+"""Bodies of requests: what they would become is counted while they arrive, and each is read once.
+
+A limit in bytes is none for what a body costs: a value takes two bytes of it, but a hundred of
+memory, and an object takes the time of its checks, on the event loop of all other requests.
+"""
+
+import json
+from collections.abc import Callable
+
+import msgspec
+from fastapi import FastAPI
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.types import Scope
+
+from turnwise.core.untrusted import MAX_DEPTH, JsonCount
+from turnwise.internals.fastapi import read_bodies
+
+PROTOBUF = "/api/v1/"  # beginning of the paths where a body may be no JSON
+TREE = "turnwise.tree"
+"""Key of the scope for what its body is in JSON, of a body that was read already."""
+_VALUES, _KEYS, _NESTED = 65_536, 4_096, 512
+"""Values, keys, and objects and lists that a body may have for each MB of its largest size."""
+
+
+def is_protobuf(scope: Scope, headers: Headers) -> bool:
+    """Return whether a body is one of Tinker's messages, which `tinker.wire` counts itself."""
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    return kind.endswith("x-protobuf") and scope["path"].startswith(PROTOBUF)
+
+
+def check(count: JsonCount, megabytes: int) -> None:
+    """Refuse a body, 413, of which so much has arrived, or 400 for its depth."""
+    for what, number, each in (
+        ("values", count.values, _VALUES),
+        ("keys", count.keys, _KEYS),
+        ("objects and lists", count.nested, _NESTED),
+    ):
+        if number > each * megabytes:
+            raise HTTPException(
+                413,
+                f"the body has more than {each * megabytes:,} {what}: {each:,} for each MB of "
+                "serving.max_body_mb",
+            )
+    if count.depth > MAX_DEPTH:
+        raise HTTPException(
+            400, f"the body has a value inside more than {MAX_DEPTH} objects and lists"
+        )
+
+
+def decoded(body: bytes, constant: Callable[[str], object] | None = None) -> object:
+    """Return what a body is in JSON; JSONDecodeError when it is none. A `constant` reads NaN and
+    infinities."""
+    try:
+        return msgspec.json.decode(body)
+    except (ValueError, RecursionError):  # it may have what Python's reader takes
+        pass
+    try:
+        return json.loads(body.decode("utf-8-sig"), parse_constant=constant)
+    except UnicodeDecodeError as error:
+        raise json.JSONDecodeError("the text is not UTF-8", "", error.start) from None
+    except RecursionError:
+        raise json.JSONDecodeError("it is nested too deeply", "", 0) from None
+    except json.JSONDecodeError:
+        raise
+    except ValueError as error:  # an integer of thousands of digits
+        raise json.JSONDecodeError(str(error), "", 0) from None
+
+
+def with_tree(scope: Scope, tree: object) -> Scope:
+    """Return the scope of a request with what its body is."""
+    return {**scope, TREE: tree}
+
+
+def read_once(app: FastAPI) -> None:
+    """Let an application's routes take the trees of their scopes."""
+
+    def decode(request: Request, body: bytes) -> object:
+        return request.scope[TREE] if TREE in request.scope else decoded(body)
+
+    read_bodies(app, decode)
