@@ -163,7 +163,13 @@ class SimulatedEngine:
         asked = Asked(prompt, request.route, *tokens, interval, scored)
         if not isinstance(sampling, SamplingConfig):
             asked.likeliest = sampling.prompt_logprobs or 0, sampling.logprobs or 0
-        self._waiting[asked] = None
+        if request.urgent:  # it takes the place of one that runs
+            last = [*self._running][self._max_num_seqs - 1 :]
+            self._waiting = dict.fromkeys([asked, *last, *self._waiting])
+            for each in last:
+                del self._running[each]
+        else:
+            self._waiting[asked] = None
         if self._task is None or self._task.done():
             self._task = asyncio.create_task(self._serve())
         try:

@@ -34,7 +34,8 @@ async def engine(
         )
         for name, size in (("good", 0.5), ("diverged", 1e36))
     }
-    config = make_config(serving={"adapters": adapters}, engine={"kv_cache_gib": 0.004})
+    small = {"kv_cache_gib": 0.004, "max_num_seqs": 8}
+    config = make_config(serving={"adapters": adapters}, engine=small)
     engine = await WorkerHandle.start(config, name="shared")
     yield engine
     await engine.shutdown()
@@ -83,3 +84,19 @@ async def test_nobody_sees_what_a_diverged_adapter_left_in_the_cache(
             for length in LENGTHS:  # one at a time, which makes them equal bit for bit
                 assert await answer(engine, adapter, length) == before[length]
     assert failed >= 24
+
+
+async def test_an_urgent_request_waits_for_none_of_a_full_queue(engine: WorkerHandle) -> None:
+    long = GREEDY.model_copy(update={"max_tokens": 400})
+    requests = [Request([5, 6, 7 + number], long, f"long-{number}") for number in range(24)]
+    alone = await generate(engine, requests[7])
+    waiting = [asyncio.create_task(generate(engine, each)) for each in requests]
+    while await engine.num_in_flight() < len(requests):
+        await asyncio.sleep(0.01)
+    for number in range(3):
+        urgent = Request(list(range(5, 105)), SCORED, f"urgent-{number}", urgent=True)
+        assert len((await generate(engine, urgent)).prompt_logprobs or []) == 100
+    assert sum(each.done() for each in waiting) == 0
+    done = await asyncio.gather(*waiting)
+    assert {len(each.token_ids) for each in done} == {400}
+    assert done[7].token_ids == alone.token_ids  # it made room, and went on as if it had not

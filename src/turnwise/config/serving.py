@@ -193,7 +193,8 @@ class WeightsConfig(Section):
     """Weight updates from the trainer to the engines."""
 
     update_timeout: Seconds = 120.0
-    """Deadline in seconds for one update and its check, including the wait for in_flight drain."""
+    """Deadline in seconds for one update, including the wait for in_flight drain, and for its check
+    after it, which has at least a quarter of it."""
     transport: Annotated[str, named("transport", TRANSPORT_NAMES)] = "shm"
     """Transport of the weights: shared memory on one host (shm); chunks on one host, or in the
     memory of one GPU (ipc); broadcasts between hosts, over gloo or NCCL (collective); files in a

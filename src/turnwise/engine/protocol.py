@@ -75,6 +75,9 @@ class Request(NamedTuple):
     again where it cannot be continued."""
     images: Sequence[PlacedImage] = ()
     """Images of the prompt, which holds their ids."""
+    urgent: bool = False
+    """Whether the engine computes it before all that wait, and in the place of one that runs if it
+    has no room: for what the fleet itself asks, such as the check of a weight update."""
 
 
 @dataclass(frozen=True, slots=True)

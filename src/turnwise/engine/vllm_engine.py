@@ -180,7 +180,7 @@ class VllmEngine:
                 if seen:
                     inputs = self._images.put_in(inputs, request.images, seen)
                 watching = partial(self._moving, f"with request {request.id} waiting")
-                made = self._streams.chunks(inputs, params, request.id, adapter, watching)
+                made = self._streams.chunks(inputs, params, request, adapter, watching)
                 names = {*self._always, *map(name_of, calls)}
                 if self._extended and not names <= self._unforced:
                     made = self._marked(made, request.id, names)

@@ -22,6 +22,7 @@ from turnwise.engine.protocol import (
     Alternatives,
     Chunk,
     FinishReason,
+    Request,
     Sampling,
     join,
 )
@@ -95,20 +96,20 @@ class TokenStreams:
         self,
         inputs: "vllm.TokensInput",
         params: "vllm.SamplingParams",
-        request_id: str,
+        asked: Request,
         adapter: LoadedAdapter | None,
         watching: _Watching,
     ) -> AsyncGenerator[Chunk, None]:
         """Yield the chunks of a new request; closing aborts it."""
         plain = params.logprobs == 0 and params.prompt_logprobs is None and not params.detokenize
         run = self._direct_chunks if self._direct and plain else self._frontend_chunks
-        return run(inputs, params, request_id, adapter, watching)
+        return run(inputs, params, asked, adapter, watching)
 
     async def _direct_chunks(
         self,
         inputs: "vllm.TokensInput",
         params: "vllm.SamplingParams",
-        request_id: str,
+        asked: Request,
         adapter: LoadedAdapter | None,
         watching: _Watching,
     ) -> AsyncGenerator[Chunk, None]:
@@ -116,14 +117,15 @@ class TokenStreams:
         if llm.errored:
             raise self._vllm.EngineDeadError
         request = llm.input_processor.process_inputs(
-            request_id,
+            asked.id,
             inputs,
             params,
             supported_tasks=await llm.get_supported_tasks(),
             lora_request=adapter.request if adapter is not None else None,
+            priority=self._vllm.URGENT if asked.urgent else 0,
         )
-        request.external_req_id = request_id
-        request.request_id = f"{request_id}-ids-{next(self._numbers)}"
+        request.external_req_id = asked.id
+        request.request_id = f"{asked.id}-ids-{next(self._numbers)}"
         self._vllm.read_outputs(llm)
         stats = None
         if self._outputs.log_stats:
@@ -152,7 +154,7 @@ class TokenStreams:
         self,
         inputs: "vllm.TokensInput",
         params: "vllm.SamplingParams",
-        request_id: str,
+        asked: Request,
         adapter: LoadedAdapter | None,
         watching: _Watching,
     ) -> AsyncGenerator[Chunk, None]:
@@ -161,7 +163,8 @@ class TokenStreams:
         sampled, few = 0, list[Chunk]()
         first: float | None = None
         lora, versions = (adapter.request, adapter.spans()) if adapter is not None else (None, None)
-        stream = self._llm.generate(inputs, params, request_id, lora_request=lora)
+        priority = self._vllm.URGENT if asked.urgent else 0
+        stream = self._llm.generate(inputs, params, asked.id, lora_request=lora, priority=priority)
         async with aclosing(stream) as outputs:
             while True:
                 async with watching():
@@ -172,7 +175,7 @@ class TokenStreams:
                 finished = piece.finish_reason is not None
                 labels = versions or piece.weight_versions
                 if not versions and not finished:
-                    labels = self._vllm.weight_versions_so_far(self._llm, request_id)
+                    labels = self._vllm.weight_versions_so_far(self._llm, asked.id)
                 if first is None and piece.token_ids:
                     first = clock()
                 age = None if first is None else clock() - first

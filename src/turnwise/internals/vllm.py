@@ -62,6 +62,8 @@ from vllm.tokenizers.hf import get_cached_tokenizer
 from vllm.tool_parsers import ToolParserManager
 from vllm.utils.network_utils import get_distributed_init_method, get_ip, get_open_port
 from vllm.v1.core.sched import output as scheduler_output
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import (
     EngineCoreOutput,
     EngineCoreOutputs,
@@ -80,7 +82,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.metrics.loggers import PrometheusStatLogger
 from vllm.v1.metrics.stats import IterationStats, RequestStateStats
 from vllm.v1.outputs import LogprobsLists, LogprobsTensors
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.sample import sampler
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
@@ -256,6 +258,52 @@ KVCacheConfig.needs_kv_cache_zeroing = True
 the models that read them before they are written. The unused end of a request's last block is read
 too, with probability 0, and 0 times a NaN is a NaN: what one adapter computed, once its training
 has diverged, would end the requests of others."""
+
+URGENT = -1
+"""Priority of a request that waits for no other one, such as one that checks a weight update."""
+_add_request = internal(Scheduler, "add_request", "self", "request")
+_schedule = internal(Scheduler, "schedule", "self")
+internal(Scheduler, "_preempt_request", "self", "request", "timestamp")
+internal(Scheduler, "_request_blocks_can_be_freed", "self", "request")
+
+
+def _add_noted(self: Scheduler, request: Request) -> None:
+    _add_request(self, request)
+    if request.priority == URGENT:
+        self.urgent = [*getattr(self, "urgent", ()), request]
+
+
+def _schedule_urgent_first(self: Scheduler, *arguments: object, **more: object) -> object:
+    """Begin an urgent request in the next step, whatever the policy and the queue: if there is no
+    room for it, the last ones that run are preempted, as vLLM does when its cache is full, and go
+    on after it."""
+    if getattr(self, "urgent", None) and self._pause_state == PauseState.UNPAUSED:
+        self.urgent = [each for each in self.urgent if each.status == RequestStatus.WAITING]
+        for request in self.urgent:
+            _make_room(self, request)
+    return _schedule(self, *arguments, **more)
+
+
+def _make_room(self: Scheduler, request: Request) -> None:
+    if request not in self.waiting:
+        return
+    self.waiting.remove_request(request)
+    caches, groups = self.kv_cache_manager, len(self.kv_cache_config.kv_cache_groups)
+    blocks = groups * (request.num_tokens // self.block_size + 1) + caches.watermark_blocks
+    while (running := self.running) and (
+        len(running) + self.num_waiting_for_streaming_input >= self.max_num_active_reqs
+        or caches.block_pool.get_num_free_blocks() < blocks + groups * len(running)
+    ):
+        if not self._request_blocks_can_be_freed(running[-1]):
+            break
+        other = running.pop()
+        self._preempt_request(other, time.monotonic())
+        self.prev_step_scheduled_req_ids.discard(other.request_id)
+    self.waiting.prepend_request(request)
+
+
+Scheduler.add_request = _add_noted
+Scheduler.schedule = _schedule_urgent_first
 
 TIMES = "turnwise_times"
 """Key in `kv_transfer_params` of outputs that waited: the time of each step, on the engine's

@@ -24,7 +24,9 @@ from turnwise.weights.transport import Manifest, StateDictInfo, find_transport
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-_CHECK_SHARE = 0.25  # fraction of an update's time in which engines check whether it fits
+_CHECK_SHARE = 0.25
+"""Fraction of an update's time in which engines check whether it fits, and the least that they have
+to score the canary."""
 _ANSWER_SECONDS = 10.0
 """Time in which an engine has to answer once the trainer has given up its half of an update."""
 _CANARY_SAMPLING = SamplingConfig(n=1, max_tokens=1, prompt_logprobs=True)
@@ -127,6 +129,7 @@ class WeightSync:
                 when an engine's canary differs from the trainer's.
         """
         offered, engines = _published(self._offered), list(engines)
+        ends = asyncio.get_running_loop().time() + self._timeout
         if differs := offered.mismatch(self._expected):
             raise WeightUpdateError(f"refused a weight update: {differs}")
         fit, errors = await self._check(engines, offered, self._timeout)
@@ -138,7 +141,7 @@ class WeightSync:
         pushed = await self._push(offered, fit, in_flight, self._timeout)
         settle(pushed)
         loaded = [engine for engine, result in pushed.items() if isinstance(result, Updated)]
-        compared = await self._compare(offered, loaded)
+        compared = await self._compare(offered, loaded, ends)
         settle(compared)
         return errors | pushed | compared
 
@@ -146,10 +149,12 @@ class WeightSync:
         """Bring the current weights to one engine that starts later, or the trainer's newest (see
         `sends_newest`); return their version."""
         published, seconds = _published(self.current), self._timeout
+        clock = asyncio.get_running_loop().time
         if self.sends_newest:  # the trainer may be training again before it sends
             seconds = self._patience
             published = await self._publish(seconds)
         try:
+            ends = clock() + seconds
             fit, results = await self._check([engine], published, self._timeout)
             results |= await self._push(published, fit, in_flight, seconds)
         finally:
@@ -158,7 +163,7 @@ class WeightSync:
         result = results[engine]
         # A step of the trainer before it sent makes the weights newer than the canary.
         if isinstance(result, Updated) and result.version == published.version:
-            result = (await self._compare(published, [engine])).get(engine, result)
+            result = (await self._compare(published, [engine], ends)).get(engine, result)
         if isinstance(result, TurnwiseError):
             raise result
         return result.version
@@ -205,13 +210,21 @@ class WeightSync:
                 results |= await self._attempt(published, healthy, in_flight, left)
         return results
 
-    async def _compare(self, published: Manifest, engines: Iterable[Engine]) -> UpdateResults:
+    async def _compare(
+        self, published: Manifest, engines: Iterable[Engine], ends: float
+    ) -> UpdateResults:
+        """Have engines score the canary before their update `ends`, by the event loop's clock."""
         if not published.prompt or (tolerance := self._tolerance) is None:
             return {}
         expected = (published.prompt, published.logprobs, tolerance, published.version)
 
+        left = ends - asyncio.get_running_loop().time()
+        seconds = max(left, self._timeout * _CHECK_SHARE)
+
         async def compare(engine: Engine) -> Updated:
-            return Updated(published.version, *await check_canary(engine, *expected))
+            missed = f"{engine.name} did not score the canary of version {published.version}"
+            async with deadline(seconds, missed):
+                return Updated(published.version, *await check_canary(engine, *expected))
 
         results = await _outcomes(engines, compare)
         _raise_refusals(results)
@@ -342,6 +355,7 @@ async def check_canary(
     """
     images = placed(prompt_token_ids)
     request = Request(prompt_token_ids, _CANARY_SAMPLING, f"canary-{version}", images=images)
+    request = request._replace(urgent=True)  # not behind all that waits
     completion = await generate(engine, request)
     if others := set(completion.weight_versions) - {version, FORCED}:
         raise WeightUpdateError(
