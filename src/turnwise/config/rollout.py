@@ -258,7 +258,8 @@ class RolloutConfig(Section):
     reward functions run there, and each process has its own copy of their global state."""
     oversample: NonNegativeFloat = 0.0
     """Share of extra groups to start for a step, which trains on the first groups to finish; 0.25
-    starts a quarter more."""
+    starts a quarter more. Groups that become too old for the next step begin again, at most as many
+    as are extra."""
     retries: NonNegativeInt = 0
     """Number of times that a failed trajectory is retried."""
     rewards: list[RewardConfig] = []

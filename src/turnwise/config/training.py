@@ -103,6 +103,12 @@ class TrainingConfig(Section):
     each such update is skipped."""
 
     @property
+    def steps_of_group(self) -> int:
+        """Number of steps of which each may train a group: the first after its beginning, and
+        `max_staleness` more."""
+        return 1 + self.max_staleness
+
+    @property
     def versions_per_step(self) -> int:
         """Optimizer steps per training step, in all passes."""
         return self.updates_per_step * self.epochs_per_step

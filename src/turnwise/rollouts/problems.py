@@ -30,6 +30,8 @@ _T = TypeVar("_T")
 Row = JsonObject  # one row of the data: plain values by field
 Pool = Literal["mixed", "mastered", "hopeless"]
 """The last group of a row: with a signal; without one, and right; without one, and wrong."""
+_MAX_SILENT = 32
+"""Groups without signal in a row after which others take the place of an environment's."""
 _SPREAD = 0x9E3779B1
 """Odd factor that spreads neighbouring numbers over 32 bits (Knuth's multiplicative hash)."""
 
@@ -230,8 +232,12 @@ class ProblemStream:
         if len(self._left_out) == len(self._problems):
             raise InputError(f"no row of the data can be used; the last one: {reason}")
 
-    def learn(self, name: str, pool: Pool) -> None:
-        """Note the outcome of a group of the problem with a name, for the curriculum."""
+    def learn(self, name: str, pool: Pool, *, replaced: bool = False) -> None:
+        """Note the outcome of a group of the problem with a name, for the curriculum.
+
+        Args:
+            replaced: Whether the group was not trained, and another one takes its place.
+        """
         if self._max_rest is not None:
             index = self._index(name)
             self._pools[index] = 1 + get_args(Pool).index(pool)
@@ -293,7 +299,10 @@ class MixedStream:
     """The streams of several environments, with the methods of one.
 
     The next problem is one of the environment that lacks most of its share so far, so that any
-    number of groups that begin one after another has each share to within a group or two.
+    number of groups that begin one after another has each share to within a group or two. Groups
+    that are replaced because they have no signal do not count, so these are the shares of the
+    groups that are trained; an environment that has many of them in a row (`_MAX_SILENT`) counts
+    these, so that it cannot keep a step from being full.
     """
 
     def __init__(self, streams: Mapping[str, ProblemStream], weights: Mapping[str, float]) -> None:
@@ -302,6 +311,8 @@ class MixedStream:
         self._shares = {name: weights[name] / total for name in streams}
         self._lacking = dict.fromkeys(streams, 0.0)
         """The groups that each environment should have had, less those that it had."""
+        self._silent = dict.fromkeys(streams, 0)
+        """Groups without signal in a row that were replaced."""
 
     def find(self, name: str) -> Problem:
         return self._stream_of(name).find(name)
@@ -309,16 +320,23 @@ class MixedStream:
     async def take_one(self, seconds: float) -> Problem:
         chosen = max(self._shares, key=lambda name: self._lacking[name] + self._shares[name])
         problem = await self._streams[chosen].take_one(seconds)
-        for name, share in self._shares.items():
-            self._lacking[name] += share
-        self._lacking[chosen] -= 1.0
+        self._count(chosen, 1.0)
         return problem
+
+    def _count(self, environment: str, groups: float) -> None:
+        for name, share in self._shares.items():
+            self._lacking[name] += groups * share
+        self._lacking[environment] -= groups
 
     def leave_out(self, problem: Problem, reason: str) -> None:
         self._stream_of(problem.id).leave_out(problem, reason)
 
-    def learn(self, name: str, pool: Pool) -> None:
-        self._stream_of(name).learn(name, pool)
+    def learn(self, name: str, pool: Pool, *, replaced: bool = False) -> None:
+        self._stream_of(name).learn(name, pool, replaced=replaced)
+        environment = name.partition("/")[0]
+        self._silent[environment] = self._silent[environment] + 1 if replaced else 0
+        if 0 < self._silent[environment] <= _MAX_SILENT:
+            self._count(environment, -1.0)
 
     def pools(self) -> dict[str, dict[str, int]]:
         each = {name: stream.pools() for name, stream in self._streams.items()}
@@ -333,7 +351,11 @@ class MixedStream:
     def state(self) -> JsonObject:
         return {
             "environments": {
-                name: {"lacking": self._lacking[name], "stream": stream.state()}
+                name: {
+                    "lacking": self._lacking[name],
+                    "silent": self._silent[name],
+                    "stream": stream.state(),
+                }
                 for name, stream in self._streams.items()
             }
         }
@@ -352,6 +374,7 @@ class MixedStream:
             except InputError as error:
                 raise InputError(f"environments.{name}: {error}") from error
             self._lacking[name] = saved[name]["lacking"]
+            self._silent[name] = saved[name].get("silent", 0)
 
 
 Stream = ProblemStream | MixedStream

@@ -1,10 +1,12 @@
 """The producer: keeps as many groups in flight as can still be trained.
 
-A group that begins when the trainer has finished t steps must be trained in step t + 1 +
-max_staleness at the latest, which bounds the groups that have begun (`rollout.oversample` adds a
-few spare ones). Every group is returned once: in a step's batch, which takes those that began
-first, or among its `discarded`. With `data.curriculum`, outcomes are learned in the same order, so
-that what begins next does not depend on which group ended first.
+A group has a last step that may train it (`GroupProducer._last_step`), which bounds the groups in
+flight; `rollout.oversample` adds a few spare ones. Every group is returned once: in a step's batch,
+which takes those that began first, or among its `discarded`. What a batch leaves over and the next
+step may no longer train is discarded, as many groups as are spare, and their problems begin again
+before new ones: a step need not wait for its slowest groups, and every row is trained all the same.
+Outcomes are learned in the order of the groups, so that what begins next does not depend on which
+group ended first.
 """
 
 import asyncio
@@ -49,11 +51,19 @@ class Batch:
         return dict(sorted(Counter(reason for reason, _ in self.discarded).items()))
 
 
+class _Started(NamedTuple):
+    problem: Problem
+    task: asyncio.Task[None]
+    after: int
+    """Number of steps that were finished when the group began."""
+
+
 class _Ready(NamedTuple):
     problem: Problem
     group: Group
     began: float
     ended: float
+    after: int
 
 
 class GroupProducer:
@@ -71,23 +81,24 @@ class GroupProducer:
         self._config = config
         self._per_step = config.rollout.prompts_per_step
         self._spare = math.ceil(config.rollout.oversample * self._per_step)
-        self._ahead = config.training.max_staleness
+        self._training = config.training
         self._row_seconds = config.rollout.environment_timeout
         self._run_group = run_group
         self._stream = stream
         self._has_signal = has_signal
         self._on_group = on_group
         self._number = 0
-        self._counted = 0  # number of groups begun, not counting discarded ones
-        self._trained = 0  # the last step that is finished
-        self._allowed = self._bound(0)
-        """Number of groups that may begin until the next step is trained."""
-        self._resumed: list[tuple[int, Problem]] = []
-        """Number and problem of groups that a resumed run begins first, because they were in
-        flight."""
-        self._started: dict[int, tuple[Problem, asyncio.Task[None]]] = {}
+        self._finished = 0
+        """Number of steps that are finished."""
+        self._taken = 0
+        """Number of steps whose batch was taken: those that are finished, and the one in
+        training."""
+        self._waiting: list[tuple[int, Problem]] = []
+        """Number and problem of the groups to begin first: those in flight when a run was resumed,
+        those to begin again, and one whose row was read when no group could begin any more."""
+        self._started: dict[int, _Started] = {}
         self._ready: dict[int, _Ready] = {}
-        self._taken: dict[int, _Ready] = {}  # those of the last batch
+        self._batch: dict[int, _Ready] = {}  # groups taken for the step in training, by number
         self._discarded: list[tuple[str, Group]] = []
         self._recent: dict[str, Outcomes] = {}
         """Outcomes of each of several environments since they were judged last."""
@@ -101,23 +112,35 @@ class GroupProducer:
         async with task_group() as tasks:
             while True:
                 async with self._changed:
-                    if self._counted >= self._allowed:
+                    if not self._has_room():
                         self._changed.notify_all()  # see `all_begun`
-                    await self._changed.wait_for(lambda: self._counted < self._allowed)
-                if self._resumed:
-                    number, problem = self._resumed.pop(0)
-                else:
-                    problem = await self._stream.take_one(self._row_seconds)
-                    number, self._number = self._number, self._number + 1
-                self._counted += 1
-                task = tasks.create_task(self._one(number, problem, time.perf_counter()))
-                self._started[number] = problem, task
+                    await self._changed.wait_for(self._has_room)
+                if not self._waiting:
+                    self._await(await self._stream.take_one(self._row_seconds))
+                    continue  # while the row was read, its step may have got its groups
+                number, problem = self._waiting.pop(0)
+                work = self._one(number, problem, time.perf_counter(), self._finished)
+                task = tasks.create_task(work)
+                self._started[number] = _Started(problem, task, self._finished)
 
-    def _bound(self, trained: int) -> int:
-        steps = min(trained + 1 + self._ahead, self._config.training.steps)
-        return steps * self._per_step + self._spare
+    def _last_step(self, after: int) -> int:
+        """Return the last step that may train a group which began after a number of finished
+        steps."""
+        return min(after + self._training.steps_of_group, self._training.steps)
 
-    async def _one(self, number: int, problem: Problem, began: float) -> None:
+    def _has_room(self) -> bool:
+        """Return whether another group may begin: whether the steps that may still train it lack
+        groups."""
+        steps = self._last_step(self._finished) - self._taken
+        most = steps * self._per_step + self._spare if steps > 0 else 0
+        return len(self._started) + len(self._ready) < most
+
+    def _await(self, problem: Problem) -> None:
+        """Let the group of a problem be the last of those that wait to begin."""
+        self._waiting.append((self._number, problem))
+        self._number += 1
+
+    async def _one(self, number: int, problem: Problem, began: float, after: int) -> None:
         try:
             group = await self._run_group(problem, f"group{number}")
         except asyncio.CancelledError:
@@ -133,10 +156,9 @@ class GroupProducer:
             if outcome is not None:
                 self._outcomes[number] = problem.id, outcome
             if not reason:
-                self._ready[number] = _Ready(problem, group, began, time.perf_counter())
+                self._ready[number] = _Ready(problem, group, began, time.perf_counter(), after)
                 self._on_group()
             else:
-                self._counted -= 1
                 self._discarded.append((reason, group))
                 if group.left_out:
                     self._stream.leave_out(problem, group.causes[reason])
@@ -160,7 +182,7 @@ class GroupProducer:
             right = is_right(lowest, self._config.eval.success_reward)
             outcome = "mastered" if right else "hopeless"
         reason = "no_signal" if dynamic and outcome != "mixed" else ""
-        return reason, outcome if curriculum else None
+        return reason, outcome
 
     def _check_environment(self, group: Group) -> None:
         """Judge the share of an environment's failures: those of one that always fails are in no
@@ -191,32 +213,42 @@ class GroupProducer:
         async with self._changed:
             await self._changed.wait_for(lambda: len(self._ready) >= self._per_step)
             first = sorted(self._ready)[: self._per_step]
-            self._taken = {number: self._ready.pop(number) for number in first}
-            taken = [*self._taken.values()]
+            self._batch = {number: self._ready.pop(number) for number in first}
+            taken = [*self._batch.values()]
             began = max(min(ready.began for ready in taken), self._last_batch)
             self._last_batch = time.perf_counter()
-            ended = max(ready.ended for ready in taken)
-            if self._ahead == 0:  # the next step must not train on the spare groups of this one
-                for problem, task in self._started.values():
-                    task.cancel()
-                    self._discarded.append(("oversampled", Group.of(problem)))
-                self._discarded += [("oversampled", ready.group) for ready in self._ready.values()]
-                self._counted -= len(self._started) + len(self._ready)
-                for number in self._ready:  # which of them ended in time is chance
-                    self._outcomes.pop(number, None)
-                self._started.clear()
-                self._ready.clear()
+            ended = max(began, *(ready.ended for ready in taken))
+            self._taken += 1
+            self._give_back()
             for number in sorted(self._outcomes.keys() - self._ready.keys()):  # taken or discarded
-                self._stream.learn(*self._outcomes.pop(number))
+                name, outcome = self._outcomes.pop(number)
+                replaced = outcome != "mixed" and self._config.algorithm.dynamic_sampling
+                self._stream.learn(name, outcome, replaced=replaced)
             discarded, self._discarded = self._discarded, []
             groups = [ready.group for ready in taken]
             return Batch(groups, discarded, ended - began, self._stream.pools())
+
+    def _give_back(self) -> None:
+        """Discard groups that are too old for the next step, at most the spare ones, and let their
+        problems begin again."""
+        begun = {n: each.after for n, each in (*self._started.items(), *self._ready.items())}
+        old = [n for n, after in sorted(begun.items()) if self._last_step(after) <= self._taken]
+        for number in old[: self._spare]:
+            if (started := self._started.pop(number, None)) is not None:
+                started.task.cancel()
+                problem, group = started.problem, Group.of(started.problem)
+            else:
+                problem, group, *_ = self._ready.pop(number)
+                self._outcomes.pop(number, None)  # which of them ended in time is chance
+            self._discarded.append(("oversampled", group))
+            self._await(problem)
+        self._changed.notify_all()
 
     async def advance(self, step: int) -> None:
         """Allow the next groups to begin; the training loop calls it when a step is finished, and
         saved if a checkpoint is due."""
         async with self._changed:
-            self._trained, self._allowed, self._taken = step, self._bound(step), {}
+            self._finished, self._batch = step, {}
             self._changed.notify_all()
 
     def put_back(self, trained: int) -> None:
@@ -224,15 +256,15 @@ class GroupProducer:
         groups again that were taken for a step that is not trained, and those that wait in which
         trajectories failed: the error may be about these."""
         failed = {number: r for number, r in self._ready.items() if r.group.dropped}
-        again = failed if trained > self._trained else failed | self._taken
-        self._resumed += [(number, again[number].problem) for number in sorted(again)]
+        again = failed if trained > self._finished else failed | self._batch
+        self._waiting += [(number, again[number].problem) for number in sorted(again)]
         for number in failed:
             del self._ready[number]
 
     async def all_begun(self) -> None:
         """Wait until all groups that may begin have begun."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self._counted >= self._allowed)
+            await self._changed.wait_for(lambda: not self._has_room())
 
     @property
     def in_flight(self) -> int:
@@ -240,17 +272,18 @@ class GroupProducer:
         return len(self._started)
 
     def waiting_for(self) -> list[str]:
-        return [problem.id for problem, _ in self._started.values()]
+        return [started.problem.id for started in self._started.values()]
 
     def state(self) -> JsonObject:
         """Return plain values for `restore`; groups in flight are kept as problems to begin."""
         return {
             "stream": self._stream.state(),
             "number": self._number,
-            "under_way": [*self.waiting_for(), *(problem.id for _, problem in self._resumed)],
-            "numbers": [*self._started, *(number for number, _ in self._resumed)],
+            "under_way": [*self.waiting_for(), *(problem.id for _, problem in self._waiting)],
+            "numbers": [*self._started, *(number for number, _ in self._waiting)],
             "ready": [
-                {"number": number, "problem": ready.problem.id, "group": ready.group.to_dict()}
+                {"number": number, "problem": ready.problem.id, "after": ready.after}
+                | {"group": ready.group.to_dict()}
                 for number, ready in sorted(self._ready.items())
             ],
             "outcomes": [[number, *known] for number, known in sorted(self._outcomes.items())],
@@ -259,18 +292,18 @@ class GroupProducer:
     def restore(self, state: JsonObject, trained: int) -> None:
         """Continue from `state` after step `trained`, with the same data."""
         self._stream.restore(state["stream"])
-        self._number, self._trained = state["number"], trained
-        self._allowed = self._bound(trained)
+        self._number = state["number"]
+        self._finished = self._taken = trained
         named = [*state["under_way"], *(ready["problem"] for ready in state["ready"])]
         problems = {name: self._stream.find(name) for name in named}
         begun = state["under_way"]
         if (numbers := state.get("numbers")) is None:  # of an older version
             numbers = range(self._number, self._number + len(begun))
             self._number += len(begun)
-        self._resumed = [(n, problems[name]) for n, name in zip(numbers, begun, strict=True)]
+        self._waiting = [(n, problems[name]) for n, name in zip(numbers, begun, strict=True)]
         now = time.perf_counter()
         for entry in state["ready"]:
             problem, group = problems[entry["problem"]], Group.from_dict(entry["group"])
-            self._ready[entry["number"]] = _Ready(problem, group, now, now)
+            after = entry.get("after", trained)
+            self._ready[entry["number"]] = _Ready(problem, group, now, now, after)
         self._outcomes = {number: (name, pool) for number, name, pool in state.get("outcomes", ())}
-        self._counted = trained * self._per_step + len(self._ready)

@@ -412,7 +412,7 @@ def check_group_size(config: Config, algorithm: Algorithm) -> None:
 
 def oldest_version(config: Config, version: int) -> int:
     """Return the oldest version whose tokens are trained, if every step made all its updates."""
-    return version - config.training.max_staleness * config.training.versions_per_step
+    return version - (config.training.steps_of_group - 1) * config.training.versions_per_step
 
 
 def recent_versions(
@@ -425,4 +425,4 @@ def recent_versions(
     """
     if known is None:
         known = [oldest_version(config, version), version] if version else [0]
-    return deque(known, maxlen=config.training.max_staleness + 1)
+    return deque(known, maxlen=config.training.steps_of_group)
