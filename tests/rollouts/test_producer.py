@@ -269,3 +269,12 @@ async def test_data_that_changed_since_is_refused() -> None:
     same = GroupProducer(config(), Groups(), ProblemStream(PROBLEMS, 0), has_signal)
     with pytest.raises(InputError, match="no longer has gone, which was in progress"):
         same.restore(state, trained=0)
+
+
+async def test_a_batch_that_was_ready_before_took_no_time() -> None:
+    groups = Groups()
+    async with producing(config(staleness=1, per_step=2), groups) as producer:
+        await groups.let_go(0, 1, 2, 3)
+        first, second = await producer.next_batch(), await producer.next_batch()
+    assert first.seconds > 0
+    assert second.seconds == 0

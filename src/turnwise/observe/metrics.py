@@ -103,7 +103,8 @@ class StepMetrics:
     rollout_tokens_per_s: Annotated[float | None, Series("turnwise_rollout_tokens_per_second")] = (
         None
     )
-    """Sampled tokens per second of rollout; 0 if a resumed run found all groups ready."""
+    """Sampled tokens per second of rollout; 0 if all groups were ready before, as in a resumed run
+    or in one that is far ahead."""
     worker_tokens_per_s: dict[str, float] | None = None
     """Tokens per second of a turn, by worker; without the time in vLLM's queue if it is known."""
 
