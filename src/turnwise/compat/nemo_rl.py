@@ -97,7 +97,7 @@ class VllmAsyncGenerationWorker(EngineWorker):
         completion = Completion([], [], [], "length")
         if room > 0:
             name = f"{self._name}-{os.urandom(8).hex()}"
-            completion = await generate(self._engine, Request(prompt, sampling.within(room), name))
+            completion = await generate(self._turns, Request(prompt, sampling.within(room), name))
         start, end = len(prompt), len(prompt) + len(completion.token_ids)
 
         def padded_1W(values: Sequence[float], fill: float) -> torch.Tensor:

@@ -270,6 +270,16 @@ async def generate(generator: Generator, request: Request) -> Completion:
         return await collect(chunks, request.id)
 
 
+async def unbroken(generator: Generator, request: Request) -> AsyncGenerator[Chunk, None]:
+    """Stream a completion for a client, who must not take a part of an answer for all of it;
+    EngineError when an update or a sleep of the engine ends it early. A scheduler continues it."""
+    async with aclosing(generator.stream(request)) as chunks:
+        async for chunk in chunks:
+            if chunk.finish_reason == "abort":
+                raise EngineError(f"an update or a sleep of the engine ended {request.id} early")
+            yield chunk
+
+
 async def collect(chunks: AsyncIterator[Chunk], request_id: str) -> Completion:
     return completion_of([chunk async for chunk in chunks], request_id)
 

@@ -11,7 +11,7 @@ import pickle
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from turnwise import errors
@@ -23,6 +23,8 @@ from turnwise.engine.protocol import Chunk, Request
 from turnwise.errors import EngineError, InputError, TurnwiseError
 from turnwise.serving.channel import Address, Channel, listen
 from turnwise.serving.openai import import_server
+from turnwise.serving.routing import Supervisor
+from turnwise.serving.scheduler import Scheduler
 from turnwise.weights import WORKER_EXTENSION
 
 if TYPE_CHECKING:
@@ -175,12 +177,21 @@ class EngineWorker:
         await self._engine.load_adapters()
         if config.serving.worker_servers:
             make, extend = await import_server(), self._setup_vllm_openai_api_server
-            self._server = make(self._server_config(), self._engine, port=0, extend=extend)
+            self._server = make(self._server_config(), self._turns, port=0, extend=extend)
             self.server_thread, self.base_url, self.http_server = self._setup_vllm_server()
             if self._server.base_url:  # else a subclass has a server of its own
                 await self._server.serve()
         freeze_gc()
         return os.getpid()
+
+    @cached_property
+    def _turns(self) -> Scheduler:
+        """The engine for requests that come from no fleet: those that an update or a sleep ends
+        early go on after it, as a fleet's do."""
+        turns = Scheduler(self._config.serving, self._config.engine.request_timeout)
+        failed = Supervisor(lambda why: turns.restore(self._name), lambda: None)
+        turns.add(self._name, self._engine, failed)
+        return turns
 
     def _create_engine(self, llm_kwargs: JsonObject) -> None:
         """Start vLLM's engine as `self.llm`; a hook for subclasses that change the arguments of
@@ -239,7 +250,7 @@ class EngineWorker:
     async def _start_chats(self) -> "ChatBackend":
         from turnwise.serving.chat_scheduler import ChatBackend
 
-        chats = ChatBackend(self._config, self._engine)
+        chats = ChatBackend(self._config, self._turns)
         await chats.start()
         return chats
 

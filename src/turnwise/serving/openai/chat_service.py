@@ -46,6 +46,7 @@ from turnwise.engine.protocol import (
     Route,
     TurnTimes,
     completion_of,
+    unbroken,
 )
 from turnwise.engine.vllm_requests import sampling_params
 from turnwise.errors import DeadlineError, EngineError, InputError, TrajectoryError
@@ -501,7 +502,7 @@ class ChatService:
         session.begin_turn()
         try:
             with chat_span(turn, sampling.temperature, sampling.max_tokens) as span:
-                async with aclosing(self._generator.stream(request)) as pieces:
+                async with aclosing(unbroken(self._generator, request)) as pieces:
                     async for chunk in pieces:
                         chunks.append(chunk)
                         if chunk.finish_reason is not None:

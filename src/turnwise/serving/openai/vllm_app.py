@@ -30,7 +30,15 @@ from turnwise.core.gguf import resolve_model, resolve_tokenizer
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
 from turnwise.engine.adapters import POLICY, EngineAdapters
-from turnwise.engine.protocol import STREAM_INTERVAL, Alternatives, Chunk, Generator, Request, Route
+from turnwise.engine.protocol import (
+    STREAM_INTERVAL,
+    Alternatives,
+    Chunk,
+    Generator,
+    Request,
+    Route,
+    unbroken,
+)
 from turnwise.engine.vllm_start import engine_arguments
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.internals import vllm_server as vllm
@@ -465,7 +473,8 @@ class EngineClient:
             images, ids = () if asking is None else asking.images, list(request.prompt_token_ids)
             prompt, sampling = PromptIds(ids, images) if images else ids, copy.copy(params)
             sampling.stream_interval = 1 if streamed else STREAM_INTERVAL
-            stream: Callable[[Request], AsyncGenerator[Chunk, None]] = self._generator.stream
+            stream: Callable[[Request], AsyncGenerator[Chunk, None]]
+            stream = partial(unbroken, self._generator)
             if context is not None:
                 session = context.session
                 stream = partial(self.service.sample, context, key)
