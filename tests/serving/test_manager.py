@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from itertools import pairwise
 from typing import Any
@@ -14,7 +14,9 @@ from tests.simulated import SimulatedEngine
 from tests.virtual_time import run_virtually
 from turnwise.config import SamplingConfig, ServingConfig, WeightsConfig
 from turnwise.engine import Request, generate
+from turnwise.engine.protocol import Chunk
 from turnwise.errors import DeadlineError, EngineError, InputError, WeightUpdateError
+from turnwise.serving.hand_over import RunningTurns
 from turnwise.serving.manager import AsyncLLMServerManager
 from turnwise.weights.sync import WeightSync
 from turnwise.weights.transport import Manifest
@@ -23,7 +25,25 @@ SAMPLING = SamplingConfig(max_tokens=64)
 
 
 class Managed(SimulatedEngine):
-    """A simulated engine in a process that can be ended."""
+    """A simulated engine in a process that can be ended, and that several others may use."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self._turns = RunningTurns()
+
+    async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
+        async with (
+            aclosing(super().stream(request)) as made,
+            aclosing(self._turns.watched(request, made)) as chunks,
+        ):
+            async for chunk in chunks:
+                yield chunk
+
+    async def hand_over(self) -> bool:
+        if self._turns.bound:
+            return False
+        await self.pause("abort")
+        return True
 
     def fail(self, why: str) -> None:
         self.die()

@@ -18,6 +18,7 @@ from turnwise.engine import Request, Route, generate
 from turnwise.engine.protocol import collect
 from turnwise.errors import EngineError
 from turnwise.serving.manager import AsyncLLMServerManager
+from turnwise.serving.scheduler import Scheduler
 from turnwise.weights.sync import WeightSync
 from turnwise.weights.transport import Manifest
 
@@ -204,6 +205,38 @@ def test_a_streamed_turn_that_no_other_can_continue_ends_where_it_is() -> None:
                 assert completion.token_ids == leaving.expected(request.prompt, 400)
             await left(manager)
             assert "handed_over" not in manager.scheduler.events
+
+    run_virtually(work())
+
+
+@pytest.mark.parametrize("change", [{"stop": ["never"]}, {}], ids=["bound", "free"])
+def test_the_turns_of_other_processes_are_not_lost_with_a_worker_that_leaves(
+    change: dict[str, Any],
+) -> None:
+    async def work() -> None:
+        async with simulated(2, slow).running() as manager:
+            front = Scheduler(ServingConfig(), 60)  # the scheduler of another process
+
+            def follow(kind: str, name: str, given: Any = None) -> None:
+                if kind == "add":
+                    front.add(name, given)
+                elif kind == "remove":
+                    front.remove(name, lost=given)
+
+            manager.scheduler.lead(follow)
+            sampling = LONG.model_copy(update=change)
+            requests = [Request([1, 2, 3 + i], sampling, f"streamed-{i}") for i in range(4)]
+            streams = [asyncio.create_task(collect(front.stream(r), r.id)) for r in requests]
+            await asyncio.sleep(30)
+            leaving = manager.engines[1]
+            assert len(front.workers["worker-1"].running) == 2
+            assert not manager.scheduler.workers["worker-1"].running
+            await manager.scale(1)
+            for request, completion in zip(requests, await asyncio.gather(*streams), strict=True):
+                assert completion.token_ids == leaving.expected(request.prompt, 400)
+            await left(manager)
+            assert front.events["handed_over"] == (0 if change else 2)
+            manager.scheduler.leave(follow)
 
     run_virtually(work())
 

@@ -22,6 +22,7 @@ from turnwise.core.json_types import JsonObject
 from turnwise.engine.protocol import Chunk, Request
 from turnwise.errors import EngineError, InputError, TurnwiseError
 from turnwise.serving.channel import Address, Channel, listen
+from turnwise.serving.hand_over import RunningTurns
 from turnwise.serving.openai import import_server
 from turnwise.serving.routing import Supervisor
 from turnwise.serving.scheduler import Scheduler
@@ -132,6 +133,7 @@ class EngineWorker:
         self._server: OpenAIServer | None = None
         self._chats: asyncio.Task[ChatBackend] | None = None
         self._bundle_indices = bundle_indices
+        self._running = RunningTurns()
 
     async def post_init_async(self) -> int:
         """Build the engine, which takes seconds; returns this process's id."""
@@ -268,6 +270,15 @@ class EngineWorker:
     async def call(self, method: str, *args: object) -> Any:
         return await getattr(self._engine, method)(*args)
 
+    async def hand_over(self) -> bool:
+        """End the requests of all processes early, to go on on other workers, and compute no more;
+        return False, and end none, while one of them could not, or one came from elsewhere."""
+        others = await self._engine.num_in_flight() - self._running.count
+        if others > 0 or self._running.bound:
+            return False
+        await self._engine.pause("abort")
+        return True
+
     async def address(self) -> Address:
         """Return where this worker listens for the channels of its clients."""
         if self._address is None:
@@ -282,7 +293,10 @@ class EngineWorker:
     async def _run(self, mailbox: Mailbox, request: Request) -> None:
         ended = False
         try:
-            async with aclosing(self._engine.stream(request)) as chunks:
+            async with (
+                aclosing(self._engine.stream(request)) as made,
+                aclosing(self._running.watched(request, made)) as chunks,
+            ):
                 async for chunk in chunks:
                     mailbox.add(request.id, chunk)
                     ended = chunk.finish_reason is not None

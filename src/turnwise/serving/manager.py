@@ -29,7 +29,7 @@ from turnwise.errors import (
 )
 from turnwise.serving.channel import ChannelError
 from turnwise.serving.routing import Supervisor, Worker
-from turnwise.serving.scheduler import Scheduler, can_move
+from turnwise.serving.scheduler import Scheduler
 from turnwise.weights.sync import Updated, WeightSync
 
 if TYPE_CHECKING:
@@ -340,8 +340,7 @@ class AsyncLLMServerManager:
                 if clock() > ends:
                     if handed_over:
                         break
-                    if handed_over := all(can_move(turn) for turn in worker.running):
-                        await engine.pause("abort")
+                    if handed_over := await engine.hand_over():
                         ends = clock() + _HAND_OVER_SECONDS
                 await asyncio.sleep(_LEAVE_POLL_SECONDS)
             await engine.shutdown()

@@ -383,11 +383,6 @@ def _attempt(turn: ScheduledTurn, rest: Sampling) -> Request:
     )
 
 
-def can_move(turn: ScheduledTurn) -> bool:
-    """Return whether another worker can go on with a turn, from its tokens or from the prompt."""
-    return turn.request.whole or remaining(turn.request, len(turn.sampled)) is not None
-
-
 def continues(request: Request) -> bool:
     """Whether a new request may sample the rest of one. Otherwise the remaining tokens depend on
     the earlier ones (seed, stop strings, penalties, grammar): the turn has to restart."""

@@ -328,6 +328,11 @@ class WorkerHandle:
     async def num_in_flight(self) -> int:
         return int(await self._call("num_in_flight"))
 
+    async def hand_over(self) -> bool:
+        """See `EngineWorker.hand_over`."""
+        seconds = self._timeout + _GRACE_SECONDS
+        return bool(await self._process.call("hand_over", what="hand_over", seconds=seconds))
+
     async def metrics(self) -> "list[Metric]":
         metrics: list[Metric] = await self._call("metrics")
         return metrics
