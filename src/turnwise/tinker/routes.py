@@ -318,7 +318,7 @@ async def _values(request: Request) -> JsonObject:
     if is_protobuf(request.scope, request.headers):
         raise HTTPException(415, "the content is protobuf: send JSON, as application/json")
     try:  # NaN is read as text: numbers must be finite, and no answer could repeat it
-        tree = decoded(body, constant=str)
+        tree = decoded(body, constant=str).value
     except ValueError as error:
         raise InputError(f"the body is no JSON: {error}") from None
     if not isinstance(tree, dict):

@@ -278,3 +278,19 @@ async def test_a_value_that_a_validator_cannot_look_into_is_named(
             answer = await http.post(f"/v1/{path}", json={**base, "structured_outputs": value})
             assert answer.status_code == 400, (value, answer.text)
             assert "structured_outputs" in answer.json()["error"]["message"]
+
+
+async def test_what_only_pythons_json_has_is_refused_or_answered(
+    served: tuple[httpx.AsyncClient, FastAPI],
+) -> None:
+    http, _ = served
+    for body in (
+        '{"messages": [{"role": "user", "content": "a"}], "temperature": NaN}',
+        '{"messages": [{"role": "user", "content": "a"}], "temperature": 1e999}',
+        '{"messages": [[{"role": "user", "content": "a"}]], "top_p": NaN}',
+    ):
+        for path in ("/v1/chat/completions", "/v1/chat/completions/batch", "/invocations"):
+            answer = await http.post(path, content=body)
+            assert answer.status_code == 400, (path, body, answer.text)
+    lone = '{"messages": [{"role": "user", "content": "\\ud800"}], "max_tokens": 1}'
+    assert (await http.post("/v1/chat/completions", content=lone)).status_code < 500

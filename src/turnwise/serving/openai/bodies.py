@@ -6,6 +6,7 @@ memory, and an object takes the time of its checks, on the event loop of all oth
 
 import json
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import msgspec
 from fastapi import FastAPI
@@ -19,7 +20,7 @@ from turnwise.internals.fastapi import read_bodies
 
 PROTOBUF = "/api/v1/"  # beginning of the paths where a body may be no JSON
 TREE = "turnwise.tree"
-"""Key of the scope for what its body is in JSON, of a body that was read already."""
+"""Key of the scope for the `Tree` of a body that was read already."""
 _VALUES, _KEYS, _NESTED = 65_536, 4_096, 512
 """Values, keys, and objects and lists that a body may have for each MB of its largest size."""
 
@@ -49,15 +50,23 @@ def check(count: JsonCount, megabytes: int) -> None:
         )
 
 
-def decoded(body: bytes, constant: Callable[[str], object] | None = None) -> object:
+class Tree(NamedTuple):
+    """What a body is in JSON."""
+
+    value: Any
+    standard: bool
+    """Whether it has no NaN, no infinity and no lone surrogate, which Python's reader takes."""
+
+
+def decoded(body: bytes, constant: Callable[[str], object] | None = None) -> Tree:
     """Return what a body is in JSON; JSONDecodeError when it is none. A `constant` reads NaN and
     infinities."""
     try:
-        return msgspec.json.decode(body)
+        return Tree(msgspec.json.decode(body), standard=True)
     except (ValueError, RecursionError):  # it may have what Python's reader takes
         pass
     try:
-        return json.loads(body.decode("utf-8-sig"), parse_constant=constant)
+        read = json.loads(body.decode("utf-8-sig"), parse_constant=constant)
     except UnicodeDecodeError as error:
         raise json.JSONDecodeError("the text is not UTF-8", "", error.start) from None
     except RecursionError:
@@ -66,17 +75,14 @@ def decoded(body: bytes, constant: Callable[[str], object] | None = None) -> obj
         raise
     except ValueError as error:  # an integer of thousands of digits
         raise json.JSONDecodeError(str(error), "", 0) from None
-
-
-def with_tree(scope: Scope, tree: object) -> Scope:
-    """Return the scope of a request with what its body is."""
-    return {**scope, TREE: tree}
+    return Tree(read, standard=False)
 
 
 def read_once(app: FastAPI) -> None:
     """Let an application's routes take the trees of their scopes."""
 
     def decode(request: Request, body: bytes) -> object:
-        return request.scope[TREE] if TREE in request.scope else decoded(body)
+        tree: Tree = request.scope[TREE] if TREE in request.scope else decoded(body)
+        return tree.value
 
     read_bodies(app, decode)

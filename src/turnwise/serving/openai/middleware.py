@@ -22,7 +22,7 @@ from turnwise.core.aio import task_group
 from turnwise.core.json_types import JsonObject
 from turnwise.core.spans import TRACE_HEADERS, within_trace
 from turnwise.errors import InputError
-from turnwise.serving.openai.bodies import TREE, decoded
+from turnwise.serving.openai.bodies import TREE, Tree, decoded
 from turnwise.serving.openai.errors import refusal
 from turnwise.serving.openai.protection import TICKET, ticket
 from turnwise.serving.openai.requests import MAX_COMPLETIONS
@@ -199,11 +199,14 @@ class SessionMiddleware:
             if TREE not in scope:
                 with suppress(ValueError):  # the application refuses what is no JSON
                     scope[TREE] = decoded(body)
-            if isinstance(tree := scope.get(TREE), dict):
+            tree: Tree = scope.get(TREE, Tree(None, standard=False))
+            if isinstance(tree.value, dict):
                 # The name of an answer would be a client's, and could be that of another's.
-                tree = scope[TREE] = {k: v for k, v in tree.items() if k != "request_id"}
-            if path == _CHAT and is_json and TREE in scope and _OWN_HEADERS not in headers:
-                scope[TREE], planned = await self._chats.plan_body(tree, context)
+                own_keys = {k: v for k, v in tree.value.items() if k != "request_id"}
+                tree = scope[TREE] = tree._replace(value=own_keys)
+            if path == _CHAT and is_json and tree.standard and _OWN_HEADERS not in headers:
+                value, planned = await self._chats.plan_body(tree.value, context)
+                scope[TREE] = tree._replace(value=value)
                 if isinstance(planned, AsyncGenerator):
                     await _unless_gone(_send_events(planned, counted), noticed)
                     return
@@ -224,11 +227,11 @@ class SessionMiddleware:
         except ValueError as error:
             answer = refusal(400, f"the body is not valid JSON: {error}")
         else:
-            if not isinstance(tree, dict):
+            if not isinstance(tree.value, dict):
                 answer = refusal(400, "the body is no JSON object")
             elif path == _BATCH:
                 answer = await _unless_gone(self._ask_all(tree, scope), receive)
-            elif api := next((api for key, api in _APIS.items() if key in tree), None):
+            elif api := next((api for key, api in _APIS.items() if key in tree.value), None):
                 await self._handle({**_at(scope, api), TREE: tree}, body, receive, send)
                 return
             else:
@@ -236,9 +239,10 @@ class SessionMiddleware:
         if answer is not None:
             await answer(scope, receive, send)
 
-    async def _ask_all(self, tree: JsonObject, scope: Scope) -> Response:
+    async def _ask_all(self, batch: Tree, scope: Scope) -> Response:
         """Ask for each chat of a batch; return the answer of one chat, with a choice for each in
         their order, or the first error."""
+        tree: JsonObject = batch.value
         conversations, wrong = tree.get("messages"), ""
         if not isinstance(conversations, list) or not conversations:
             wrong = "messages: a batch needs a list of conversations, each a list of messages"
@@ -267,7 +271,7 @@ class SessionMiddleware:
                 pieces.append(message.get("body", b""))
 
             # All share the other keys: a copy for each would take up to 1,024 times the body.
-            own = {**chat, TREE: {**tree, "messages": messages}}
+            own = {**chat, TREE: batch._replace(value={**tree, "messages": messages})}
             await self._handle(own, _READ, never, keep)
             return status, b"".join(pieces)
 
