@@ -50,7 +50,9 @@ class LoraConfig(Section):
     """PEFT's `lora_alpha`: an adapter's product is scaled by alpha / rank; null uses 2 * rank."""
     target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
     """Names of the layers that get an adapter, such as [q_proj, v_proj], as PEFT matches them;
-    all-linear is every linear layer but the output head. The part that reads images gets none."""
+    all-linear is every linear layer that can have one: not the output head, experts whose weights
+    are one tensor, or layers whose weights the model uses without calling them. The part that reads
+    images gets none."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank) instead, PEFT's `use_rslora`, for high ranks."""
 

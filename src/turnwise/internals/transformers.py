@@ -1,5 +1,6 @@
 """Transformers and PEFT: the loading of shards, and the parts of a model."""
 
+import copy
 from collections.abc import Iterable
 from typing import Any
 
@@ -56,6 +57,19 @@ def activate(layers: Iterable[Any], adapters: list[str]) -> None:
     for layer in layers:
         internal(layer, "_active_adapter")
         layer._active_adapter = adapters
+
+
+def kept_as_layers(settings: Any, model: PreTrainedModel) -> set[str]:
+    """Return those names of a LoRA's `target_modules` that PEFT keeps: in a model whose experts
+    Transformers has fused, it takes some names for the experts', also in files that it loads."""
+    from peft.utils import transformers_weight_conversion as conversion
+
+    convert = internal(
+        conversion, "convert_peft_config_for_transformers", "peft_config", "model", "conversions"
+    )
+    copied = copy.deepcopy(settings)
+    convert(copied, model, None)
+    return set(copied.target_modules)
 
 
 _parameters = ("self", "missing_keys", "device_map", "device_mesh", "hf_quantizer")

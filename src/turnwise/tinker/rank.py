@@ -99,6 +99,7 @@ class AdapterRank:
         self.layouts, self.layouts_said, self._no_images = check_run(models, config)
         self._model = models.policy.get_submodule("model")
         self._layers = lora.adapted_layers(self._model)
+        self.adapters_said = lora.said_without_adapter(self._model, config.model.lora)
         lora.remove_adapter(self._model, "default")  # of `load_models`, which found the layers
         self._adapters: dict[str, _Adapter] = {}
         """By name, the least recently used first."""

@@ -5,6 +5,7 @@ their own, the reference model is the backbone without one. Weights reach engine
 layer; only PEFT's layers and its file formats are used, not its own model class.
 """
 
+import inspect
 import json
 import re
 import warnings
@@ -15,13 +16,14 @@ from typing import Literal
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.modules.conv import _ConvNd
 
 from turnwise.config import LoraConfig
 from turnwise.config.data import ADAPTER_CONFIG
 from turnwise.core.optional import Foreign, optional
 from turnwise.engine.adapters import peft_settings
 from turnwise.errors import InputError
-from turnwise.internals.transformers import activate
+from turnwise.internals.transformers import activate, kept_as_layers
 from turnwise.training.shards import whole
 from turnwise.training.vision import sees
 from turnwise.weights.transport import NamedTensors
@@ -42,21 +44,114 @@ def add_adapters(model: Foreign, lora: LoraConfig, roles: Sequence[ModelName]) -
     An adapter changes nothing before its first update: its second factor starts at 0.
     """
     targets: Foreign = lora.target_modules
+    if targets == "all-linear":
+        targets = _all_linear(model, lora)
     names = [_ADAPTERS[role] for role in roles if role in _ADAPTERS]
     state = torch.get_rng_state()  # what is drawn until then depends on where the model is
     for name in names:
-        targets = _inject(model, lora, name, targets)  # the names that all-linear stands for
+        targets = _inject(model, lora, name, targets)
     torch.set_rng_state(state)
     layers = adapted_layers(model)
     for name in names:
         _draw(layers, name)
+    parents = dict(model.named_modules())
     for name, layer in layers.items():
-        if not isinstance(layer.base_layer, nn.Linear) or layer is model.get_output_embeddings():
+        parent = parents[name.rpartition(".")[0]]
+        head = layer is model.get_output_embeddings()
+        if head or not _can_adapt(layer.base_layer, parent, name):
             raise InputError(
                 f"model.lora.target_modules: {name} can have no adapter; only linear layers "
-                "other than the output head can"
+                "other than the output head can, and no experts or routers"
             )
     _train_adapters(model)
+
+
+def _all_linear(model: Foreign, lora: LoraConfig) -> list[str]:
+    """Return the names of the layers that all-linear stands for."""
+    peft = optional("peft", "lora", "model.lora")
+    able = [name for name, parent, layer in _parts(model) if _can_adapt(layer, parent, name)]
+    settings = peft.LoraConfig(**peft_settings(lora), target_modules=able, task_type="CAUSAL_LM")
+    kept = kept_as_layers(settings, model)
+    if not kept:
+        raise InputError(
+            f"model.lora.target_modules: a {model.config.model_type} model has no linear layers "
+            "that can have an adapter"
+        )
+    return [name for name in able if name in kept]
+
+
+def said_without_adapter(model: Foreign, lora: LoraConfig) -> str:
+    """Return a sentence about the linear layers and experts to which all-linear gives no adapter;
+    "" if there are none."""
+    if not lora.rank or lora.target_modules != "all-linear":
+        return ""
+    adapted = adapted_layers(model)
+    without = {
+        name.rpartition(".")[2]
+        for name, _, layer in _parts(model)
+        if not any(name == other or name.startswith(f"{other}.") for other in adapted)
+        and (isinstance(layer, nn.Linear) or _is_stack(layer))
+    }
+    if not without:
+        return ""
+    return (
+        f"model.lora.target_modules: all-linear gives no adapter to {', '.join(sorted(without))}: "
+        "these are stacks of experts, or layers that the model does not call as linear ones"
+    )
+
+
+def _parts(model: Foreign) -> Iterator[tuple[str, nn.Module, Foreign]]:
+    """Yield the modules of the part that reads text, but the output head: name, parent, module."""
+    modules, head, text = dict(model.named_modules()), model.get_output_embeddings(), ""
+    if sees(model.config):
+        text = f"{_text_part(model)}."
+    for name, module in modules.items():
+        if module is not head and name.startswith(text):
+            yield name, modules[name.rpartition(".")[0]], module
+
+
+def _is_stack(module: nn.Module) -> bool:
+    """Return whether a module holds the weights of several layers as one tensor."""
+    own = module.parameters(recurse=False)
+    return not isinstance(module, _ConvNd) and any(one.dim() == 3 for one in own)
+
+
+def _can_adapt(layer: Foreign, parent: nn.Module, name: str) -> bool:
+    """Return whether a model calls a layer as it does a linear one, to which PEFT's can add its
+    product."""
+    if not isinstance(layer, nn.Linear):
+        return False
+    if type(layer).forward is not nn.Linear.forward and not _is_plain(layer):
+        return False  # such as a router that returns choices, or layers in groups
+    try:
+        source = inspect.getsource(type(parent))
+    except (OSError, TypeError):
+        return True
+    # Its parent may compute with the weights themselves, as fused kernels of states do.
+    child = re.escape(name.rpartition(".")[2])
+    return re.search(rf"\bself\.{child}\.(weight|bias)\b(?!\.dtype|\.device|\[)", source) is None
+
+
+@torch.no_grad()
+def _is_plain(layer: nn.Linear) -> bool:
+    """Return whether a layer of another class computes what a linear one does."""
+    state = torch.Generator().manual_seed(0)
+    made = {n: torch.randn(p.shape, generator=state) for n, p in layer.named_parameters()}
+    given_1I = torch.randn((1, layer.in_features), generator=state)
+    try:
+        found = torch.func.functional_call(layer, made, (given_1I,))
+        expected = nn.functional.linear(given_1I, made["weight"], made.get("bias"))
+        return bool(torch.allclose(found, expected, atol=1e-3))
+    except Exception:
+        return False
+
+
+def _text_part(model: Foreign) -> str:
+    """Return the name of the part of a model that reads text, if another one reads images."""
+    if not sees(model.config):
+        return ""
+    decoder = model.get_decoder()
+    return next(name for name, part in model.named_modules() if part is decoder)
 
 
 def add_adapter(
@@ -90,9 +185,7 @@ def _inject(model: Foreign, lora: LoraConfig, name: str, targets: Foreign) -> Fo
     """Add an adapter's factors to the layers; return the names of these layers."""
     peft = optional("peft", "lora", "model.lora")
     beside = None
-    if sees(model.config):  # the part that reads images may have layers of the same names
-        decoder = model.get_decoder()
-        text = next(name for name, part in model.named_modules() if part is decoder)
+    if text := _text_part(model):  # the part that reads images may have layers of the same names
         beside = rf"(?!{re.escape(text)}\.).*"
     where: Foreign = {"target_modules": targets, "exclude_modules": beside}
     settings = peft.LoraConfig(**peft_settings(lora), **where, task_type="CAUSAL_LM")
@@ -204,12 +297,13 @@ def adapter_tensors(model: nn.Module) -> NamedTensors:
 
 def adapter_config(model: Foreign, base: str, adapter: str = _POLICY) -> dict[str, object]:
     """Return the contents of PEFT's `adapter_config.json` for an adapter."""
-    settings = model.peft_config[adapter]
+    settings = model.peft_config[adapter].to_dict()
     return {
-        **settings.to_dict(),
+        # PEFT makes a set of what it did not find among experts.
+        **{key: sorted(v) or None if isinstance(v, set) else v for key, v in settings.items()},
         "base_model_name_or_path": base,
         "inference_mode": True,
-        "target_modules": sorted(settings.target_modules),
+        "target_modules": sorted(settings["target_modules"]),
     }
 
 

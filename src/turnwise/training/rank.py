@@ -41,6 +41,7 @@ from turnwise.training.lora import (
     adapter_tensors,
     changed_parameters,
     merged_tensors,
+    said_without_adapter,
 )
 from turnwise.training.memory import check_room
 from turnwise.training.offload import Offload
@@ -95,6 +96,7 @@ class TrainerRank:
         self.layouts, self.layouts_said, self._no_images = check_run(models, config)
         self._scorer = self._models.policy
         self._model = self._scorer.get_submodule("model")
+        self.adapters_said = said_without_adapter(self._model, config.model.lora)
         needed = self._advantage.value_model
         self._warmup = needed.warmup_steps if needed else 0
         learning = self._models.trained("policy")

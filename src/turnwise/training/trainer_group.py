@@ -68,12 +68,12 @@ class TrainerActor:
 
     def start(
         self, config: Config, folder: str, kind: str, rank: int, ranks: int, address: str
-    ) -> tuple[int, Layouts, str]:
-        """Build the rank; return its process's id, and the ranks' layouts of micro-batches with a
-        sentence about them."""
+    ) -> tuple[int, Layouts, str, str]:
+        """Build the rank; return its process's id, the ranks' layouts of micro-batches with a
+        sentence about them, and one about layers without adapter, or ""."""
         made = load_object(kind, "the trainer")  # with Transformers' models
         self._policy = policy = made(config, Path(folder), rank=rank, ranks=ranks, address=address)
-        return os.getpid(), policy.layouts, policy.layouts_said
+        return os.getpid(), policy.layouts, policy.layouts_said, policy.adapters_said
 
     def call(self, method: str, *args: object) -> object:
         result: object = getattr(self._policy, method)(*args)
@@ -161,9 +161,11 @@ class TrainerGroup:
         except BaseException:
             trainer.kill()
             raise
-        trainer.pids = [pid for pid, _, _ in started]
-        _, trainer.layouts, said = started[0]
+        trainer.pids = [pid for pid, *_ in started]
+        _, trainer.layouts, said, adapters_said = started[0]
         logger.info("%s", said)
+        if adapters_said:
+            logger.warning("%s", adapters_said)
         return trainer
 
     @property
