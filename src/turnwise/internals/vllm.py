@@ -470,8 +470,7 @@ def _gather_both(
 sampler.Sampler.forward = _note_likeliest
 sampler.Sampler.gather_specific_token_logprobs = _gather_both
 
-_names = ("mm_features", "num_computed_tokens", "uses_mrope")
-internal(scheduler_output, "strip_covered_mm_data", *_names)
+internal(scheduler_output, "strip_covered_mm_data", "mm_features", "num_computed_tokens")
 
 
 def _keep_images(features: list[object], *_: object, **__: object) -> list[object]:

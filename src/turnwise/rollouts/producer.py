@@ -231,7 +231,8 @@ class GroupProducer:
     def _give_back(self) -> None:
         """Discard groups that are too old for the next step, at most the spare ones, and let their
         problems begin again."""
-        begun = {n: each.after for n, each in (*self._started.items(), *self._ready.items())}
+        begun = {number: started.after for number, started in self._started.items()}
+        begun |= {number: ready.after for number, ready in self._ready.items()}
         old = [n for n, after in sorted(begun.items()) if self._last_step(after) <= self._taken]
         for number in old[: self._spare]:
             if (started := self._started.pop(number, None)) is not None:

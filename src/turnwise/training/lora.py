@@ -151,7 +151,7 @@ def _text_part(model: Foreign) -> str:
     if not sees(model.config):
         return ""
     decoder = model.get_decoder()
-    return next(name for name, part in model.named_modules() if part is decoder)
+    return next(str(name) for name, part in model.named_modules() if part is decoder)
 
 
 def add_adapter(
