@@ -35,6 +35,7 @@ SCRIPTS = (
     "rollouts",
     "grpo_step",
     "bridge",
+    "threads",
     "weights",
     "updates",
     "routing",

@@ -11,8 +11,8 @@ from tests.rollouts.test_trl import Saying, call
 from turnwise.config import Config, SamplingConfig, ToolConfig
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollouts import Problem, Runner
+from turnwise.rollouts.configured_tools import load_tools
 from turnwise.rollouts.episode import Episode
-from turnwise.rollouts.runner import load_tools
 from turnwise.tools import Toolset
 
 HERE = __name__

@@ -14,8 +14,8 @@ from tests.blocking import gate, new_gate
 from tests.conftest import ROOT
 from turnwise.config import Config, ToolConfig
 from turnwise.rollouts import Problem
+from turnwise.rollouts.configured_tools import load_tools
 from turnwise.rollouts.episode import Episode
-from turnwise.rollouts.runner import load_tools
 from turnwise.tools.foreign import adopted
 from turnwise.tools.toolbox import Toolbox
 

@@ -22,8 +22,8 @@ from tests.conftest import ROOT
 from turnwise.config import Config, parse_config
 from turnwise.errors import DeadlineError, InputError
 from turnwise.rollouts import Problem
+from turnwise.rollouts.configured_tools import load_tools
 from turnwise.rollouts.episode import Episode
-from turnwise.rollouts.runner import load_tools
 from turnwise.tools.mcp import MCPServer
 from turnwise.tools.tool import McpError
 from turnwise.tools.toolbox import Toolbox, ToolResult

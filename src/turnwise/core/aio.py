@@ -120,15 +120,21 @@ async def run_in_thread(
     return await in_thread(Future(), functools.partial(function, *arguments, **keywords))
 
 
-async def in_thread(future: Future[_T], function: Callable[[], _T]) -> _T:
-    """Run a function as `run_in_thread` does, and give its outcome to a future, which is cancelled
-    with the wait; one that is cancelled first is not run."""
+async def in_thread(
+    future: Future[_T],
+    function: Callable[[], _T],
+    start: Callable[[Callable[[], None]], None] | None = None,
+) -> _T:
+    """Run a function as `run_in_thread` does, or in the thread in which `start` starts it, and give
+    its outcome to a future, which is cancelled with the wait; one that is cancelled first is not
+    run."""
+    start = start or start_in_thread
     done = done_event(future)
     ends = time.monotonic() + _THREAD_SECONDS
     try:
         while True:
             try:
-                start_in_thread(functools.partial(fulfil, future, function))
+                start(functools.partial(fulfil, future, function))
                 break
             except OSError:
                 if time.monotonic() >= ends:
@@ -177,7 +183,9 @@ def fulfil(future: Future[_T], function: Callable[[], _T], *, ordinary: bool = T
         future.set_result(result)
 
 
-_idle_threads: list[queue.SimpleQueue[Callable[[], None]]] = []
+Inbox = queue.SimpleQueue[Callable[[], bool]]
+"""Pieces of work for a thread; one that returns True leaves the thread idle."""
+_idle_threads: list[Inbox] = []
 """Inboxes of idle threads, reused because starting a thread blocks the event loop for a moment."""
 os.register_at_fork(after_in_child=_idle_threads.clear)  # they are the parent's
 
@@ -186,18 +194,29 @@ def start_in_thread(work: Callable[[], None]) -> None:
     """Start a function that raises nothing in an idle daemon thread, in a copy of the caller's
     context; OSError when no thread can be started."""
     context = contextvars.copy_context()
-    try:
-        inbox = _idle_threads.pop()
-    except IndexError:
-        inbox = queue.SimpleQueue()
 
-        def serve() -> None:
-            while True:
-                inbox.get()()
+    def once() -> bool:
+        context.run(work)
+        return True
+
+    take_thread().put(once)
+
+
+def take_thread() -> Inbox:
+    """Return the inbox of an idle daemon thread, which is started if there is none; OSError when no
+    thread can be started."""
+    try:
+        return _idle_threads.pop()
+    except IndexError:
+        inbox = Inbox()
+
+    def serve() -> None:
+        while True:
+            if inbox.get()():
                 _idle_threads.append(inbox)
 
-        start_daemon(serve, "turnwise-call")
-    inbox.put(lambda: context.run(work))
+    start_daemon(serve, "turnwise-call")
+    return inbox
 
 
 def call_within(function: Callable[[], _T], seconds: float) -> _T:

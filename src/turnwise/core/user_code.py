@@ -1,13 +1,15 @@
 """Calls of user code (tools, environments, rewards, agents) outside the main event loop.
 
-Each call has a name and a deadline. Plain functions run in daemon threads, and coroutines on an
-event loop in one more daemon thread, so that clients can be shared between them. A call that
+Each call has a name and a deadline. Plain functions run in daemon threads (those of one environment
+in a thread of its own, `UserThread`), and coroutines on an event loop in one more daemon thread, so
+that clients can be shared between them. A call that
 ignores its deadline is abandoned: nothing waits for it any more, it counts as stuck until it
 returns, and no call begins while `MAX_STUCK` are stuck.
 """
 
 import asyncio
 import contextlib
+import contextvars
 import functools
 import inspect
 import logging
@@ -24,12 +26,14 @@ from weakref import WeakSet
 
 from turnwise.config import Config
 from turnwise.core.aio import (
+    Inbox,
     done_event,
     fulfil,
     in_thread,
     set_within,
     start_daemon,
     start_in_thread,
+    take_thread,
 )
 from turnwise.core.deadlines import deadline, deadline_error
 from turnwise.core.optional import Foreign
@@ -64,9 +68,11 @@ async def call_user_code(
     name: str,
     seconds: float,
     key: str = "",
+    thread: "UserThread | None" = None,
 ) -> Any:
     """Call a user's function, plain or async, outside this event loop, within a deadline, whose
-    configuration key (`key`) and the call's name ("the tool search") are in its error.
+    configuration key (`key`) and the call's name ("the tool search") are in its error; a plain one
+    in any thread, or in `thread`.
 
     Raises:
         DeadlineError: when it does not answer in time.
@@ -80,7 +86,8 @@ async def call_user_code(
         if inspect.iscoroutinefunction(function):
             return await _on_user_loop(name, functools.partial(function, *arguments))
         call = Call[Foreign](name)
-        value = await in_thread(call, lambda: call.run(function, *arguments))
+        start = None if thread is None else functools.partial(thread.start, call)
+        value = await in_thread(call, lambda: call.run(function, *arguments), start)
         if inspect.isawaitable(value):
             return await _on_user_loop(name, lambda: value)
         return value
@@ -237,6 +244,40 @@ def _described(calls: list[Call[Foreign]]) -> str:
         parts.append(f"{len(names) - _NAMED} more")
     verb = "s have" if len(calls) > 1 else " has"
     return f"{len(calls)} call{verb} not returned: {', '.join(parts)}"
+
+
+class UserThread:
+    """A thread of one environment's own: its plain calls run there, one after another, so that an
+    object that belongs to a thread, such as a connection of sqlite3, can be used in all of them.
+
+    The thread is taken at the first call, and is free for others after `release`. A call that is
+    stuck keeps it, and the next one gets another. For use on one event loop.
+    """
+
+    def __init__(self) -> None:
+        self._inbox: Inbox | None = None
+        self._last: Call[Foreign] | None = None
+
+    def start(self, call: Call[Foreign], work: Callable[[], None]) -> None:
+        """Start the work of a call, once the calls before it have returned; OSError when no thread
+        can be started."""
+        if self._last in _stuck:
+            self.release()
+        if self._inbox is None:
+            self._inbox = take_thread()
+        self._last, context = call, contextvars.copy_context()
+
+        def run() -> bool:
+            context.run(work)
+            return False
+
+        self._inbox.put(run)
+
+    def release(self) -> None:
+        """Let others have the thread, once its calls have returned."""
+        if self._inbox is not None:
+            self._inbox.put(lambda: True)
+        self._inbox = self._last = None
 
 
 # Threads that user code itself begins

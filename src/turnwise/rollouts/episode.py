@@ -1,4 +1,5 @@
-"""An episode: one environment from its making to its close, all of it outside the event loop.
+"""An episode: one environment from its making to its close, all of it outside the event loop: plain
+methods in a thread of its own, from the first to the last.
 
     build -> setup -> problem and tools -> step ... -> reward -> metrics -> close
 
@@ -18,7 +19,12 @@ from turnwise.config import RolloutConfig
 from turnwise.core.aio import is_cancelled, together
 from turnwise.core.deadlines import StallClock
 from turnwise.core.optional import Foreign
-from turnwise.core.user_code import call_user_code, describe_user_error, user_errors
+from turnwise.core.user_code import (
+    UserThread,
+    call_user_code,
+    describe_user_error,
+    user_errors,
+)
 from turnwise.core.watchdog import waiting
 from turnwise.errors import DeadlineError, TrajectoryError, TurnwiseError, defined_at
 from turnwise.rollouts.environment import (
@@ -81,6 +87,8 @@ class Episode:
         self._row = problem.row
         self._rollout = rollout
         self._sources = tools
+        self._thread = UserThread()  # of the environment's plain calls
+        self._own: Sequence[ToolFunction | Tool] = ()  # the environment's own tools
         self._tools: list[ToolFunction | Tool] = []
         self._toolsets: list[Toolset] = []
         self._closes: Callable[..., object] | None = None
@@ -139,7 +147,7 @@ class Episode:
         self, tools: Sequence[ToolFunction | Tool], toolsets: Sequence[Toolset] = ()
     ) -> None:
         """Offer an environment's tools and those of `rollout.tools`; toolsets are opened later."""
-        self._tools, self._toolsets = [*tools], [*toolsets]
+        self._own, self._tools, self._toolsets = tools, [*tools], [*toolsets]
         for source in self._sources:
             if is_toolset(tool := source()):
                 self._toolsets.append(tool)
@@ -149,13 +157,14 @@ class Episode:
             self.toolbox = self._make_toolbox(self._tools)
 
     def _make_toolbox(self, tools: Sequence[ToolFunction | Tool]) -> Toolbox:
-        return make_toolbox(tools, self._rollout)
+        return make_toolbox(tools, self._rollout, self._thread, self._own)
 
     async def _open_toolsets(self) -> None:
         if not self._toolsets:
             return
         opened = await together(
-            self._call(f"{type(toolset).__name__}.open", toolset.open) for toolset in self._toolsets
+            self._call(f"{type(toolset).__name__}.open", toolset.open, own=False)
+            for toolset in self._toolsets
         )
         tools = [*self._tools, *(tool for some in opened for tool in some)]
         self.toolbox = await self._read("the environment", lambda: self._make_toolbox(tools))
@@ -201,6 +210,7 @@ class Episode:
                 name=name,
                 seconds=seconds,
                 key=STALL_KEY,
+                thread=self._thread,
             )
         who += f" ({where})" if where else ""
         return await rewards_of(value, who, trajectory, seconds)
@@ -226,18 +236,23 @@ class Episode:
     async def close(self, report: Report) -> None:
         """Close the environment and its toolsets together; failures are only reported."""
 
-        async def one(close: Callable[..., object]) -> None:
+        async def one(close: Callable[..., object], own: bool) -> None:
             try:
-                await self._call("close", close)
+                await self._call("close", close, own=own)
             except TrajectoryError as error:
                 await report("close_error", error)
 
-        closes = [] if self._closes is None else [self._closes]
-        await asyncio.gather(*map(one, [*closes, *(toolset.close for toolset in self._toolsets)]))
+        closes = [] if self._closes is None else [one(self._closes, True)]
+        closes += [one(toolset.close, False) for toolset in self._toolsets]
+        try:
+            await asyncio.gather(*closes)
+        finally:
+            self._thread.release()
 
     async def _call(
-        self, what: str, function: Callable[..., Foreign], *arguments: object
+        self, what: str, function: Callable[..., Foreign], *arguments: object, own: bool = True
     ) -> Foreign:
+        """Call a function of the environment's `own`, in its thread if it is plain, or another."""
         try:
             return await call_user_code(
                 function,
@@ -245,6 +260,7 @@ class Episode:
                 name=f"{what} of {self.where}",
                 seconds=self._rollout.environment_timeout,
                 key="rollout.environment_timeout",
+                thread=self._thread if own else None,
             )
         except TrajectoryError:
             raise

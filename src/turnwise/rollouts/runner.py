@@ -9,7 +9,6 @@ No pass over all rows comes before, and no environment is built for a row that i
 """
 
 import asyncio
-import inspect
 import logging
 import math
 import time
@@ -17,15 +16,14 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, cast, get_type_hints
+from typing import TYPE_CHECKING
 
-import turnwise.tools
 from turnwise.chat.messages import in_thread_if_long
 from turnwise.chat.template import load_template, missing_stop
 from turnwise.chat.tool_parser import ToolParser
-from turnwise.config import LOOP_NAMES, Config, SamplingConfig, ToolConfig
+from turnwise.config import LOOP_NAMES, Config, SamplingConfig
 from turnwise.core.aio import is_cancelled, run_in_thread, task_group
 from turnwise.core.deadlines import StallClock, trajectory_limits
 from turnwise.core.json_types import JsonObject
@@ -53,6 +51,7 @@ from turnwise.errors import (
 from turnwise.rollouts.agent_loop import AgentLoop, RolloutContext, stable_seed
 from turnwise.rollouts.agents import ChatSchedulerLoop, HttpAgentLoop
 from turnwise.rollouts.batch_sampler import SamplerLoop
+from turnwise.rollouts.configured_tools import load_tools
 from turnwise.rollouts.environment import (
     EnvironmentType,
     configured_environment,
@@ -60,16 +59,13 @@ from turnwise.rollouts.environment import (
     own_method,
     type_of,
 )
-from turnwise.rollouts.episode import Episode, ToolSource, playing
+from turnwise.rollouts.episode import Episode, playing
 from turnwise.rollouts.group import NO_REWARD, TOO_LONG, Group
 from turnwise.rollouts.loops import load_loop
 from turnwise.rollouts.problems import Problem
 from turnwise.rollouts.remote_episode import EnvironmentProcesses, RemoteEpisode
 from turnwise.rollouts.rewards import RewardManager
 from turnwise.serving.chat_scheduler import ChatBackend
-from turnwise.tools import Tool, Toolset
-from turnwise.tools.foreign import adopted
-from turnwise.tools.tool import is_toolset, is_toolset_factory
 from turnwise.trajectory import ChatTemplate, Message, Trajectory
 from turnwise.trajectory.chat_template import Tokenizer
 from turnwise.trajectory.left_out import check_messages, check_results, check_tools
@@ -561,53 +557,3 @@ class Runner:
                         trajectory.metrics |= await episode.metrics(trajectory)
                 except TrajectoryError as error:  # worth no trajectory
                     await report("metrics_error", error)
-
-
-def load_tools(entries: Sequence[ToolConfig]) -> list[ToolSource]:
-    """Return a source for each entry of `rollout.tools`; each is loaded once, when a run starts."""
-    sources: list[ToolSource] = []
-    for entry in entries:
-        if entry.use is not None:
-            sources.append(_used(entry.use))
-        elif entry.mcp is not None:
-            from turnwise.tools.mcp import McpToolset
-
-            sources.append(partial(McpToolset, entry.mcp))
-        else:
-            name = "shell" if entry.python is None else "python"
-            tool = getattr(turnwise.tools, name)(**getattr(entry, name).model_dump())
-            try:
-                tool.choose()
-            except InputError as error:
-                raise InputError(f"rollout.tools.{name}: {error}") from None
-            sources.append(cast(ToolSource, tool.toolset))
-    return sources
-
-
-def _used(path: str) -> ToolSource:
-    used: Foreign = adopted(load_object(path, "rollout.tools.use"))
-    kind = used if isinstance(used, type) else type(used)
-    makes, is_set, routine = is_toolset_factory(kind), is_toolset(kind), inspect.isroutine(used)
-
-    def source() -> Toolset:
-        made = used if makes and not isinstance(used, type) else used()
-        if not isinstance(made, type) and is_toolset_factory(made):
-            made = made.toolset()
-        if isinstance(made, type) or not is_toolset(made):
-            raise InputError(f"rollout.tools.use: {path} made {made!r:.80}, which is no toolset")
-        return made
-
-    returned = None
-    if routine:
-        with suppress(Exception):  # a tool's description reports it
-            returned = get_type_hints(used).get("return")
-    if isinstance(returned, type) and (is_toolset(returned) or is_toolset_factory(returned)):
-        return source
-    if makes or (is_set and isinstance(used, type)):
-        return source
-    if is_set or routine or isinstance(used, Tool):
-        return lambda: used
-    raise InputError(
-        f"rollout.tools.use: {path} must be a function, a turnwise.Tool, a toolset, or a class or "
-        f"function that makes a toolset, not {used!r:.80}"
-    )

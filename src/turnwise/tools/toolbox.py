@@ -24,7 +24,7 @@ from pydantic_core import to_jsonable_python
 from turnwise.chat.images import parts_of, read_parts
 from turnwise.config import RolloutConfig
 from turnwise.core.json_types import JsonObject
-from turnwise.core.user_code import STR_SECONDS, call_user_code
+from turnwise.core.user_code import STR_SECONDS, UserThread, call_user_code
 from turnwise.errors import DeadlineError, InputError, TrajectoryError, TurnwiseError
 from turnwise.tools.foreign import adopted
 from turnwise.tools.schema import MAX_MISTAKES, ArgumentsError, function_schema
@@ -61,6 +61,8 @@ class _Callable(NamedTuple):
     arguments may be the user's own, so this is user code from the beginning."""
     in_order: bool = False
     hidden: bool = False
+    own: bool = False
+    """Whether it is called in the environment's thread; see `is_plain`."""
 
 
 class Toolbox:
@@ -70,6 +72,8 @@ class Toolbox:
         tools: Plain functions, bound methods, `Tool` objects, or tools of other frameworks.
         timeout: Seconds for one call.
         max_chars: Maximum number of characters of one result that the model reads.
+        thread: The environment's, in which those of its `own` tools are called, one after another,
+            that may use its objects (`is_plain`).
 
     Raises:
         InputError: when an entry is no tool, an argument lacks a type hint or has a type that JSON
@@ -77,7 +81,13 @@ class Toolbox:
     """
 
     def __init__(
-        self, tools: Sequence[ToolFunction | Tool], *, timeout: float, max_chars: int
+        self,
+        tools: Sequence[ToolFunction | Tool],
+        *,
+        timeout: float,
+        max_chars: int,
+        thread: UserThread | None = None,
+        own: Sequence[ToolFunction | Tool] = (),
     ) -> None:
         self._tools: dict[str, _Callable] = {}
         self._turn = asyncio.Lock()
@@ -86,7 +96,10 @@ class Toolbox:
             name, entry = _prepare(tool)
             if name in self._tools:
                 raise InputError(f"two tools are named {name}")
+            if any(tool is one for one in own) and not is_plain(tool):
+                entry = entry._replace(own=True)
             self._tools[name] = entry
+        self._thread = thread
         self._timeout = timeout
         self._max_chars = max_chars
 
@@ -109,13 +122,17 @@ class Toolbox:
             names = ", ".join(self.names) or "none"
             shown = repr(name[: self._max_chars])
             return self._failed(f"there is no tool {shown}; tools: {names}", "unknown")
-        async with self._turn if tool.in_order else contextlib.nullcontext():
+        thread = self._thread if tool.own else None
+        in_order = tool.in_order or thread is not None
+        async with self._turn if in_order else contextlib.nullcontext():
             ends = time.monotonic() + self._timeout
 
             async def run(step: Callable[..., _T], *given: object) -> _T:
                 left = max(0.0, ends - time.monotonic())
                 what = f"the tool {name}"
-                value: _T = await call_user_code(step, *given, name=what, seconds=left)
+                value: _T = await call_user_code(
+                    step, *given, name=what, seconds=left, thread=thread
+                )
                 return value
 
             try:
@@ -147,9 +164,25 @@ class Toolbox:
         return ToolResult(encodable(text[: self._max_chars]) + more, outcome, error)
 
 
-def make_toolbox(tools: Sequence[ToolFunction | Tool], rollout: RolloutConfig) -> Toolbox:
+def make_toolbox(
+    tools: Sequence[ToolFunction | Tool],
+    rollout: RolloutConfig,
+    thread: UserThread | None = None,
+    own: Sequence[ToolFunction | Tool] = (),
+) -> Toolbox:
     """Return a toolbox with the configured limits."""
-    return Toolbox(tools, timeout=rollout.tool_timeout, max_chars=rollout.tool_max_chars)
+    limits = {"timeout": rollout.tool_timeout, "max_chars": rollout.tool_max_chars}
+    return Toolbox(tools, **limits, thread=thread, own=own)
+
+
+def is_plain(tool: ToolFunction | Tool) -> bool:
+    """Return whether calls of a tool may run at the same time, in any threads: coroutines, and
+    functions of a module, which hold nothing of an environment."""
+    function = tool.call if isinstance(tool, Tool) else tool
+    if inspect.iscoroutinefunction(function):
+        return True
+    function = inspect.unwrap(function)
+    return inspect.isfunction(function) and function.__closure__ is None
 
 
 def encodable(text: str) -> str:
