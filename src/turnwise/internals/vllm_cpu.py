@@ -14,9 +14,11 @@ from torch.nn.utils import rnn
 from vllm import _custom_ops
 from vllm.config import VllmConfig
 from vllm.distributed.device_communicators import shm_broadcast
+from vllm.lora import model_manager
 from vllm.lora.ops.torch_ops import lora_ops
 from vllm.lora.punica_wrapper import punica_cpu
 from vllm.model_executor.layers import vocab_parallel_embedding
+from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
 from vllm.v1.sample import sampler
@@ -275,7 +277,34 @@ def _expand(
     _expand_slice(inputs, weights, output, adapters, 0, output.shape[1], add_inputs)
 
 
+_supports_adapter = internal(
+    model_manager, "is_supported_lora_module", "module_name", "module", "supported_lora_modules"
+)
+
+
+def _no_experts(module_name: str, module: torch.nn.Module, supported: list[str]) -> bool:
+    """Return whether a layer may have adapters: on a CPU the experts' would need Triton, also to
+    compute without one."""
+    experts = isinstance(module, internal(model_manager, "MoERunner"))
+    return not experts and bool(_supports_adapter(module_name, module, supported))
+
+
+_select_experts = internal(
+    unquantized_fused_moe_method, "select_unquantized_moe_backend", "moe_config"
+)
+
+
+def _plain_experts(moe_config: Any) -> object:
+    """Choose the experts' code as for an engine without adapters."""
+    internal(moe_config, "is_lora_enabled")
+    moe_config.is_lora_enabled = False
+    chosen: object = _select_experts(moe_config)
+    return chosen
+
+
 if current_platform.is_cpu():
+    model_manager.is_supported_lora_module = _no_experts
+    unquantized_fused_moe_method.select_unquantized_moe_backend = _plain_experts
     _matrices = ("inputs", "lora_b_weights", "output_tensor", "lora_indices_tensor")
     for _name, _own, _more in (
         ("bgmv_shrink", _shrink, ("scaling",)),
