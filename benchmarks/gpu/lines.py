@@ -12,7 +12,7 @@ TRAINING = ("torch", "transformers", "safetensors", "psutil", "pydantic", "yaml"
 WEIGHTS = ("torch",)
 """Packages that every transport needs."""
 VLLM = (*TRAINING, "zmq", "vllm", "fastapi")
-RUN = (*VLLM, "ray", "cloudpickle", "jsonschema")
+RUN = (*VLLM, "ray", "cloudpickle", "jsonschema_rs")
 
 Status = Literal["pass", "fail", "not run", "never run"]
 

@@ -269,8 +269,8 @@ async def test_tools_of_every_form_are_called(make_config: Callable[..., Config]
     }
     assert [result.text for result in results.values()] == ["8", '{"half": 2.0}', "noon"]
     for arguments, message in (
-        ('{"n": "x"}', "n: 'x' is not of type 'integer'"),
-        ("{}", "arguments: 'n' is a required property"),
+        ('{"n": "x"}', 'n: "x" is not of type "integer"'),
+        ("{}", 'arguments: "n" is a required property'),
         ("[1]", "arguments: must be a JSON object"),
         ("{", "arguments: not JSON"),
     ):

@@ -80,7 +80,7 @@ async def test_a_tool_of_openai_agents_is_called_wherever_it_is_given(
     assert result.text == ("Hello Ada" if own else "Hi Ada") * 2
     refused = await episode.toolbox.call("greet", '{"name": "Ada", "often": "x"}')
     assert refused.outcome == "bad_arguments"
-    assert "greet cannot take these arguments: often: 'x' is not of type" in refused.text
+    assert 'greet cannot take these arguments: often: "x" is not of type' in refused.text
 
 
 async def test_one_that_hangs_misses_its_deadline() -> None:
@@ -102,28 +102,28 @@ RESULTS = [
     ("ok", f"Ada sends {ITEM}, now"),
     (
         "bad_arguments",
-        "Error: openai_order cannot take these arguments: items.0.name: 3 is not of type 'string'",
+        'Error: openai_order cannot take these arguments: items.0.name: 3 is not of type "string"',
     ),
     ("timeout", "Error: openai_wait did not answer within 5 s"),
     ("ok", f"Ada sends {ITEM}, soon"),
     (
         "bad_arguments",
         "Error: pydantic_order cannot take these arguments: "
-        "items.0.name: 3 is not of type 'string'",
+        'items.0.name: 3 is not of type "string"',
     ),
     ("ok", '{"name": "tea", "color": "green"}'),
     ("error", "Error: pydantic_retry failed: ModelRetry: another number, please"),
     ("ok", f"{ITEM}, soon"),
     (
         "bad_arguments",
-        "Error: langchain_order cannot take these arguments: items: 3 is not of type 'array'",
+        'Error: langchain_order cannot take these arguments: items: 3 is not of type "array"',
     ),
     ("ok", "1"),
     ("ok", "5"),
     ("ok", "Oslo: rain for 2 days"),
     (
         "bad_arguments",
-        "Error: smol_weather cannot take these arguments: city: 3 is not of type 'string'",
+        'Error: smol_weather cannot take these arguments: city: 3 is not of type "string"',
     ),
     ("ok", "HI!"),
 ]

@@ -102,7 +102,7 @@ async def test_a_command_is_started_called_and_ended(children: Callable[[], list
         assert "is no image that can be read: it may be png, jpeg, webp, gif" in broken.text
         assert [int(await text(tools, "process"))] == children()
         wrong = await call(tools, "divide", a="six", b=4)
-        assert (wrong.outcome, "'six' is not of type 'integer'" in wrong.text) == (
+        assert (wrong.outcome, '"six" is not of type "integer"' in wrong.text) == (
             "bad_arguments",
             True,
         )
@@ -205,8 +205,12 @@ async def test_a_call_that_hangs_is_late_and_its_server_is_replaced(
         ("twice", McpError, "lists two tools named tool"),
         ("name", McpError, r"lists a tool with the invalid name 'rm -rf /\\n'"),
         ("schema", McpError, "invalid answer|whose schema is of no object"),
-        ("remote", McpError, "whose schema refers to http://127"),
-        ("invalid", InputError, "tool: its parameters are no JSON schema: 'numbr'"),
+        ("remote", McpError, "tool tool: its parameters refer to another document, .http://127"),
+        (
+            "invalid",
+            McpError,
+            "tool: its parameters are no JSON schema: properties.a.type: ",
+        ),
         ("pages", McpError, "lists more than 5000 tools or 100 pages"),
     ],
 )

@@ -19,6 +19,7 @@ import aiohttp
 from pydantic import Field, TypeAdapter, with_config
 from typing_extensions import TypedDict
 
+from turnwise.core.aio import run_in_thread
 from turnwise.core.json_types import JsonObject
 from turnwise.core.spans import trace_headers
 from turnwise.core.untrusted import (
@@ -41,6 +42,7 @@ from turnwise.rollouts.environment import (
 )
 from turnwise.rollouts.problems import Row
 from turnwise.tools import Tool
+from turnwise.tools.json_schema import check_parameters
 from turnwise.trajectory import Message, Trajectory
 
 CONNECT_SECONDS = 10.0  # deadline for opening a socket
@@ -96,14 +98,16 @@ class OpenEnv(Environment):
         _, first = self._results[-1]
         described = await self._session.tools()
         if described is not None:
-            self.tools = [tool(each) for each in described]
+            tools = [tool(each) for each in described]
+            self.tools = await run_in_thread(_offered, tools)
         elif type(self).action is OpenEnv.action:
             schema = await self._session.action_schema()
             fields = {k: v for k, v in schema.get("properties", {}).items() if k != "metadata"}
             more = {key: value for key, value in schema.items() if key in ("$defs", "required")}
             parameters = {"type": "object", "properties": fields, **more}
             what = str(schema.get("description") or "Act in the environment.")
-            self.tools = [Tool("act", what, parameters, self.act)]
+            tools = [Tool("act", what, parameters, self.act)]
+            self.tools = await run_in_thread(_offered, tools)
         self.problem = self.problem_of(self._row, self.describe(first.get("observation") or {}))
 
     def reset_arguments(self, row: Row) -> JsonObject:
@@ -194,6 +198,17 @@ class OpenEnv(Environment):
 
     async def close(self) -> None:
         await self._session.close()
+
+
+def _offered(tools: list[Tool]) -> list[Tool]:
+    """Return a server's tools; a TrajectoryError when the schema of one cannot be offered, which is
+    the server's mistake, and not the user's."""
+    try:
+        for tool in tools:
+            check_parameters(tool.parameters, tool.name)
+    except InputError as error:
+        raise TrajectoryError(REPLY, f"the OpenEnv server lists a {error}") from None
+    return tools
 
 
 def _plain(value: object) -> str:

@@ -10,7 +10,7 @@ import asyncio
 import json
 import os
 import re
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from mcp.shared.message import SessionMessage
 from pydantic import ValidationError
 
 from turnwise.config import McpConfig
+from turnwise.core.aio import run_in_thread
 from turnwise.core.child import Child
 from turnwise.core.deadlines import deadline
 from turnwise.core.json_types import JsonObject
@@ -38,6 +39,7 @@ from turnwise.core.untrusted import (
 )
 from turnwise.core.watchdog import waiting
 from turnwise.errors import InputError, TurnwiseError, first_line
+from turnwise.tools.json_schema import check_parameters
 from turnwise.tools.tool import McpError
 
 if TYPE_CHECKING:
@@ -203,8 +205,10 @@ class Connection:
                 about = f"{self._name} lists the tool {tool.name!r:.80}, whose schema"
                 if tool.input_schema.get("type") != "object":
                     raise McpError(f"{about} is of no object")
-                if remote := _remote_reference(tool.input_schema):
-                    raise McpError(f"{about} refers to {remote:.80}")
+                try:  # in a thread: this loop has all connections
+                    await run_in_thread(check_parameters, tool.input_schema, tool.name)
+                except InputError as error:
+                    raise McpError(f"{self._name}: {error}") from None
                 tools.append((tool.name, tool.description or "", tool.input_schema))
             if len(tools) > _MAX_TOOLS:
                 break
@@ -290,19 +294,6 @@ def _expanded(values: Mapping[str, str], key: str) -> dict[str, str]:
         return value
 
     return {name: re.sub(r"\$\{(\w+)\}", variable, value) for name, value in values.items()}
-
-
-def _remote_reference(schema: object) -> str:
-    """Return a schema's first reference to another document; "" if it has none."""
-    if isinstance(schema, Mapping):
-        for key, value in schema.items():
-            if key in ("$ref", "$dynamicRef") and not str(value).startswith("#"):
-                return str(value)
-            if found := _remote_reference(value):
-                return found
-    elif isinstance(schema, Sequence) and not isinstance(schema, str):
-        return next(filter(None, map(_remote_reference, schema)), "")
-    return ""
 
 
 async def _pass_on(

@@ -14,9 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, is_dataclass
 from enum import Enum
-from functools import lru_cache
-from itertools import islice
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
@@ -27,7 +25,8 @@ from turnwise.core.json_types import JsonObject
 from turnwise.core.user_code import STR_SECONDS, UserThread, call_user_code
 from turnwise.errors import DeadlineError, InputError, TrajectoryError, TurnwiseError
 from turnwise.tools.foreign import adopted
-from turnwise.tools.schema import MAX_MISTAKES, ArgumentsError, function_schema
+from turnwise.tools.json_schema import check_parameters
+from turnwise.tools.schema import ArgumentsError, function_schema
 from turnwise.tools.tool import Tool, ToolFunction
 
 _T = TypeVar("_T")
@@ -264,24 +263,11 @@ def _prepare(tool: ToolFunction | Tool) -> tuple[str, _Callable]:
     validated against its own JSON schema."""
     tool = adopted(tool)
     if isinstance(tool, Tool):
-        validator, own = _validator(json.dumps(tool.parameters), tool.name), tool.call
+        parameters, own = check_parameters(tool.parameters, tool.name), tool.call
 
         def checked(arguments_json: str) -> object:
             """Validate and call, in a thread: the schema is foreign, and may take its time."""
-            try:
-                arguments = json.loads(arguments_json)
-            except (json.JSONDecodeError, RecursionError) as error:
-                reason = getattr(error, "msg", "nested too deeply")
-                raise ArgumentsError(f"arguments: not JSON ({reason})") from None
-            if not isinstance(arguments, dict):
-                raise ArgumentsError("arguments: must be a JSON object")
-            mistakes = [
-                f"{'.'.join(map(str, e.absolute_path)) or 'arguments'}: {e.message[:200]}"
-                for e in islice(validator.iter_errors(arguments), MAX_MISTAKES)
-            ]
-            if mistakes:
-                raise ArgumentsError("; ".join(mistakes))
-            return own(arguments)
+            return own(parameters.read(arguments_json))
 
         names = ("name", "description", "parameters")
         described = {"type": "function", "function": {key: getattr(tool, key) for key in names}}
@@ -304,20 +290,3 @@ def _prepare(tool: ToolFunction | Tool) -> tuple[str, _Callable]:
 
     asynchronous = inspect.iscoroutinefunction(tool)
     return tool.__name__, _Callable(schema.description, call_async if asynchronous else call)
-
-
-@lru_cache(maxsize=4096)
-def _validator(schema: str, name: str) -> Any:  # of a module without types
-    """Return a validator of a tool's JSON schema; each trajectory is offered the same tools."""
-    import jsonschema  # a tenth of a second, and many runs have functions only
-
-    parameters = json.loads(schema)
-    try:
-        kind = jsonschema.validators.validator_for(
-            parameters, default=jsonschema.Draft202012Validator
-        )
-        kind.check_schema(parameters)
-    except jsonschema.SchemaError as error:
-        why = error.message
-        raise InputError(f"tool {name}: its parameters are no JSON schema: {why}") from error
-    return kind(parameters)

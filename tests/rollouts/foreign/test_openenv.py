@@ -13,6 +13,7 @@ import pytest
 
 import turnwise
 from tests.conftest import ROOT, command_environment, python
+from tests.rollouts.foreign import plain_openenv
 from tests.rollouts.foreign.plain_openenv import plain_server
 from tests.simulated import SimulatedEngine
 from turnwise.compat import openenv
@@ -330,6 +331,37 @@ async def test_a_wrong_answer_costs_its_trajectory(asked: str, answer: Any, word
         assert raised.value.reason == "environment_reply"
         while server.open:
             await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("door", ["tools", "action"])
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        ({"$ref": "FILE"}, "its parameters refer to another document, 'file:"),
+        ({"type": "numbr"}, "its parameters are no JSON schema: properties.x.type"),
+    ],
+)
+async def test_a_schema_of_a_server_reads_no_file(
+    door: str, schema: Any, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "secret.json").write_text('{"const": "SECRET"}')
+    if "$ref" in schema:
+        schema = {"$ref": f"file://{tmp_path}/secret.json"}
+    described = {"type": "object", "properties": {"x": schema}}
+    async with plain_server("echo") as server:
+        if door == "action":
+            monkeypatch.setattr(plain_openenv, "ACTION", described)
+        else:
+            sound = server.answer
+            listed = [{"name": "act", "input_schema": described}]
+            answer = {"type": "mcp", "data": {"result": {"tools": listed}}}
+            server.answer = (  # type: ignore[method-assign]
+                lambda request, state: answer if request["type"] == "mcp" else sound(request, state)
+            )
+        with pytest.raises(TrajectoryError, match=f"lists a tool act: {words}") as raised:
+            async with play(server.url):
+                pass
+        assert raised.value.reason == "environment_reply"
 
 
 async def test_a_cancelled_trajectory_closes_its_session(run: Callable[..., Any]) -> None:
