@@ -84,10 +84,12 @@ def test_a_workers_speed_is_that_of_its_turns_without_their_time_in_the_queue() 
     group = Group("p")
     for index, (worker, seconds, queued) in enumerate([("a", 2.0, 1.0), ("b", 4.0, None)]):
         trajectory = Trajectory("p", index, reward=0.0)
-        trajectory.add_turn([1], [2, 3, 4, 5], [-0.5] * 4, [0] * 4, "stop")
+        versions = [0, 0, -1, 0, 0]  # a logits processor forced a token
+        trajectory.add_turn([1], [2, 3, 9, 4, 5], [-0.5] * 5, versions, "stop")
         group.trajectories.append(trajectory)
         group.calls[index] = [TurnTimes(0, 100.0, None, 100.0 + seconds, worker, queued)]
     group.trajectories.append(Trajectory("p", 2, reward=0.0))  # its agent's turns have no times
     metrics = StepMetrics(step=1)
     metrics.add_rollouts(Batch([group], seconds=1.0), Counter())
     assert metrics.worker_tokens_per_s == {"a": 4.0, "b": 1.0}
+    assert metrics.turns_mean == pytest.approx(2 / 3)

@@ -252,7 +252,7 @@ def test_turns_of_a_player_are_compared_with_its_own() -> None:
     first.turn_rewards = [1.0, 0.0, 0.0, 0.0]
     group = Group("rows:1", [first, second])
     batch = make_samples([group], config, version=0).samples
-    by_turn = [dict(zip(s.turns_T.tolist(), s.advantages_T.tolist(), strict=True)) for s in batch]
+    by_turn = [dict(zip(s.calls_T.tolist(), s.advantages_T.tolist(), strict=True)) for s in batch]
     assert [{t: a for t, a in turns.items() if t >= 0} for turns in by_turn] == [
         {0: 0.5, 2: 0.0},
         {1: 0.0, 3: 0.0},

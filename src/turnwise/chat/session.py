@@ -240,7 +240,7 @@ class Session:
             experts=completion.experts,
         )
         if self.calls is not None and times is not None:
-            self.calls.append(times._replace(turn=len(self.trajectory.turns) - 1))
+            self.calls.append(times._replace(turn=len(self.trajectory.calls()) - 1))
         index, sent = len(self.trajectory.turns) - 1, len(asked.messages)
         prefix, bare = asked.prefixes[-1], asked.bare.prefixes[-1]
         self._last = _RecordedTurn(index, sent, prefix, asked.tools_digest, bare, answer)
@@ -323,7 +323,7 @@ class Session:
             "training": self.sampling is not None,
             "group": self.group,
             "created": int(self.created),
-            "turns": len(self.trajectory.turns),
+            "turns": len(self.trajectory.calls()),
             "sampled_tokens": self.trajectory.sampled_tokens,
             "lost_turns": self.all_lost_turns,
             "parent": self.parent.id if self.parent is not None else None,

@@ -158,7 +158,7 @@ class TurnTimes(NamedTuple):
     """When a turn was sampled, in seconds since the epoch, and by which worker."""
 
     turn: int
-    """Index of the turn in its trajectory."""
+    """Number of the call in `Trajectory.calls`."""
     asked: float
     first_token: float | None
     """None if it is not known."""

@@ -95,11 +95,12 @@ def conversation(trajectory: Trajectory, label: str = "") -> Text:
     if len(trajectory.reward_parts) > 1:
         each = (f"{name} {value:.3g}" for name, value in trajectory.reward_parts.items())
         reward += f" ({', '.join(each)})"
+    turns = len(trajectory.calls())
     head = [
         f"{trajectory.problem_id} #{trajectory.sample_index}",
         reward,
         trajectory.status,
-        f"{counted(len(trajectory.turns), 'turn', 'turns')}, {trajectory.sampled_tokens:,} tokens",
+        f"{counted(turns, 'turn', 'turns')}, {trajectory.sampled_tokens:,} tokens",
     ]
     title = visible("  ".join(head))
     text = Text(f"── {f'{label}: ' if label else ''}{title}\n", style="bold")
@@ -186,7 +187,7 @@ class Overview:
         self._low = heapq.nsmallest(both, [*self._low, *group], key=_reward)
         for trajectory in group:
             self.rewards.add(_reward(trajectory))
-            self._turns.add(len(trajectory.turns))
+            self._turns.add(len(trajectory.calls()))
             self._tokens.add(trajectory.sampled_tokens)
             for name, value in trajectory.reward_parts.items():
                 self._parts[name].add(value)

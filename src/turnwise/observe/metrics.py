@@ -259,9 +259,10 @@ class StepMetrics:
         tokens, seconds = defaultdict[str, int](int), defaultdict[str, float](float)
         for group in groups:
             for trajectory in group.trajectories:
+                parts = trajectory.calls()
                 for call in group.calls.get(trajectory.sample_index, ()):
-                    turn = trajectory.turns[call.turn]
-                    tokens[call.worker] += len(turn.completion_token_ids)
+                    turns = [trajectory.turns[index] for index in parts[call.turn]]
+                    tokens[call.worker] += sum(len(turn.completion_token_ids) for turn in turns)
                     seconds[call.worker] += call.ended - call.asked - (call.queued or 0.0)
         self.worker_tokens_per_s = {
             name: tokens[name] / spent for name, spent in sorted(seconds.items()) if spent > 0
@@ -303,7 +304,7 @@ class StepMetrics:
         self.trajectories = len(trajectories)
         self.statuses = _sorted(Counter(t.status for t in trajectories))
         self.events = _sorted(sum((t.events for t in trajectories), Counter[str]()))
-        self.turns_mean = mean([len(t.turns) for t in trajectories])
+        self.turns_mean = mean([len(t.calls()) for t in trajectories])
         self.sampled_tokens = sum(t.sampled_tokens for t in trajectories)
         ended = [t for t in trajectories if t.status == "completed"]
         self.completion_tokens = {}

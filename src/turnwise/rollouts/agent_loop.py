@@ -271,7 +271,7 @@ class RolloutContext:
             messages=messages,
             experts=completion.experts,
         )
-        turn = len(self.trajectory.turns) - 1  # tokens that were not sampled begin further turns
+        turn = len(self.trajectory.calls()) - 1
         first, worker, queued = completion.first_token_at, completion.worker, completion.queued
         self.calls.append(TurnTimes(turn, times[0], first, times[1], worker, queued, tools))
         self.fork_reason = None

@@ -432,7 +432,8 @@ def read_rewards(value: object, who: str, trajectory: Trajectory) -> Rewards:
     """Return any reward of `who` for a trajectory, with plain numbers."""
     if not isinstance(value, Rewards):
         return Rewards(read_reward(value, who))
-    given, turns, summaries = len(value.turns), len(trajectory.turns), trajectory.events[SUMMARISED]
+    given, turns = len(value.turns), len(trajectory.calls())
+    summaries = trajectory.events[SUMMARISED]
     if given > turns or (given < turns and given and summaries):  # a summary may come before
         why = f"{who} gave {given} turn rewards for {turns} turns"
         if summaries:

@@ -105,8 +105,7 @@ class SelfPlayLoop:
             completion = await context.sample(prompt, messages=read)
             if completion is None:
                 return
-            new_turns = len(trajectory.turns) - len(trajectory.turn_players)
-            trajectory.turn_players += [player] * new_turns
+            trajectory.turn_players.append(player)
             last[player] = prompt, completion.token_ids
             parsed = context.tool_parser.parse(context.template.decode(completion.token_ids), tools)
             answer = assistant_message(parsed, turn)

@@ -159,7 +159,7 @@ class RewardManager:
                     return await rewards_of(value, str(part), trajectory, self._seconds)
 
         values = await together(map(judged, self._own))
-        total, turns = 0.0, [0.0] * len(trajectory.turns)
+        total, turns = 0.0, [0.0] * len(trajectory.calls())
         players = dict.fromkeys(episode.players, 0.0)
         for part, rewards in zip(self._own, values, strict=True):
             trajectory.reward_parts[part.name] = rewards.total

@@ -242,7 +242,7 @@ def _values(made: Trajectory, value_T: Array, logprobs_T: Array) -> TrainedSampl
     branch, is_trained = made.branches()[-1], [False, *(value_T != 0)]
     mask = [m and t for m, t in zip(branch.response_mask, is_trained, strict=False)]
     parts = branch.token_ids, mask, branch.logprobs, branch.weight_versions
-    sample = Sample.of(*parts, 0.0, 0, turns=branch.turns)
+    sample = Sample.of(*parts, 0.0, 0, calls=branch.turns)
     at = np.flatnonzero(sample.response_mask_T)
     own, ones = logprobs_T[at - 1], np.ones(len(at))
     ratio = np.exp(np.subtract(own, sample.logprobs_T[at]))

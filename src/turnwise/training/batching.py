@@ -463,7 +463,7 @@ class MicroBatch:
     tokens: Tokens
     """The input of the loss. Until the policy has scored them, all log-probs are the engine's.
     With a value model, `advantages_N` are rewards until `TrainerRank` makes advantages of them."""
-    turn_N: torch.Tensor  # index of each token's turn in its trajectory
+    call_N: torch.Tensor  # number of the engine's call that sampled each token
     size: int  # tokens without padding, trained or not
     old_logprobs_N: torch.Tensor | None = None
     """The policy's log-probs from before the step; None if nothing needs them."""
@@ -534,6 +534,6 @@ def make_micro_batch(
     return MicroBatch(
         Columns.of(samples, layout, device, group, others_see),
         tokens,
-        picked((s.turns_T for s in samples), np.int64),
+        picked((s.calls_T for s in samples), np.int64),
         sum(s.length for s in samples),
     )

@@ -253,7 +253,7 @@ class TrainerRank:
                         rewards_N = rewards_N - kl.coef * penalties_N
                     advantages_N, returns_N = (torch.zeros_like(rewards_N) for _ in range(2))
                     for span in batch.spans():
-                        steps = rewards_N[span], batch.values_N[span], batch.turn_N[span]
+                        steps = rewards_N[span], batch.values_N[span], batch.call_N[span]
                         advantages_N[span], returns_N[span] = of_time_steps(self._advantage, *steps)
                     batch.tokens = replace(tokens, advantages_N=advantages_N)
                     batch.returns_N = returns_N

@@ -26,8 +26,8 @@ class Sample:
     advantages_T: npt.NDArray[np.float32]
     """Advantage of each trained token; with a value model its reward. 0.0 where the mask is
     False."""
-    turns_T: npt.NDArray[np.int64]
-    """Index of the turn of each trained token; -1 where the mask is False."""
+    calls_T: npt.NDArray[np.int64]
+    """Number of the engine's call that sampled each trained token; -1 where the mask is False."""
     sequence: int
     """Number of the sequence; samples of one sequence share one ratio and one correction if
     those are per sequence."""
@@ -62,14 +62,14 @@ class Sample:
         pair_id: int | None = None,
         trajectory: int | None = None,
         counted_only: bool = False,
-        turns: Sequence[int] | None = None,
+        calls: npt.ArrayLike | None = None,
         experts: bytes = b"",
         teacher_logprobs: Sequence[float] | None = None,
         teacher_weights: tuple[float, float] = (0.0, 0.0),
         images: Sequence[PlacedImage] = (),
     ) -> "Sample":
         """Make a sample of lists of one length, with the advantage of all tokens or of each; by
-        default it has one turn, and its sequence is a pair and a trajectory by itself."""
+        default it has one call, and its sequence is a pair and a trajectory by itself."""
         lengths = {len(x) for x in (token_ids, response_mask, logprobs, weight_versions)}
         assert len(lengths) == 1, f"a sample's lengths differ: {sorted(lengths)}"
         mask = np.asarray(response_mask, dtype=np.bool_)
@@ -81,7 +81,7 @@ class Sample:
             np.asarray(logprobs, dtype=np.float32),
             np.asarray(weight_versions, dtype=np.int64),
             np.where(mask, np.asarray(advantage, dtype=np.float32), np.float32(0.0)),
-            np.where(mask, np.asarray(0 if turns is None else turns, dtype=np.int64), -1),
+            np.where(mask, np.asarray(0 if calls is None else calls, dtype=np.int64), -1),
             sequence,
             pair_id,
             pair_id if trajectory is None else trajectory,

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
+import numpy.typing as npt
 
 from turnwise.config import Config, RewardConfig, TeacherConfig
 from turnwise.errors import InputError
@@ -20,7 +21,7 @@ from turnwise.training.sample import Sample
 from turnwise.trajectory import Branch, ExactnessReport, Trajectory, audit
 
 _Advantages = Mapping[int, Sequence[float]]
-"""Advantage of each turn of a trajectory, by the trajectory's index in its group."""
+"""Advantage of each call of a trajectory, by the trajectory's index in its group."""
 
 
 @dataclass(slots=True)
@@ -169,8 +170,8 @@ def add_trajectory(
     as_reward: bool = False,
     teacher: TeacherConfig | None = None,
 ) -> None:
-    """Add the branches of one trajectory, with the advantage of each turn, and with tokens of
-    versions before `oldest` masked.
+    """Add the branches of one trajectory, with the advantage of each call of the engine, and with
+    tokens of versions before `oldest` masked.
 
     A value model gets the advantage `as_reward`: the share of each turn is at its last token, and
     the rest at the last token of each branch.
@@ -194,22 +195,24 @@ def add_trajectory(
         batch.stale_tokens += before - after
         batch.report += audit(trajectory, masked, masked="stale" if before > after else None)
     first = len(batch.samples)
-    by_turn = np.asarray([*advantage, 0.0])  # the last is that of tokens without a turn, -1
+    by_call = np.asarray([*advantage, 0.0])  # the last is that of tokens without a call, -1
+    call_of = np.asarray([*trajectory.call_of_turns(), -1])  # of each turn
     taught = trajectory.teacher_logprobs if teacher is not None else []
     assert teacher is None or teacher.in_ranks or len(taught) == len(masked), "not scored"
     for number, branch in enumerate(masked):
+        call_T = call_of[branch.turns]
         # The two sides of a pair are whole trajectories; otherwise a branch is a sequence.
         sample = Sample.of(
             branch.token_ids,
             branch.response_mask,
             branch.logprobs,
             branch.weight_versions,
-            _token_rewards(branch, trajectory, advantage) if as_reward else by_turn[branch.turns],
+            _token_rewards(branch, call_T, trajectory, advantage) if as_reward else by_call[call_T],
             sequence=len(batch.samples) if pair_id is None else first,
             pair_id=pair_id,
             trajectory=first if pair_id is None else pair_id,
             counted_only=counted_only,
-            turns=branch.turns,
+            calls=call_T,
             experts=branch.experts,
             images=branch.images,
             teacher_logprobs=taught[number] if taught else None,
@@ -221,15 +224,15 @@ def add_trajectory(
 
 
 def _token_rewards(
-    branch: Branch, trajectory: Trajectory, reward: Sequence[float]
+    branch: Branch, call_T: npt.NDArray[np.int64], trajectory: Trajectory, reward: Sequence[float]
 ) -> Sequence[float]:
     rewards = [0.0] * len(branch.token_ids)
-    last = {turn: t for t, turn in enumerate(branch.turns) if branch.response_mask[t]}
+    last = {call: t for t, call in enumerate(call_T.tolist()) if branch.response_mask[t]}
     if not last:
         return rewards
-    shares = trajectory.turn_rewards or [0.0] * len(trajectory.turns)
-    for turn, t in last.items():
-        rewards[t] += shares[turn]
+    shares = trajectory.turn_rewards or [0.0] * len(trajectory.calls())
+    for call, t in last.items():
+        rewards[t] += shares[call]
     end, players = max(last), trajectory.turn_players or [""] * len(shares)
     given = (share for share, who in zip(shares, players, strict=True) if who == players[end])
     rewards[max(last.values())] += reward[end] - sum(given)
@@ -241,11 +244,11 @@ class _Side:
     """The part of a trajectory that one player played; without players, the whole."""
 
     index: int  # index of the trajectory in its group
-    turns: list[int]  # indices of its turns
+    calls: list[int]  # numbers of its calls of the engine
     reward: float
-    turn_rewards: list[float]  # reward of each turn; the last one's includes the rest of `reward`
+    turn_rewards: list[float]  # reward of each call; the last one's includes the rest of `reward`
     parts: dict[str, float]  # for `Advantage.of_objectives`
-    advantages: list[float] | None = None  # of each turn; None if it is not trained
+    advantages: list[float] | None = None  # of each call; None if it is not trained
 
 
 def _sides(group: Group, config: Config, *, by_part: bool) -> list[list[_Side]]:
@@ -253,16 +256,16 @@ def _sides(group: Group, config: Config, *, by_part: bool) -> list[list[_Side]]:
     sides: dict[str, list[_Side]] = {}
     for index, trajectory in enumerate(group.trajectories):
         penalty = _overlong(trajectory, config)
-        by_turn = trajectory.turn_rewards or [0.0] * len(trajectory.turns)
-        players = trajectory.turn_players or [""] * len(trajectory.turns)
+        by_call = trajectory.turn_rewards or [0.0] * len(trajectory.calls())
+        players = trajectory.turn_players or [""] * len(by_call)
         rewards = trajectory.player_rewards or {"": trajectory.reward or 0.0}
         for player in dict.fromkeys(players) or [""]:
-            turns = [turn for turn, who in enumerate(players) if who == player]
-            own, total = [by_turn[turn] for turn in turns], rewards[player] + penalty
+            calls = [call for call, who in enumerate(players) if who == player]
+            own, total = [by_call[call] for call in calls], rewards[player] + penalty
             if own:
                 own[-1] += total - sum(own)
             parts = _parts(trajectory, penalty, config) if by_part else {}
-            sides.setdefault(player, []).append(_Side(index, turns, total, own, parts))
+            sides.setdefault(player, []).append(_Side(index, calls, total, own, parts))
     return list(sides.values())
 
 
@@ -301,7 +304,7 @@ def _of_groups(
             None
             if pair is None
             else {
-                i: [a] * len(group.trajectories[i].turns)
+                i: [a] * len(group.trajectories[i].calls())
                 for i, a in zip(pair, (1.0, -1.0), strict=True)
             }
             for group, pair in pairs
@@ -312,21 +315,21 @@ def _of_groups(
     merged: list[_Advantages | None] = []
     for group, of_group in zip(groups, sides, strict=True):
         trained = [side for same in of_group for side in same if side.advantages is not None]
-        advantages = {index: [0.0] * len(t.turns) for index, t in enumerate(group.trajectories)}
+        advantages = {index: [0.0] * len(t.calls()) for index, t in enumerate(group.trajectories)}
         for side in trained:
-            for turn, advantage in zip(side.turns, side.advantages or [], strict=True):
-                advantages[side.index][turn] = advantage
+            for call, advantage in zip(side.calls, side.advantages or [], strict=True):
+                advantages[side.index][call] = advantage
         merged.append(advantages if trained else None)
     return merged
 
 
 def _compare(compared: Sequence[Sequence[_Side]], config: Config, algorithm: Algorithm) -> None:
-    """Give the sides that are trained the advantages of their turns."""
+    """Give the sides that are trained the advantages of their calls."""
     advantage, name = algorithm.advantage, config.algorithm.advantage.name
     if advantage.per_turn:
         for same in compared:
             given = advantage.of_turns([side.turn_rewards for side in same])
-            turns = [len(side.turns) for side in same]
+            turns = [len(side.calls) for side in same]
             if given is not None and (found := [len(a) for a in given]) != turns:
                 raise InputError(
                     f"algorithm.advantage: {name} returns {found} advantages for trajectories of "
@@ -352,7 +355,7 @@ def _compare(compared: Sequence[Sequence[_Side]], config: Config, algorithm: Alg
         )
     for same, values in zip(compared, of_groups, strict=True):
         for side, value in zip(same, [] if values is None else values, strict=False):
-            side.advantages = [value] * len(side.turns)
+            side.advantages = [value] * len(side.calls)
 
 
 def _rewards(group: Group, config: Config) -> list[float]:

@@ -124,7 +124,7 @@ def supervised_samples(trajectories: Sequence[Trajectory], version: int) -> Samp
     """
     batch = SampleBatch()
     for trajectory in trajectories:
-        add_trajectory(batch, trajectory, [1.0] * len(trajectory.turns), oldest=0)
+        add_trajectory(batch, trajectory, [1.0] * len(trajectory.calls()), oldest=0)
     for sample in batch.samples:
         sample.weight_versions_T[sample.response_mask_T] = version
     return batch

@@ -11,7 +11,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from itertools import compress, groupby
 from pathlib import Path
 
@@ -54,6 +54,8 @@ def to_training_trace(trajectory: Trajectory) -> JsonObject:
         names = "weight_versions finish_reason fork_reason adapter added_logprobs record"
         plain = tree["turns"][index]
         ours: JsonObject = {name: plain[name] for name in names.split()}
+        if turn.same_call:
+            ours["same_call"] = True
         if seen := placed(prompt):
             ours["images"] = [[each.image.hash, each.start, each.length] for each in seen]
         if any(logprob > 0 for logprob in turn.logprobs):
@@ -97,7 +99,7 @@ def from_training_trace(
         raise InputError(f"{name}: a training trace has schema_version {SCHEMA_VERSION} and turns")
     known: set[str] = set()
     kept: JsonObject = {}
-    trained: list[bool] = []
+    trained: list[bool] = []  # of each call of the engine
     trajectory = Trajectory(name, status="completed")
     files: dict[str, Image] = {}
     for number, turn in enumerate(turns):
@@ -116,7 +118,13 @@ def from_training_trace(
             turn = {**turn, "images": images}
         except (AttributeError, LookupError, TypeError, ValueError, TrajectoryError) as error:
             raise InputError(f"{where}: its images are not those exported: {error!r}") from error
-        trained.append(_add_turn(trajectory, turn, ours, weight_version, where))
+        added = _add_turn(trajectory, turn, ours, weight_version, where)
+        if not (trained and ours.get("same_call")):
+            trained.append(added)
+        elif added and trained[-1]:
+            trajectory.turns[-1] = replace(trajectory.turns[-1], same_call=True)
+        else:
+            trained[-1] = trained[-1] or added
     number = len(trained)
     for field in _OF_TURNS:
         if values := kept.get(field):

@@ -45,7 +45,8 @@ Status = Literal["running", "completed", "length", "max_turns", "context_full"]
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One call of the engine: the unsampled ids that it added, and the ids that it sampled.
+    """One call of the engine, or a part of one between tokens that a logits processor forced: the
+    unsampled ids that it added, and the ids that it sampled.
 
     Its path, all ids from the conversation's start to its end, is the first `prefix_length` ids
     of its parent's path, then `added_token_ids`, then `completion_token_ids`.
@@ -81,6 +82,8 @@ class Turn:
     this path; empty if the engine returned none."""
     images: list[PlacedImage] = field(default_factory=list)
     """Images among the added ids, at their positions on this path."""
+    same_call: bool = False
+    """Whether it is a further part of the call of the turn before it; see `Trajectory.calls`."""
 
     def __post_init__(self) -> None:
         names = ("completion_token_ids", "logprobs", "weight_versions")
@@ -153,14 +156,16 @@ class Trajectory:
     reward_parts: dict[str, float] = field(default_factory=dict)
     """Value of each part of the reward, before its weight."""
     turn_rewards: list[float] = field(default_factory=list)
-    """Share of the reward that each turn earned; empty if none did. The end earned the rest."""
+    """Share of the reward that each call of the engine earned; empty if none did. The end earned
+    the rest."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Numbers that the environment reported, by name."""
     judgements: list[JsonObject] = field(default_factory=list)
     """Verdicts of judges: the `judge`, its `score` from 0 to 1, `why` in its words, and the key of
     the `request` in the run's judge.jsonl."""
     turn_players: list[str] = field(default_factory=list)
-    """The player of each turn, in a game whose sides the policy plays; otherwise empty."""
+    """The player of each call of the engine, in a game whose sides the policy plays; otherwise
+    empty."""
     player_rewards: dict[str, float] = field(default_factory=dict)
     """Reward of each player of a game; `reward` is their mean."""
     environment: str = ""
@@ -214,9 +219,10 @@ class Trajectory:
         row = _row_size(experts, len(prompt) + len(completion_token_ids) - 1)
         lengths = {len(completion_token_ids), len(logprobs), len(weight_versions)}
         if min(weight_versions, default=0) < 0 and len(lengths) == 1:
+            first = len(self.turns)
             for start, end in _sampled_parts(weight_versions):
                 known = None if prompt_logprobs is None else [*prompt_logprobs, *[None] * start]
-                turn = self.add_turn(
+                self.add_turn(
                     extended(prompt_token_ids, completion_token_ids[:start]),
                     *(completion_token_ids[start:end], logprobs[start:end]),
                     weight_versions[start:end],
@@ -228,7 +234,8 @@ class Trajectory:
                     experts=experts[: row * (len(prompt) + end - 1)],
                 )
                 prompt_logprobs, messages = None, ()
-            return turn
+            self.turns[first + 1 :] = [replace(t, same_call=True) for t in self.turns[first + 1 :]]
+            return self.turns[-1]
         parent, shared = self.find_parent(prompt_token_ids)
         added = prompt[shared:]
         continued = self.continued_turn(parent, shared)
@@ -258,6 +265,24 @@ class Trajectory:
         self.turns.append(turn)
         self._last_path = extended(prompt_token_ids, completion_token_ids)
         return turn
+
+    def calls(self) -> list[range]:
+        """Return the indices of the turns of each call of the engine; what has a value for each
+        call (`turn_rewards`, `turn_players`, advantages) is in their order.
+
+        Example:
+            >>> trajectory = Trajectory("math:1")
+            >>> _ = trajectory.add_turn([11], [7, 8, 2], [-0.5, 0.0, -0.1], [3, -1, 3], "stop")
+            >>> _ = trajectory.add_turn([11, 7, 8, 2, 12], [9], [-0.5], [3], "stop")
+            >>> trajectory.calls()
+            [range(0, 2), range(2, 3)]
+        """
+        starts = [index for index, turn in enumerate(self.turns) if not turn.same_call]
+        return list(map(range, starts, [*starts[1:], len(self.turns)]))
+
+    def call_of_turns(self) -> list[int]:
+        """Return the number of the call of each turn."""
+        return [number for number, turns in enumerate(self.calls()) for _ in turns]
 
     def find_parent(self, prompt: Sequence[int], *, images: bool = True) -> tuple[int | None, int]:
         """Return the parent's index, and the number of ids of its path the prompt begins with, with
@@ -442,8 +467,9 @@ class Trajectory:
         for turn in tree["turns"]:
             if rows := turn.pop("experts"):
                 turn["experts"] = base64.b64encode(rows).decode()
-            if not turn["images"]:
-                del turn["images"]
+            for name in ("images", "same_call"):
+                if not turn[name]:
+                    del turn[name]
         if images := self.images:
             tree["images"] = described(images, whole=whole)
         return json.dumps(tree, ensure_ascii=False, separators=(",", ":"), default=as_json)

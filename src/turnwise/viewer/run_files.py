@@ -335,7 +335,7 @@ def summarise(tree: JsonObject) -> JsonObject:
         "metrics": tree.get("metrics", {}),
         "forks": dict(forks),
         "tools": tools,
-        "turns": len(turns),
+        "turns": sum(not turn.get("same_call") for turn in turns),
         "tokens": sum(len(turn["completion_token_ids"]) for turn in turns),
         "length": max(
             (

@@ -9,8 +9,10 @@ import torch
 
 from turnwise.config import Config, parse_config
 from turnwise.config.algorithm import Gae, MtGrpo, TurnReturns
-from turnwise.errors import InputError
+from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollouts import Group
+from turnwise.rollouts.environment import Rewards, read_rewards
+from turnwise.run.token_values import columns_of
 from turnwise.training.algorithms import make_advantage, make_algorithm
 from turnwise.training.algorithms.advantages import (
     GaeAdvantage,
@@ -18,8 +20,11 @@ from turnwise.training.algorithms.advantages import (
     of_time_steps,
     turn_returns,
 )
+from turnwise.training.reports import RECORDED
+from turnwise.training.sample import Sample
 from turnwise.training.samples import make_samples
 from turnwise.trajectory import Trajectory
+from turnwise.trajectory.training_trace import from_training_trace, to_training_trace
 
 
 def config_of(algorithm: dict[str, Any]) -> Config:
@@ -80,7 +85,7 @@ def test_each_token_has_the_advantage_of_its_turn() -> None:
     config = config_of({"advantage": {"name": "turn_returns", "scale": False}})
     group = Group("rows:1", [played(0, [1.0, 0.0, 2.0], final=1.0), played(1, [0.0, 0.0])])
     first, second = make_samples([group], config, version=0).samples
-    assert first.turns_T.tolist() == [-1, -1, 0, 0, -1, 1, 1, -1, 2, 2]
+    assert first.calls_T.tolist() == [-1, -1, 0, 0, -1, 1, 1, -1, 2, 2]
     # Returns 4, 3, 3 and 0, 0; the third turn has nothing to compare with.
     assert first.advantages_T.tolist() == [0, 0, 2, 2, 0, 1.5, 1.5, 0, 0, 0]
     assert second.advantages_T.tolist() == [0, 0, -2, -2, 0, -1.5, -1.5]
@@ -121,3 +126,93 @@ def test_gae_over_turns_is_gae_of_their_sums() -> None:
     )
     assert advantages_T.tolist() == [expected[0]] * 2 + [expected[1]] * 3
     assert returns_T.tolist() == [returns[0]] * 2 + [returns[1]] * 3
+
+
+CALLS = {
+    "none": [0, 0, 0, 0, 0],
+    "middle": [0, 0, -1, -1, 0],
+    "twice": [0, -1, 0, -1, 0],
+    "begins": [-1, 0, 0, 0, 0],
+    "ends": [0, 0, 0, -1, -1],
+}
+"""Weight versions of a call's tokens; -1 where a logits processor forced the token."""
+
+
+def forced(index: int, versions: list[int], rewards: list[float]) -> Trajectory:
+    """Two calls, of which the first has forced tokens."""
+    trajectory, said = Trajectory("rows:1", index, status="completed"), [10 + index, 11, 12, 13, 14]
+    trajectory.add_turn([1, 2], said, [-0.5] * 5, versions, "stop")
+    trajectory.add_turn([1, 2, *said, 7], [20 + index, 21], [-0.5] * 2, [0] * 2, "stop")
+    trajectory.turn_rewards, trajectory.reward = rewards, sum(rewards)
+    return trajectory
+
+
+@pytest.mark.parametrize("versions", CALLS.values(), ids=CALLS)
+@pytest.mark.parametrize(
+    "advantage",
+    [
+        {"name": "turn_returns"},
+        {"name": "turn_returns", "gamma": 0.5},
+        {"name": "mt_grpo"},
+        {"name": "grpo"},
+        {"name": "gae", "model": {"path": "v"}, "level": "turn"},
+    ],
+)
+def test_forced_tokens_change_the_advantage_of_no_call(
+    advantage: dict[str, Any], versions: list[int]
+) -> None:
+    """Calls of one place are compared, however many turns forced tokens make of one of them."""
+    config, rewards = config_of({"advantage": advantage}), [[1.0, 0], [0.0, 1], [1.0, 1], [0.0, 0]]
+
+    def samples_of(first: list[int]) -> list[Sample]:
+        made = [forced(i, [0] * 5 if i else first, each) for i, each in enumerate(rewards)]
+        return make_samples([Group("rows:1", made)], config, version=0).samples
+
+    plain, cut = samples_of([0] * 5), samples_of(versions)
+
+    def of_calls(samples: list[Sample]) -> list[dict[int, float]]:
+        return [
+            {
+                call: float(sample.advantages_T[sample.calls_T == call].sum())
+                if advantage["name"] == "gae"  # a reward is at the last token
+                else float(sample.advantages_T[sample.calls_T == call][-1])
+                for call in {*sample.calls_T.tolist()} - {-1}
+            }
+            for sample in samples
+        ]
+
+    assert of_calls(cut) == of_calls(plain)
+    if advantage["name"] != "gae":
+        for sample in cut:
+            for call in (0, 1):
+                assert len({*sample.advantages_T[sample.calls_T == call].tolist()}) == 1
+
+
+@pytest.mark.parametrize("versions", CALLS.values(), ids=CALLS)
+def test_rewards_of_turns_are_one_for_each_call(versions: list[int]) -> None:
+    trajectory = forced(0, versions, [])
+    assert len(trajectory.calls()) == 2
+    assert read_rewards(Rewards(1.0, turns=[0.1, 0.7]), "env", trajectory).turns == [0.1, 0.7]
+    with pytest.raises(TrajectoryError, match="gave 3 turn rewards for 2 turns"):
+        read_rewards(Rewards(1.0, turns=[0.1, 0.7, 0.2]), "env", trajectory)
+    again = Trajectory.from_json(trajectory.to_json())
+    assert again.calls() == trajectory.calls()
+    assert from_training_trace(to_training_trace(trajectory)).calls() == trajectory.calls()
+
+
+@pytest.mark.parametrize("versions", CALLS.values(), ids=CALLS)
+def test_the_values_of_trained_tokens_name_the_turn_and_the_place_in_it(
+    versions: list[int],
+) -> None:
+    group = Group("rows:1", [forced(0, versions, [1.0, 0.0]), forced(1, [0] * 5, [0.0, 0.0])])
+    batch = make_samples([group], config_of({"advantage": "grpo"}), version=0)
+    values = [(s, np.zeros((len(RECORDED), s.trained), np.float32)) for s in batch.samples]
+    columns = columns_of(values, batch.origins, group.trajectories, 0)
+    for number, turn, at, sample in zip(
+        columns["trajectory"].tolist(),
+        columns["turn"].tolist(),
+        columns["at"].tolist(),
+        [t for s in batch.samples for t in s.token_ids_T[s.response_mask_T].tolist()],
+        strict=True,
+    ):
+        assert group.trajectories[number].turns[turn].completion_token_ids[at] == sample

@@ -333,12 +333,13 @@ class GaeAdvantage(Advantage):
 
 
 def of_time_steps(
-    advantage: Advantage, rewards_T: torch.Tensor, values_T: torch.Tensor, turn_T: torch.Tensor
+    advantage: Advantage, rewards_T: torch.Tensor, values_T: torch.Tensor, call_T: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the advantages and returns of one sequence's tokens, of which each has a turn."""
+    """Return the advantages and returns of one sequence's tokens, each sampled by a call of the
+    engine."""
     if advantage.level == "token":
         return advantage.of_tokens(rewards_T, values_T)
-    _, step_T, lengths_K = torch.unique_consecutive(turn_T, return_inverse=True, return_counts=True)
+    _, step_T, lengths_K = torch.unique_consecutive(call_T, return_inverse=True, return_counts=True)
     rewards_K = rewards_T.new_zeros(len(lengths_K)).index_add(0, step_T, rewards_T)
     values_K = values_T[lengths_K.cumsum(0) - lengths_K]
     advantages_K, returns_K = advantage.of_tokens(rewards_K, values_K)
