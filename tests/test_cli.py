@@ -22,9 +22,12 @@ from typer.testing import CliRunner
 from tests.conftest import ROOT, command_environment, own_environment, python
 from tests.programs import Mark
 from turnwise.cli import app
+from turnwise.cli import commands as cli_commands
 from turnwise.cli.command import Command as _Command
 from turnwise.config import Config, dump_config
+from turnwise.config.base import NEEDED_KEYS
 from turnwise.core import interrupt
+from turnwise.errors import InputError
 from turnwise.trajectory import Trajectory, read_jsonl
 
 STEP_KEYS = {
@@ -460,3 +463,14 @@ def test_bad_input_is_one_sentence_and_leaves_nothing_running(
     _, *more = done.stderr.strip().splitlines()
     assert not more or (len(more) == 1 and more[0].startswith(f"traceback: {tmp_path}"))
     assert mark.left() == []
+
+
+def test_a_model_stands_for_a_file_where_a_command_needs_no_more(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    for given in (str(tmp_path), "org/model-1b"):
+        config = cli_commands._file_or_model(given, ["serving.port=0"], NEEDED_KEYS)
+        assert (config.model.path, config.serving.port) == (given, 0)
+    with pytest.raises(InputError, match=r"there is no configuration file gone\.yaml"):
+        cli_commands._file_or_model("gone.yaml", [], NEEDED_KEYS)
+    with pytest.raises(InputError, match="is a folder, not a configuration file"):
+        cli_commands._file_or_model(str(tmp_path.parent), [], NEEDED_KEYS)

@@ -19,6 +19,7 @@ from turnwise.config import (
     dump_config,
     known_keys,
     load_config,
+    make_config,
     parse_config,
 )
 from turnwise.config.explain import CHOICES, describe_keys, explain_config
@@ -729,3 +730,35 @@ def test_engines_in_the_trainers_processes_are_of_a_fixed_number() -> None:
     tree = minimal(serving={"workers": "1-2"}, training={"colocated": True})
     with pytest.raises(InputError, match=r"serving\.workers: 1-2 is a range, but with"):
         parse_config(tree)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("a: {b: 1}\nc: 2\na: {d: 3}\n", "the key a comes twice, in lines 1 and 3"),
+        ("sampling:\n  n: 2\n  n: 4\n", "the key n comes twice, in lines 2 and 3"),
+    ],
+)
+def test_a_key_that_comes_twice_is_refused(tmp_path: Path, text: str, words: str) -> None:
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(InputError, match=words):
+        load_config(tmp_path / "config.yaml")
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("eval.every=true", "eval: every must be a number, not true"),
+        ("training.learning_rate=false", "training: learning_rate must be a number, not false"),
+        ("seed=true", "seed must be a number, not true"),
+        (
+            "rollout.tools=[{mcp: {command: no-server stdio}}]",
+            r"there is no program 'no-server stdio': .* \{command: no-server, args: \[stdio\]\}",
+        ),
+    ],
+)
+def test_a_value_of_another_kind_is_refused(override: str, words: str) -> None:
+    tree = {"environment": "a:B", "model": {"path": "m"}, "data": {"path": "d"}}
+    with pytest.raises(InputError, match=words):
+        make_config(tree, [override])
+    make_config(tree, ["eval.background=true", "eval.every=1"])

@@ -157,7 +157,7 @@ def test_rewards_of_ones_own_are_what_is_trained_on(seen: Seen) -> None:
         ("nan", "InputError: rewards must be one finite number for each of 12 trajectories"),
         ("no groups", "InputError: train takes what forward_step returned"),
         ("prompt", "InputError: policy:1: a prompt must be a text, a list of messages, token ids"),
-        ("row", "InputError: policy:1 has no field 'question'"),
+        ("row", "InputError: policy:1: the environment failed: KeyError: 'question'"),
         ("item", "which build_dataset did not make"),
         ("long", "does not fit the context of 512"),
         ("late", "InputError: the model file of late changes the configuration"),

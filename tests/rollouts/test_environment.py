@@ -9,7 +9,7 @@ import pytest
 from turnwise.config import Config, RolloutConfig
 from turnwise.errors import InputError
 from turnwise.rollouts import Problem, Runner
-from turnwise.rollouts.environment import load_object
+from turnwise.rollouts.environment import load_object, naming_row
 from turnwise.rollouts.episode import Episode
 
 HERE = "tests.rollouts.test_environment"
@@ -120,7 +120,7 @@ def line_of(text: str) -> int:
             "failed: KeyError: 'fails'",
             "self.problem = {",
         ),
-        ({"fails": "a"}, "has no field 'question'; it has: fails", "self.problem = {"),
+        ({"fails": "a"}, "KeyError: 'question'", "self.problem = {"),
     ],
 )
 def test_an_environment_that_cannot_be_built_names_its_file_and_line(
@@ -134,7 +134,16 @@ def test_an_environment_that_cannot_be_built_names_its_file_and_line(
     with pytest.raises(InputError, match=r"rows\.jsonl:1") as error:
         runner.check(Problem("rows.jsonl:1", row))
     assert message in str(error.value)
-    assert str(error.value).endswith(f"(tests/rollouts/test_environment.py:{line_of(line)})")
+    said, _, fields = str(error.value).partition("; the row has: ")
+    assert said.endswith(f"(tests/rollouts/test_environment.py:{line_of(line)})")
+    assert fields == ("fails" if "question" not in row and "KeyError" in message else "")
+
+
+def test_a_key_that_is_no_fields_is_not_called_one() -> None:
+    with pytest.raises(InputError) as error, naming_row("rows.jsonl:1", {"city": "Oslo"}):
+        _ = {"Rome": 1}["Oslo"]
+    assert "the environment failed: KeyError: 'Oslo' (tests/rollouts/test_env" in str(error.value)
+    assert "has no field" not in str(error.value)
 
 
 @pytest.mark.parametrize(

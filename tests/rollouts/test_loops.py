@@ -482,7 +482,9 @@ def test_a_check_before_the_run_names_the_row(
 ) -> None:
     long = {"question": "word " * 1000}
     runner = Runner(make_config(environment="tests.rollouts.test_loops:Desk"), tokenizer)
-    with pytest.raises(InputError, match=r"rows\.jsonl:2 has no field 'question'; it has: text"):
+    with pytest.raises(
+        InputError, match=r"rows\.jsonl:2: .*KeyError: 'question'.*the row has: text"
+    ):
         runner.check(Problem("rows.jsonl:2", {"text": "x"}))
     with pytest.raises(InputError, match=r"rows\.jsonl:3: its prompt of \d+ tokens does not fit"):
         runner.check(Problem("rows.jsonl:3", long))

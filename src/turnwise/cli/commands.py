@@ -3,7 +3,7 @@
 import asyncio
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -13,12 +13,13 @@ from rich.console import Console
 
 from turnwise import __version__
 from turnwise.cli.command import Command, command_of, print_error, print_text, run_to_the_end
-from turnwise.config import Config, known_keys, load_config
+from turnwise.config import Config, known_keys, load_config, make_config
 from turnwise.config.base import NEEDED_KEYS
 from turnwise.config.explain import explain_config
 from turnwise.core import logs
 from turnwise.core.aio import run_in_thread
 from turnwise.core.deadlines import deadline
+from turnwise.core.sources import may_be_on_hub
 from turnwise.core.user_code import import_user_code
 from turnwise.errors import TurnwiseError, visible
 from turnwise.run import commands
@@ -35,6 +36,13 @@ Source = Annotated[Path, typer.Argument(metavar="SOURCE", help="A JSON Lines fil
 Target = Annotated[Path, typer.Argument(metavar="TARGET", help="The JSON Lines file to write.")]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
 Step = Annotated[int | None, typer.Option(help="The step; default: the last one.")]
+_CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
+FileOrModel = Annotated[
+    str,
+    typer.Argument(
+        metavar="FILE", help="A YAML configuration, or a model: its folder or Hugging Face name."
+    ),
+]
 ConfigFile = Annotated[Path, typer.Argument(metavar="FILE", help="A YAML configuration.")]
 NewFile = Annotated[
     str | None, typer.Argument(metavar="FILE", help="A YAML configuration; not with --resume.")
@@ -177,13 +185,23 @@ async def _train(
     print_text(f"{result.exactness}\nrun folder {result.folder}\npicture    {result.picture}")
 
 
+def _file_or_model(file: str, overrides: Sequence[str] | None, optional: Collection[str]) -> Config:
+    """Return the configuration of a file, or the defaults with a model: a folder of one or, where
+    there is no such file, a Hugging Face name."""
+    path = Path(file)
+    is_name = not path.exists() and path.suffix not in _CONFIG_SUFFIXES and may_be_on_hub(file)
+    if is_name or (path / "config.json").is_file():
+        return make_config({"model": {"path": file}}, overrides or (), optional=optional)
+    return load_config(path, overrides or (), optional=optional)
+
+
 @command_of(app, "eval")
-async def evaluate(command: Command, file: ConfigFile, overrides: Overrides = None) -> None:
+async def evaluate(command: Command, file: FileOrModel, overrides: Overrides = None) -> None:
     """Evaluate the model on data.eval_path (or data.path), and save the trajectories."""
     from turnwise.observe.conversations import Overview, show
 
     # commands.evaluate requires data.path only if data.eval_path is not set.
-    config = command.of(load_config(file, overrides or (), optional=("data.path",)))
+    config = command.of(_file_or_model(file, overrides, ("data.path",)))
     console, overview = Console(), Overview()
     evaluation = await commands.evaluate(config, console, on_group=overview.add)
     show(console, overview)
@@ -231,9 +249,9 @@ async def rollout(
 
 
 @command_of(app)
-async def serve(command: Command, file: ConfigFile, overrides: Overrides = None) -> None:
+async def serve(command: Command, file: FileOrModel, overrides: Overrides = None) -> None:
     """Serve the model to OpenAI and Anthropic clients, on serving.workers engines."""
-    config = command.of(load_config(file, overrides or (), optional=NEEDED_KEYS))
+    config = command.of(_file_or_model(file, overrides, NEEDED_KEYS))
     async with commands.serving(config, Console(), commands.openai_server) as server:
         print_text(f"base URL {server.base_url}")
         for name, url in server.workers().items():
@@ -360,13 +378,24 @@ async def config(
     if file is not None and "=" in file.name and not file.exists():
         raise typer.BadParameter("changes apply to a FILE: turnwise config FILE key.sub=value")
     loaded = None if file is None else load_config(file, overrides or ())
+    if loaded is not None:
+        await run_in_thread(lambda: _check_group(loaded))
     sys.stdout.write(explain_config(loaded))
+
+
+def _check_group(config: Config) -> None:
+    """Refuse what a run refuses before it reads anything."""
+    from turnwise.training.algorithms import make_algorithm  # seconds to import
+    from turnwise.training.samples import check_group_size
+
+    commands.check_sampled(config)
+    check_group_size(config, make_algorithm(config.algorithm))
 
 
 @command_of(app)
 async def plan(
     command: Command,
-    file: ConfigFile,
+    file: FileOrModel,
     overrides: Overrides = None,
     gpus: Annotated[
         int | None, typer.Option(help="GPUs of the cluster; default: those of this machine.")
@@ -378,7 +407,7 @@ async def plan(
     """Show what each device of a training run would hold; loads no weights."""
     from turnwise.observe.plan import print_plan  # imports torch
 
-    config = load_config(file, overrides or (), optional=NEEDED_KEYS)
+    config = _file_or_model(file, overrides, NEEDED_KEYS)
     await run_in_thread(lambda: print_plan(config, gpus, gpu_memory))
 
 

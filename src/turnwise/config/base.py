@@ -88,11 +88,30 @@ class Section(BaseModel):
         """Yield a sentence for each contradiction between keys; the first one is shown."""
         yield from ()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_truths(cls, tree: object) -> object:
+        """Refuse true and false where a number is asked for: pydantic takes them for 1 and 0."""
+        for key, value in tree.items() if isinstance(tree, dict) else ():
+            field = cls.model_fields.get(key)
+            if field is None or bool in (kinds := _plain_kinds(field.annotation)):
+                continue
+            given = value if isinstance(value, list) else [value]
+            if {int, float} & kinds and any(isinstance(one, bool) for one in given):
+                raise ValueError(f"{key} must be a number, not {str(value).lower()}")
+        return tree
+
     @model_validator(mode="after")
     def _check(self) -> Self:
         if mistake := next(self.mistakes(), None):
             raise ValueError(mistake)
         return self
+
+
+def _plain_kinds(kind: object) -> set[type]:
+    """Return the plain types that a key's type is made of."""
+    found = {kind} if isinstance(kind, type) else set()
+    return found.union(*map(_plain_kinds, get_args(kind)))
 
 
 def sections(kind: object) -> list[type[Section]]:

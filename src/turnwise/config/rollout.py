@@ -1,6 +1,7 @@
 """The sections `rollout`, `sampling` and `eval`, and the entries of `environments`."""
 
 from collections.abc import Iterator
+from shutil import which
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -97,6 +98,12 @@ class McpConfig(Section):
     def mistakes(self) -> Iterator[str]:
         if bool(self.command) == bool(self.url):
             yield "an MCP server has either a command or a url"
+        if self.command and " " in self.command and not which(self.command):
+            name, *args = self.command.split()
+            yield (
+                f"there is no program {self.command!r}: a command is one name, and what follows it "
+                f"are its args: {{command: {name}, args: [{', '.join(args)}]}}"
+            )
         if self.command and (self.headers or self.session_header):
             yield "headers and session_header apply to a url, not to a command"
         if self.url and (self.args or self.env or self.cwd or self.warm):

@@ -67,21 +67,21 @@ def _check(path: str, file: str, key: str, what: str, files: str, gguf: bool = F
             )
 
 
-def check_data(path: str) -> None:
-    """Check that a path of data is a file or folder, a name that the Hub may have, a worker, or
-    the environment's own rows."""
+def check_data(path: str, key: str = "data") -> None:
+    """Check that a path of data, the value of `key`, is a file or folder, a name that the Hub may
+    have, a worker, or the environment's own rows."""
     if path.startswith(WORKER) or path == ENVIRONMENT:
         return
     file = Path(path).expanduser()
     if file.is_dir() or (file.exists() and file.suffix in DATA_FILES):
         return
     if file.suffix in DATA_FILES:
-        raise InputError(f"there is no data file {path}")
+        raise InputError(f"{key}: there is no data file {path}")
     kinds = f"{', '.join(DATA_FILES)}, a folder of a dataset, or a Hugging Face name"
     if file.exists():
-        raise InputError(f"data: {path} is not a kind of file that can be read ({kinds})")
+        raise InputError(f"{key}: {path} is not a kind of file that can be read ({kinds})")
     if not may_be_on_hub(path):
-        raise InputError(f"data: there is no {path} ({kinds})")
+        raise InputError(f"{key}: there is no {path} ({kinds})")
 
 
 def may_be_on_hub(name: str) -> bool:

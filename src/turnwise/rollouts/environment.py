@@ -24,7 +24,6 @@ from turnwise.errors import (
     TrajectoryError,
     describe_error,
     ordinary_error,
-    where_in_user_code,
 )
 from turnwise.rollouts.problems import Row
 from turnwise.tools import AnyTool, Tool, ToolFunction, Toolset
@@ -307,12 +306,11 @@ def naming_row(where: str, row: Row) -> Iterator[None]:
     except InputError as error:
         raise InputError(f"{where}: {error}") from error
     except BaseException as error:  # SystemExit too
-        if isinstance(error, KeyError) and error.args and error.args[0] not in row:
-            place, fields = where_in_user_code(error), ", ".join(map(str, row))
-            message = f"{where} has no field {error}; it has: {fields}"
-            raise InputError(message + (f" ({place})" if place else "")) from error
         failure = ordinary_error(error)
-        raise InputError(f"{where}: the environment failed: {describe_error(failure)}") from failure
+        message = f"{where}: the environment failed: {describe_error(failure)}"
+        if isinstance(error, KeyError) and error.args and error.args[0] not in row:
+            message += f"; the row has: {', '.join(map(str, row))}"  # perhaps it lacks this one
+        raise InputError(message) from failure
 
 
 def own_method(environment: object, name: str) -> Callable[..., Foreign] | None:

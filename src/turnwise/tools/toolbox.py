@@ -170,8 +170,13 @@ def make_toolbox(
     own: Sequence[ToolFunction | Tool] = (),
 ) -> Toolbox:
     """Return a toolbox with the configured limits."""
-    limits = {"timeout": rollout.tool_timeout, "max_chars": rollout.tool_max_chars}
-    return Toolbox(tools, **limits, thread=thread, own=own)
+    return Toolbox(
+        tools,
+        timeout=rollout.tool_timeout,
+        max_chars=rollout.tool_max_chars,
+        thread=thread,
+        own=own,
+    )
 
 
 def is_plain(tool: ToolFunction | Tool) -> bool:
