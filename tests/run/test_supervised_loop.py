@@ -225,3 +225,27 @@ async def test_the_command_goes_on_after_the_trainer_died(
     adapted = config.model.model_copy(update={"adapter": "a"})
     with pytest.raises(InputError, match=r"model.adapter: training starts from a whole model"):
         supervised_config(config.model_copy(update={"model": adapted}))
+
+
+async def test_an_error_ends_a_run_after_its_last_whole_step_is_saved(config: Config) -> None:
+    """Also the ranks say which weights they have whole."""
+    config = config.changed({"training": {"checkpoint_every": 0}, "eval": {"every": 0}})
+    rows = solutions(8)
+    start = RunDir(config, None)
+    group = local_group(config, start.path)
+    loop = SupervisedLoop(config, group, Problems("rows", rows), (), start, SILENT, None)
+    own, taken = loop._make_samples, list[int]()
+
+    async def make_samples(batch: Any, metrics: Any) -> Any:
+        taken.append(metrics.step)
+        if metrics.step == 3:
+            raise StepError("too many rows are refused")
+        return await own(batch, metrics)
+
+    loop._make_samples = make_samples  # type: ignore[method-assign]
+    with pytest.raises(StepError, match="too many rows"):
+        await loop.run()
+    start.metrics.close()
+    assert find_resume(start.path).step == 2
+    assert await group.holds(2, 10)
+    assert not await group.holds(3, 10)
