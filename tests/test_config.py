@@ -16,6 +16,7 @@ from turnwise.config import (
     LOOP_NAMES,
     REPLACED_KEYS,
     ModelConfig,
+    SamplingConfig,
     dump_config,
     known_keys,
     load_config,
@@ -762,3 +763,63 @@ def test_a_value_of_another_kind_is_refused(override: str, words: str) -> None:
     with pytest.raises(InputError, match=words):
         make_config(tree, [override])
     make_config(tree, ["eval.background=true", "eval.every=1"])
+
+
+def test_evaluation_samples_as_training_does_but_one_greedy_trajectory() -> None:
+    """Whatever else of eval.sampling is set, and in whatever form the configuration comes."""
+    given = {"max_tokens": 4096, "stop": ["</s>"], "stop_token_ids": [7], "top_p": 0.9, "n": 16}
+    for chosen, changed in (
+        ({}, {}),
+        ({"max_tokens": 1024}, {"max_tokens": 1024}),
+        ({"n": 4, "temperature": 1.0}, {"n": 4, "temperature": 1.0}),
+        ({"stop": [], "n": None}, {"stop": []}),
+        (None, {}),
+    ):
+        config = parse_config(minimal(sampling=given, eval={"every": 5, "sampling": chosen}))
+        expected = SamplingConfig(**{**given, "n": 1, "temperature": 0.0, **changed})
+        assert config.eval.sampling == expected
+        assert config.eval.every == 5
+        assert make_config(config.model_dump()).eval.sampling == expected
+    assert parse_config(minimal(sampling=given, eval=None)).eval.sampling.max_tokens == 4096
+    assert parse_config(minimal()).eval.sampling == SamplingConfig(n=1, temperature=0.0)
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"sampling": {"topp": 1}}, "there is no key sampling.topp; did you mean sampling.top_p?"),
+        ({"eval": {"sampling": 5}}, "eval.sampling must be a section with its own keys, not 5"),
+        ({"eval": 5}, "eval must be a section with its own keys, not 5"),
+        ({"sampling": 5}, "sampling must be a section with its own keys, not 5"),
+    ],
+)
+def test_a_mistake_in_sampling_is_named_where_it_is(tree: Any, message: str) -> None:
+    with pytest.raises(InputError) as caught:
+        parse_config(minimal(**tree))
+    assert message in str(caught.value)
+    assert str(caught.value).count("topp") <= 1
+
+
+@pytest.mark.parametrize(
+    "text", ["<result>\n</result>", "<o>{output}</o>", '{"result": "{result}"}', "{result", "{}"]
+)
+def test_a_format_of_results_without_the_result_is_refused(text: str) -> None:
+    """Before the first tool call, which would fail, or whose result no model would see."""
+    message = r"rollout\.result_format: result_format must have {result}"
+    with pytest.raises(InputError, match=message):
+        parse_config(minimal(rollout={"loop": "interleaved", "result_format": text}))
+
+
+def test_a_format_of_results_may_have_braces_of_its_own() -> None:
+    text = '{{"result": "{result}"}}'
+    config = parse_config(minimal(rollout={"loop": "interleaved", "result_format": text}))
+    assert config.rollout.result_format.format(result="42") == '{"result": "42"}'
+
+
+def test_a_buffer_beyond_the_longest_trajectory_is_refused() -> None:
+    tree = minimal(algorithm={"overlong_tokens": 8192})
+    tree["model"] = {**tree["model"], "max_length": 4096}
+    with pytest.raises(InputError, match=r"overlong_tokens 8192 exceeds model\.max_length 4096"):
+        parse_config(tree)
+    tree["algorithm"]["overlong_tokens"] = 4096
+    assert parse_config(tree).algorithm.overlong_tokens == 4096

@@ -430,3 +430,17 @@ def test_the_models_arguments_in_trls_own_scripts_are_accepted(
     assert config.model.trust_remote_code
     assert "model_init_kwargs: without effect in Turnwise: device_map" in caplog.text
     assert config_of(trust_remote_code=True, model_init_kwargs=given).model.trust_remote_code
+
+
+def test_none_of_trl_is_no_limit_of_tokens_and_not_a_key_that_is_not_given() -> None:
+    for given in (
+        {"max_completion_length": None},
+        {"max_completion_length": 64, "generation_kwargs": {"max_tokens": None}},
+        {"max_completion_length": 64, "generation_kwargs": {"max_new_tokens": None, "top_p": None}},
+    ):
+        config = config_of(**given)
+        room = config.sampling.within(30_000).max_tokens, config.eval.sampling.max_tokens
+        assert room == (30_000, config.sampling.max_tokens)
+        assert config.sampling.top_p == 1.0
+    with pytest.raises(InputError, match=r"max_completion_length=None .*dr_grpo divides by it"):
+        config_of(max_completion_length=None, loss_type="dr_grpo")

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from shutil import which
+from string import Formatter
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
@@ -35,6 +36,21 @@ _LOOP_KEYS = {
 Loop = Annotated[str, named("loop", LOOP_NAMES)]
 SANDBOXES = ("auto", "sandlock", "bubblewrap", "docker", "podman", "none")
 """Names of the built-in sandboxes for code."""
+
+
+def _result_format(text: str) -> str:
+    """Check the text around a result, which has the field {result} and no other."""
+    try:
+        fields = {name for _, name, _, _ in Formatter().parse(text) if name is not None}
+        text.format(result="")
+    except (ValueError, LookupError, AttributeError):
+        fields = set()
+    if fields != {"result"}:
+        raise ValueError(
+            "result_format must have {result}, where the result is put, and no other braces than "
+            f"{{{{ and }}}}, which stand for one, not {text!r}"
+        )
+    return text
 
 
 def _with_colon(path: str) -> str:
@@ -314,7 +330,9 @@ class RolloutConfig(Section):
     tool_max_chars: PositiveInt = 8192
     """Largest number of characters of a tool result; the rest is cut off. Above about 8,000 it does
     nothing for the tools `python` and `shell`, which keep 8,000 bytes of a call's output."""
-    result_format: str = "\n<tool_response>\n{result}\n</tool_response>\n"
+    result_format: Annotated[str, AfterValidator(_result_format)] = (
+        "\n<tool_response>\n{result}\n</tool_response>\n"
+    )
     """For loop interleaved: the text of a result within the assistant's turn."""
     call_start: str | None = None
     """For loop interleaved: the text that opens a call, such as <code>; null uses the format of
@@ -470,8 +488,8 @@ class EvalConfig(Section):
     success_reward: float = 1.0
     """Smallest reward at which a trajectory counts as correct in accuracy, pass@k and mean@k."""
     sampling: SamplingConfig = SamplingConfig(n=1, temperature=0.0)
-    """Sampling in evaluation; by default one greedy trajectory per row. If any of its keys is set,
-    the others have the defaults of `sampling`."""
+    """Sampling in evaluation: what is not set here is as in `sampling`, except for n and
+    temperature, which are 1 and 0: one greedy trajectory per row."""
 
     def reached(self, accuracy: float | None) -> bool:
         """Return whether an evaluation's accuracy ends the run; None means no evaluation."""

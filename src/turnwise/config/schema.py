@@ -4,6 +4,8 @@ import re
 from collections.abc import Collection, Iterator
 from typing import Annotated, Literal
 
+from pydantic import model_validator
+
 from turnwise.config.algorithm import AlgorithmConfig, Dpo, Gae, NoAdvantage, TeacherConfig
 from turnwise.config.aliases import REPLACED_KEYS, VLLM_NAMES
 from turnwise.config.base import NonNegativeInt, Seconds, Section, Tree, must
@@ -94,6 +96,21 @@ class Config(Section):
     trajectories: TrajectoriesConfig = TrajectoriesConfig()
     alarms: AlarmsConfig = AlarmsConfig()
     metrics: MetricsConfig = MetricsConfig()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _evaluate_as_sampled(cls, tree: object) -> object:
+        """Fill eval.sampling with what `sampling` sets, and with `EvalConfig`'s own defaults."""
+        if not isinstance(tree, dict):
+            return tree
+        evaluation = _set_keys(tree.get("eval"))
+        sampling, chosen = _set_keys(tree.get("sampling")), evaluation.get("sampling")
+        if not all(isinstance(one, Section | dict | None) for one in (tree.get("eval"), chosen)):
+            return tree  # which is refused
+        common = {key: sampling[key] for key in SamplingConfig.model_fields.keys() & sampling}
+        own = _set_keys(EvalConfig.model_fields["sampling"].default)
+        filled = {**common, **own, **_set_keys(chosen)}
+        return {**tree, "eval": {**evaluation, "sampling": filled}}
 
     def parts(self) -> dict[str, "Config"]:
         """Return the configuration of each environment by name, as if it were the only one; that of
@@ -205,11 +222,25 @@ class Config(Section):
                 f"rollout.context.limit {limit} must be below model.max_length {most}, where a "
                 "conversation has no room left for a summary"
             )
+        if (buffer := self.algorithm.overlong_tokens) > most:
+            yield (
+                f"algorithm.overlong_tokens {buffer} exceeds model.max_length {most}, so that even "
+                "an empty trajectory would be punished: lower it"
+            )
         yield from _engine_mistakes(self)
         yield from _layout_mistakes(self)
         yield from _training_mistakes(self)
         yield from _weights_mistakes(self)
         yield from _teacher_mistakes(self)
+
+
+def _set_keys(section: object) -> dict[str, object]:
+    """Return the keys of a section that have a value, as given or already checked."""
+    if isinstance(section, Section):
+        return {key: getattr(section, key) for key in section.model_fields_set}
+    if not isinstance(section, dict):
+        return {}
+    return {key: value for key, value in section.items() if value is not None}
 
 
 def _engine_mistakes(config: Config) -> Iterator[str]:

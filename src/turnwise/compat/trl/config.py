@@ -395,9 +395,22 @@ def _sampling(args: GRPOConfig, n: int) -> dict[str, object]:
             why = f"the trainer computes no such distribution; only {_NEUTRAL[name]!r} is possible"
         check(key in _SAMPLING, "generation_kwargs", {name: value}, why)
         values[key] = value
-    evaluation = values | {"n": args.num_generations_eval or n}
+        if value is None:  # vLLM's own default, which is ours, too, except for max_tokens
+            del values[key]
+    if "max_tokens" not in values:
+        values["max_tokens"] = _unlimited(args)
     own = {f"sampling.{key}": value for key, value in values.items()}
-    return own | {f"eval.sampling.{key}": value for key, value in evaluation.items()}
+    own["eval.sampling.n"] = args.num_generations_eval or n
+    # Only what is greedy by default: the rest follows `sampling`.
+    own["eval.sampling.temperature"] = values.get("temperature", 1.0)
+    return own
+
+
+def _unlimited(args: GRPOConfig) -> int:
+    """Return a number of tokens that only the model's context limits: TRL's None."""
+    why = "loss_type dr_grpo divides by it: set it"
+    check(args.loss_type != "dr_grpo", "max_completion_length", None, why)
+    return _UNLIMITED
 
 
 def lora_settings(peft_config: object, model: str, *, trust_remote_code: bool) -> dict[str, object]:
