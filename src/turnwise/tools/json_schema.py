@@ -52,7 +52,7 @@ _PATTERN_BYTES = 1 << 20
 _SHOWN = 100
 
 _Step = Literal["here", "member", "item", "name"]
-"""Which values a schema's part applies to: its own, those of an object or array, or keys."""
+"""Values that a part of a schema applies to: its own, members of an object, items, or keys."""
 _PARTS: dict[str, tuple[_Step, Literal["one", "list", "map"]]] = {
     **dict.fromkeys(("not", "if", "then", "else"), ("here", "one")),
     **dict.fromkeys(("allOf", "anyOf", "oneOf"), ("here", "list")),
@@ -401,7 +401,7 @@ class _Graph:
 
 
 class _Times(dict[int, int]):
-    """How often schemas apply to one value."""
+    """Counts of how often schemas apply to one value."""
 
 
 def _own_cost(schema: JsonObject) -> int:

@@ -51,7 +51,7 @@ def check(count: JsonCount, megabytes: int) -> None:
 
 
 class Tree(NamedTuple):
-    """What a body is in JSON."""
+    """A body as JSON was read."""
 
     value: Any
     standard: bool
