@@ -14,13 +14,12 @@ from functools import partial
 from itertools import islice
 from typing import ClassVar
 
-import aiohttp
 from pydantic import TypeAdapter, with_config
 from typing_extensions import TypedDict
 
+from turnwise.core.http_client import HttpClient, HttpError
 from turnwise.core.json_types import JsonObject
-from turnwise.core.spans import trace_headers
-from turnwise.core.untrusted import IDENTITY, AnswerError, Number, read_answer, read_body
+from turnwise.core.untrusted import AnswerError, Number, read_answer
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollouts.environment import REPLY, Environment, EnvironmentType, finite_number
 from turnwise.rollouts.problems import Row
@@ -85,14 +84,11 @@ class NemoGym(Environment):
         self.tools = [tool(described) for described in parameters.get("tools") or ()]
         self._row, self._parameters = row, parameters
         self._url = (url or self.url).rstrip("/")
-        self._http: aiohttp.ClientSession | None = None
+        self._http: HttpClient | None = None
         self._seen: dict[str, float] = {}
 
     async def setup(self) -> None:
-        self._http = aiohttp.ClientSession(
-            cookie_jar=aiohttp.CookieJar(unsafe=True),  # of addresses without a name too
-            timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_SECONDS),
-        )
+        self._http = HttpClient(connect_seconds=CONNECT_SECONDS, cookies=True)
         seeded = await self._post("seed_session", self._row)
         with self._reading():
             answer = read_answer(seeded, _SEEDED) if seeded else None
@@ -132,17 +128,16 @@ class NemoGym(Environment):
     async def _post(self, path: str, body: JsonObject) -> bytes:
         if self._http is None:
             raise NemoGymError("the session is not open")
-        url, headers = f"{self._url}/{path}", IDENTITY | trace_headers()
+        url = f"{self._url}/{path}"
         try:
-            async with self._http.post(url, json=body, headers=headers) as response:
-                with self._reading():
-                    said = await read_body(response)
-        except (aiohttp.ClientError, OSError) as error:
+            with self._reading():
+                answer = await self._http.request("POST", url, json=body)
+        except HttpError as error:
             raise NemoGymError(f"{url}: {error}") from error
-        if response.status >= 400:
-            text = said[: 4 * _ERROR_CHARS].decode(errors="replace")[:_ERROR_CHARS]
-            raise NemoGymError(f"{path} answered {response.status}: {text}")
-        return said
+        if not answer.ok:
+            text = answer.body[: 4 * _ERROR_CHARS].decode(errors="replace")[:_ERROR_CHARS]
+            raise NemoGymError(f"{path} answered {answer.status}: {text}")
+        return answer.body
 
 
 def at(url: str) -> EnvironmentType:

@@ -15,21 +15,17 @@ from functools import partial
 from itertools import chain
 from typing import Annotated, ClassVar, NotRequired
 
-import aiohttp
 from pydantic import Field, TypeAdapter, with_config
 from typing_extensions import TypedDict
 
 from turnwise.core.aio import run_in_thread
+from turnwise.core.http_client import HttpClient, HttpError, WebSocket
 from turnwise.core.json_types import JsonObject
-from turnwise.core.spans import trace_headers
 from turnwise.core.untrusted import (
-    IDENTITY,
-    MAX_BYTES,
     AnswerError,
     Number,
     checked,
     read_answer,
-    read_body,
 )
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollouts.environment import (
@@ -304,8 +300,8 @@ class OpenEnvSession:
             )
         self._http = f"{scheme.replace('ws', 'http')}://{rest}"
         self._results = results
-        self._client: aiohttp.ClientSession | None = None
-        self._socket: aiohttp.ClientWebSocketResponse | None = None
+        self._client: HttpClient | None = None
+        self._socket: WebSocket | None = None
         self._turn = asyncio.Lock()
         self._owed: deque[tuple[str, int]] = deque()
         """The requests whose replies have not been read, each with the turn that sent it."""
@@ -313,19 +309,15 @@ class OpenEnvSession:
         """Error of a connection that is lost, or brought a wrong answer; None before."""
 
     async def open(self) -> None:
-        self._client = aiohttp.ClientSession(
-            timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_SECONDS)
-        )
+        self._client = HttpClient(connect_seconds=CONNECT_SECONDS)
         await self._connect()
 
     async def _connect(self) -> None:
         assert self._client is not None
         self._owed.clear()
         try:
-            self._socket = await self._client.ws_connect(
-                f"{self._http}/ws", max_msg_size=MAX_BYTES, headers=trace_headers()
-            )
-        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            self._socket = await self._client.web_socket(f"{self._http}/ws")
+        except HttpError as error:
             raise TrajectoryError(
                 "environment_error", f"no OpenEnv server answers at {self._http}: {error}"
             ) from error
@@ -365,15 +357,15 @@ class OpenEnvSession:
         """Return the JSON schema of the environment's actions."""
         assert self._client is not None
         try:
-            headers = IDENTITY | trace_headers()
-            async with self._client.get(f"{self._http}/schema", headers=headers) as response:
-                response.raise_for_status()
-                return dict(read_answer(await read_body(response), _SCHEMAS)["action"])
+            answer = await self._client.request("GET", f"{self._http}/schema")
+            if not answer.ok:
+                raise HttpError(f"it answered {answer.status}")
+            return dict(read_answer(answer.body, _SCHEMAS)["action"])
         except AnswerError as error:
             raise TrajectoryError(REPLY, f"{self._http}/schema {error}") from None
-        except (aiohttp.ClientError, OSError) as error:
+        except HttpError as error:
             raise TrajectoryError(
-                "environment_error", f"{self._http}/schema gives no action: {error!r}"
+                "environment_error", f"{self._http}/schema gives no action: {error}"
             ) from error
 
     async def close(self) -> None:
@@ -390,8 +382,7 @@ class OpenEnvSession:
         socket, self._socket = self._socket, None
         if socket is None:
             return
-        with suppress(aiohttp.ClientError, OSError):  # the server may be gone
-            await socket.send_json({"type": "close"})
+        await socket.send('{"type": "close"}')
         await socket.close()
 
     async def ask(self, kind: str, data: JsonObject | None, turn: int = -1) -> JsonObject:
@@ -406,8 +397,7 @@ class OpenEnvSession:
             if self._socket is None:
                 raise TrajectoryError("environment_error", f"the session at {self._http} is closed")
             self._owed.append((kind, turn))
-            with suppress(aiohttp.ClientError, OSError):  # `_read` has the server's last words
-                await self._socket.send_str(json.dumps(message, default=str))
+            await self._socket.send(json.dumps(message, default=str))
             return await self._read()
 
     async def _read(self) -> JsonObject:
@@ -415,14 +405,15 @@ class OpenEnvSession:
         socket = self._socket
         if socket is None:
             raise self._lost("it was closed")
-        message = await socket.receive()
-        if message.type is aiohttp.WSMsgType.ERROR:
-            raise self._lost(f"it sent what cannot be read: {message.data}", REPLY)
-        if message.type is not aiohttp.WSMsgType.TEXT:
-            raise self._lost(f"{message.type.name.lower()} {message.extra or ''}".strip())
+        try:
+            text = await socket.receive()
+        except HttpError as error:
+            raise self._lost(str(error)) from None
+        except AnswerError as wrong:
+            raise self._lost(f"it {wrong}", REPLY) from None
         asked, turn = self._owed.popleft()
         try:
-            reply = read_answer(message.data.encode(errors="replace"), _REPLY)
+            reply = read_answer(text, _REPLY)
             kind, data = reply["type"], reply["data"]
             if kind == "error":
                 failed = checked(data, _DATA)

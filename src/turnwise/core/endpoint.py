@@ -13,18 +13,14 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import TypeVar
 
-import aiohttp
-
 from turnwise.core.deadlines import deadline
-from turnwise.core.spans import trace_headers
-from turnwise.core.untrusted import IDENTITY, MAX_BYTES, AnswerError, read_body
-from turnwise.core.user_code import use_daemon_threads
+from turnwise.core.http_client import HttpClient, HttpError
+from turnwise.core.untrusted import MAX_BYTES, AnswerError
 from turnwise.errors import DeadlineError, InputError, TrajectoryError, first_line
 
 _T = TypeVar("_T")
 _AWAY = (408, 409, 429, 502, 503, 504)  # statuses of a server that is busy, or not there yet
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 8.0  # seconds between attempts if the server names none
-_ENDLESS = aiohttp.ClientTimeout(total=None)  # there is a deadline
 _SHOWN = 300  # bytes of an error's body that a message has
 
 
@@ -49,7 +45,7 @@ class Endpoint:
     ) -> None:
         self.model, self.url, self._who = model, url.rstrip("/"), who
         self._reason, self._timeout, self._key, self._retries = reason, timeout, key, retries
-        self._headers = dict(IDENTITY)
+        self._headers = dict[str, str]()
         if api_key_variable is not None:
             if not (secret := os.environ.get(api_key_variable)):
                 raise InputError(f"{who}: the environment variable {api_key_variable} is not set")
@@ -72,8 +68,7 @@ class Endpoint:
         TrajectoryError, with the server's own words, when no attempt succeeds.
         """
         body = {"model": self.model, **body} if self.model else body
-        url, headers = f"{self.url}/{path}", self._headers | trace_headers()
-        use_daemon_threads(asyncio.get_running_loop())  # in which aiohttp looks up names
+        url = f"{self.url}/{path}"
         failure = AnswerError("")
         try:
             async with deadline(self._timeout, f"{self} did not answer", self._key):
@@ -82,26 +77,23 @@ class Endpoint:
                     spent["retries" if attempt else "requests"] += 1
                     pause, away = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2 ** min(attempt, 9)), False
                     try:
-                        async with (
-                            aiohttp.ClientSession(timeout=_ENDLESS, trust_env=True) as session,
-                            session.post(
-                                url, json=body, headers=headers, allow_redirects=False
-                            ) as response,
-                        ):
-                            answer = await read_body(response, largest)
-                        if (status := response.status) // 100 == 2:
-                            return await read(answer)
-                        said = answer[:_SHOWN].decode(errors="replace")
+                        async with HttpClient(proxies=True) as client:
+                            answer = await client.request(
+                                "POST", url, json=body, headers=self._headers, largest=largest
+                            )
+                        if answer.ok:
+                            return await read(answer.body)
+                        status, said = answer.status, answer.body[:_SHOWN].decode(errors="replace")
                         failure, away = AnswerError(f"answered {status}: {said}"), status in _AWAY
                         if status < 500 and not away:
                             break
                         with suppress(ValueError):  # `Retry-After` of RFC 9110 may be a date
-                            pause = max(pause, float(response.headers.get("retry-after", "")))
+                            pause = max(pause, float(answer.headers.get("retry-after", "")))
                     except AnswerError as error:
                         failure = error
-                    except (aiohttp.ClientError, OSError, ValueError) as error:
+                    except (HttpError, InputError) as error:  # InputError: of the URL or the key
                         failure = AnswerError(f"cannot be reached: {first_line(error)}")
-                        away = not isinstance(error, ValueError)  # of the URL or the key
+                        away = isinstance(error, HttpError)
                     left -= not away
                     if left < 0 or not self._retries or pause > self._timeout:
                         break

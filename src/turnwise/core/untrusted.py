@@ -8,16 +8,13 @@ import asyncio
 import socket
 import time
 from itertools import accumulate
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import Annotated, TypeVar
 
 import pydantic_core
 from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError
 
 from turnwise.errors import InputError
 from turnwise.internals.pydantic import bound
-
-if TYPE_CHECKING:
-    import aiohttp
 
 _T = TypeVar("_T")
 
@@ -128,7 +125,8 @@ def checked(value: object, kind: TypeAdapter[_T]) -> _T:
         raise AnswerError(f"sent a wrong answer ({error})") from None
 
 
-def _admit(size: int, largest: int = MAX_BYTES) -> None:
+def admit(size: int, largest: int = MAX_BYTES) -> None:
+    """Refuse an answer of more than `largest` bytes with an AnswerError."""
     if size > largest:
         raise AnswerError(f"sent an answer of more than {largest:,} bytes")
 
@@ -142,7 +140,7 @@ async def read_frame(stream: asyncio.StreamReader) -> bytes:
     """Read an answer that comes with its length. Of one longer than `MAX_BYTES`, which is an
     AnswerError, the beginning is left in the stream."""
     size = int.from_bytes(await stream.readexactly(HEADER), "big")
-    _admit(size)
+    admit(size)
     return await stream.readexactly(size)
 
 
@@ -168,13 +166,3 @@ async def read_line(stream: asyncio.StreamReader) -> bytes:
         return await stream.readline()
     except ValueError:
         raise AnswerError(f"sent a line of more than {MAX_BYTES:,} bytes") from None
-
-
-async def read_body(response: "aiohttp.ClientResponse", largest: int = MAX_BYTES) -> bytes:
-    """Read the body of an HTTP answer, of at most `largest` bytes; its request should have the
-    header `IDENTITY`."""
-    parts = bytearray()
-    async for part in response.content.iter_any():
-        parts += part
-        _admit(len(parts), largest)
-    return bytes(parts)

@@ -31,12 +31,10 @@ from turnwise.core.json_types import JsonObject
 from turnwise.core.sources import WORKER
 from turnwise.core.spans import trace_headers
 from turnwise.core.untrusted import (
-    IDENTITY,
     AnswerError,
     Number,
     checked,
     read_answer,
-    read_body,
     read_line,
 )
 from turnwise.core.user_code import call_user_code, import_user_code, user_errors
@@ -317,32 +315,30 @@ def worker_tasks(command: str, agent_env: Sequence[str] = ()) -> list[JsonObject
 
 
 async def run_endpoint(url: str, request: JsonObject) -> AgentReport:
-    import aiohttp  # only for endpoints
+    from turnwise.core.http_client import (  # late: it is needed for endpoints only
+        HttpClient,
+        HttpError,
+        Unreachable,
+    )
 
     who = f"the agent {url}"
-    # The trajectory's own deadlines limit the answer.
-    timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS)
-    headers = IDENTITY | trace_headers()
     try:
-        async with (
-            aiohttp.ClientSession(timeout=timeout) as client,
-            client.post(url, json=request, headers=headers, allow_redirects=False) as response,
-        ):
-            body, status = await read_body(response, _REPLY_BYTES), response.status
-    except aiohttp.InvalidURL as error:
-        raise InputError(f"rollout.agent: {url} is not a URL") from error
-    except (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError) as error:
+        # The trajectory's own deadlines limit the answer.
+        async with HttpClient(connect_seconds=_CONNECT_SECONDS) as client:
+            answer = await client.request("POST", url, json=request, largest=_REPLY_BYTES)
+    except InputError as error:
+        raise InputError(f"rollout.agent: {error}") from error
+    except Unreachable as error:
         raise TrajectoryError("agent_unreachable", f"{who} cannot be reached: {error}") from error
     except AnswerError as error:
         raise TrajectoryError("agent_reply", f"{who} {error}") from None
-    except (aiohttp.ClientError, OSError) as error:
-        message = f"{who} closed the connection: {type(error).__name__}: {error}"
-        raise TrajectoryError("agent_error", message) from error
-    text = body[: 4 * _ERROR_CHARS].decode(errors="replace")[:_ERROR_CHARS]
-    if not 200 <= status < 300:
-        raise TrajectoryError("agent_error", f"{who} answered {status}: {text}")
+    except HttpError as error:
+        raise TrajectoryError("agent_error", f"{who} closed the connection: {error}") from error
+    text = answer.body[: 4 * _ERROR_CHARS].decode(errors="replace")[:_ERROR_CHARS]
+    if not answer.ok:
+        raise TrajectoryError("agent_error", f"{who} answered {answer.status}: {text}")
     try:
-        return read_report(read_answer(body, _ANYTHING) if body else None, who)
+        return read_report(read_answer(answer.body, _ANYTHING) if answer.body else None, who)
     except AnswerError as error:
         raise TrajectoryError("agent_reply", f"{who} {error}") from None
 

@@ -52,7 +52,7 @@ _PATTERN_BYTES = 1 << 20
 _SHOWN = 100
 
 _Step = Literal["here", "member", "item", "name"]
-"""Values that a part of a schema applies to: its own, members of an object, items, or keys."""
+"""The values that a part of a schema applies to: its own, those of an object or array, or keys."""
 _PARTS: dict[str, tuple[_Step, Literal["one", "list", "map"]]] = {
     **dict.fromkeys(("not", "if", "then", "else"), ("here", "one")),
     **dict.fromkeys(("allOf", "anyOf", "oneOf"), ("here", "list")),
@@ -401,7 +401,7 @@ class _Graph:
 
 
 class _Times(dict[int, int]):
-    """Counts of how often schemas apply to one value."""
+    """The number of times that schemas apply to one value."""
 
 
 def _own_cost(schema: JsonObject) -> int:

@@ -177,6 +177,24 @@ async def test_what_cannot_be_played_is_named() -> None:
             pass
 
 
+async def test_a_redirect_shows_the_model_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    async def secret(request: web.Request) -> web.Response:
+        asked.append(request.path)
+        return web.Response(text="SECRET")
+
+    async def redirect(self: Counter, request: web.Request) -> web.Response:
+        raise web.HTTPFound("/verify")
+
+    monkeypatch.setattr(Counter, "get", redirect)
+    async with served(secret) as (_, address), play(address, ROW) as episode:
+        result = await episode.toolbox.call("get_counter_value", "{}")
+    assert result.outcome == "error"
+    assert "get_counter_value answered 302" in result.text
+    assert asked == []
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

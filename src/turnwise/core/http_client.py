@@ -1,0 +1,192 @@
+"""The client of all HTTP and WebSocket requests to other servers, which are not trusted.
+
+An answer is read up to a largest size, and not compressed; a redirect is never followed, because it
+may lead into this network; an address begins with http, https, ws or wss. Deadlines are the
+caller's: `core.deadlines`, or those of tools and environments. `tests/test_doors.py` names the few
+files that ask others in another way, and why.
+"""
+
+import asyncio
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Self
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from turnwise.core.spans import trace_headers
+from turnwise.core.untrusted import IDENTITY, MAX_BYTES, AnswerError, admit
+from turnwise.core.user_code import use_daemon_threads
+from turnwise.errors import InputError, first_line
+
+_SCHEMES = ("http", "https", "ws", "wss")
+
+
+class HttpError(Exception):
+    """A connection that broke off; the message says why."""
+
+
+class Unreachable(HttpError):
+    """A server to which no connection could be opened."""
+
+
+@dataclass(frozen=True, slots=True)
+class HttpAnswer:
+    """The answer to a request, whatever its status; that of a redirect, too."""
+
+    status: int
+    headers: Mapping[str, str]
+    """Names in any case."""
+    body: bytes
+
+    @property
+    def ok(self) -> bool:
+        """Whether the status is 2xx."""
+        return self.status // 100 == 2
+
+
+class HttpClient:
+    """A client on the running event loop, which is closed after use.
+
+    Args:
+        connect_seconds: Deadline for opening a connection; None where the caller has one for all.
+        cookies: Keep a server's cookies, also of addresses without a name.
+        proxies: Use the proxies and the logins (`~/.netrc`) of the environment.
+    """
+
+    def __init__(
+        self,
+        *,
+        connect_seconds: float | None = None,
+        cookies: bool = False,
+        proxies: bool = False,
+    ) -> None:
+        use_daemon_threads(asyncio.get_running_loop())  # in which aiohttp looks up names
+        redirects = aiohttp.TraceConfig()
+        redirects.on_request_redirect.append(_refuse_redirect)  # where a call has no option for it
+        self._session = aiohttp.ClientSession(
+            cookie_jar=aiohttp.CookieJar(unsafe=True) if cookies else aiohttp.DummyCookieJar(),
+            timeout=aiohttp.ClientTimeout(total=None, connect=connect_seconds),
+            trust_env=proxies,
+            trace_configs=[redirects],
+            auto_decompress=False,
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close its connections; it may be called again."""
+        await self._session.close()
+
+    async def request(
+        self,
+        method: str,
+        url: str,
+        *,
+        json: object = None,
+        headers: Mapping[str, str] | None = None,
+        largest: int = MAX_BYTES,
+    ) -> HttpAnswer:
+        """Send a request, with `json` as its body if that is not None, and read the answer.
+
+        Raises:
+            Unreachable, HttpError: when there is no whole answer.
+            AnswerError: when the answer has more than `largest` bytes, or is compressed.
+            InputError: when the address, or a header, is none.
+        """
+        _check(url)
+        all_headers = {**IDENTITY, **trace_headers(), **(headers or {})}
+        try:
+            async with self._session.request(
+                method, url, json=json, headers=all_headers, allow_redirects=False
+            ) as response:
+                encoding = response.headers.get("content-encoding", "identity")
+                if encoding != "identity":
+                    raise AnswerError(
+                        f"sent an answer in {encoding[:20]!r}, which was not asked for"
+                    )
+                body = bytearray()
+                async for part in response.content.iter_any():
+                    body += part
+                    admit(len(body), largest)
+                return HttpAnswer(response.status, response.headers, bytes(body))
+        except aiohttp.InvalidURL as error:
+            raise InputError(f"{url[:200]} is not a URL") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise _failure(error) from error
+        except ValueError as error:  # a line break in a header
+            raise InputError(f"{url[:200]} cannot be asked: {first_line(error)}") from error
+
+    async def web_socket(self, url: str) -> "WebSocket":
+        """Open a WebSocket, whose messages have at most `MAX_BYTES`; raises as `request` does."""
+        _check(url)
+        try:
+            socket = await self._session.ws_connect(
+                url, max_msg_size=MAX_BYTES, headers=trace_headers()
+            )
+        except aiohttp.InvalidURL as error:
+            raise InputError(f"{url[:200]} is not a URL") from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise _failure(error) from error
+        return WebSocket(socket)
+
+
+class WebSocket:
+    """An open WebSocket of texts."""
+
+    def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
+        self._socket = socket
+
+    async def send(self, text: str) -> None:
+        """Send a text; one that a closed socket cannot send is dropped, and `receive` says why."""
+        with suppress(aiohttp.ClientError, OSError):
+            await self._socket.send_str(text)
+
+    async def receive(self) -> bytes:
+        """Return the next text.
+
+        Raises:
+            AnswerError: when it is too long, or no message.
+            HttpError: when the socket is closed, or something other than a text came.
+        """
+        message = await self._socket.receive()
+        if message.type is aiohttp.WSMsgType.ERROR:
+            raise AnswerError(f"sent what cannot be read: {message.data}")
+        if message.type is not aiohttp.WSMsgType.TEXT:
+            raise HttpError(f"{message.type.name.lower()} {message.extra or ''}".strip())
+        return str(message.data).encode(errors="replace")
+
+    async def close(self) -> None:
+        """Close it; waits until the server has agreed, for a few seconds."""
+        await self._socket.close()
+
+
+def _check(url: str) -> None:
+    try:
+        known = urlsplit(url).scheme in _SCHEMES
+    except ValueError:  # brackets that are no address
+        known = False
+    if not known:
+        raise InputError(f"{url[:200]} is no address of http or https")
+
+
+def _failure(error: aiohttp.ClientError | OSError) -> HttpError:
+    kinds = (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError)
+    kind = Unreachable if isinstance(error, kinds) else HttpError
+    return kind(first_line(error))
+
+
+async def _refuse_redirect(
+    _: aiohttp.ClientSession,
+    __: SimpleNamespace,
+    redirected: aiohttp.TraceRequestRedirectParams,
+) -> None:
+    raise aiohttp.ClientError(
+        f"it answered {redirected.response.status}, and a redirect is not followed"
+    )
