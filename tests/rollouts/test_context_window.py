@@ -196,7 +196,7 @@ async def test_every_token_of_a_compacted_trajectory_is_trained_once_with_its_ad
         by_turn = {
             int(turn): float(advantage)
             for sample in own
-            for turn, advantage in zip(sample.turns_T, sample.advantages_T, strict=True)
+            for turn, advantage in zip(sample.calls_T, sample.advantages_T, strict=True)
             if turn >= 0
         }
         assert sorted(by_turn) == [0, 1, 2], "the summary, turn 1, is trained too"

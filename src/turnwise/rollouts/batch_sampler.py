@@ -8,7 +8,7 @@ results of tools, ask again and choose, and nothing is trained that was not samp
 import asyncio
 import inspect
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
@@ -23,6 +23,7 @@ from turnwise.rollouts.agent_loop import RolloutContext
 from turnwise.rollouts.environment import Environment, shown
 from turnwise.rollouts.sampler_llm import KEY, LLM, SampledCall, vllm_params
 from turnwise.trajectory import Message
+from turnwise.trajectory.images import Image, images_in, placed
 from turnwise.trajectory.trajectory import common_prefix
 
 if TYPE_CHECKING:
@@ -264,17 +265,26 @@ def _find_calls(
 ) -> None:
     """Find the calls that sampled each answer, and its conversation, for people and rewards."""
     uses = Counter[int]()
-    for answer, context in zip(answers, contexts, strict=True):
+    shown = [_hashes(images_in(context.problem)) for context in contexts]
+    seen = [_hashes(one.image for one in placed(call.prompt)) for call in calls]
+    for answer, context, own in zip(answers, contexts, shown, strict=True):
         found = []
         for number, call in enumerate(calls):
+            if _begin(seen[number], shown) and not _begin(seen[number], [own]):
+                continue  # equal ids may stand for another problem's images
             if kept := _kept(answer.ids, call):  # of equal ones another for each answer
                 found.append((len(call.prompt), -kept, uses[number], number))
-        end = 0
+        chosen = list[tuple[int, int]]()  # numbers of calls, and the ends of what is theirs
         for start, kept, _, number in sorted(found):
-            if start >= end:
-                uses[number] += 1
-                answer.calls.append((calls[number], -kept))
-                end = start - kept
+            before, end = chosen[-1] if chosen else (number, start)
+            if end >= start - kept or not _begin(seen[number], [seen[before]]):
+                continue
+            if end > start:  # a later call goes further, so its tokens are its own
+                chosen[-1] = before, start
+            chosen.append((number, start - kept))
+        for number, end in chosen:
+            uses[number] += 1
+            answer.calls.append((calls[number], end - len(calls[number].prompt)))
         problem, said = [dict(message) for message in context.problem], answer.messages
         if said is None and answer.calls:
             first, last = answer.calls[0][0], answer.calls[-1][0]
@@ -285,6 +295,15 @@ def _find_calls(
     sampled = (number for number, call in enumerate(calls) if call.completion.token_ids)
     if unused := sum(not uses[number] for number in sampled):
         contexts[0].trajectory.events[_UNUSED] += unused
+
+
+def _hashes(images: Iterable[Image]) -> list[str]:
+    return [image.hash for image in images]
+
+
+def _begin(hashes: list[str], with_any: Iterable[list[str]]) -> bool:
+    """Return whether the images of a call begin with any of these."""
+    return any(hashes[: len(one)] == one for one in with_any)
 
 
 def _kept(ids: list[int], call: SampledCall) -> int:
