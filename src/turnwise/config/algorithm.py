@@ -223,8 +223,8 @@ class KlConfig(Section):
     where: Literal["loss", "reward"] = "loss"
     """Place of the penalty: added to the loss, or subtracted from each token's reward."""
     importance_weight: bool = False
-    """Multiply a token's divergence in the loss by its importance ratio, which makes k3 and its
-    gradient unbiased for off-policy tokens."""
+    """Multiply a token's divergence in the loss by its importance ratio and its correction, which
+    makes k3 and its gradient unbiased for off-policy tokens, as far as the correction is."""
     sync_steps: NonNegativeInt = 0
     """Number of optimizer steps between moves of the reference model towards the policy (TR-DPO),
     without model.lora; 0 never moves it."""

@@ -105,3 +105,103 @@ def test_both_forms_add_to_a_reward() -> None:
     for weights in ((1.0, 0.0), (0.0, 1.0)):
         found = gradient_N(loss_of(taught(tokens, teacher_N, weights)).loss, tokens)
         torch.testing.assert_close(found, plain - 0.25)
+
+
+CORRECTIONS: list[dict[str, Any]] = [
+    {"name": "none"},
+    *({"name": f"{level}_tis", "high": 1e6} for level in ("token", "sequence", "geometric")),
+    *(
+        {"name": name, "low": 1e-6, "high": 1e6}
+        for name in ("token_mask", "icepop", "sequence_mask")
+    ),
+]
+MASKS: list[dict[str, Any]] = [
+    {"name": name, "low": 0.7, "high": 1.5} for name in ("mask", "token_mask", "geometric_mask")
+]
+"""Corrections that leave some tokens of the vocabulary out."""
+V = 6
+
+
+def expected_gradient(where: str, correction: dict[str, Any], **more: Any) -> list[float]:
+    """The exact mean gradient over a vocabulary of which the engine, with older weights, samples:
+    of a teacher's divergence, or of a KL penalty against the same model."""
+    torch.manual_seed(0)
+    logits_V = torch.randn(V, dtype=torch.float64)
+    engine_V = (logits_V + 0.8 * torch.randn(V, dtype=torch.float64)).log_softmax(0)
+    other_V = torch.randn(V, dtype=torch.float64).log_softmax(0)
+    moved_V = 0.2 * torch.randn(V, dtype=torch.float64)  # by the earlier updates of the step
+    before_V, leaf_V = logits_V.log_softmax(0), (logits_V + moved_V).requires_grad_()
+    logprobs_V = leaf_V.log_softmax(0)
+    if where == "exact":
+        divergence = (logprobs_V.exp() * (logprobs_V - other_V)).sum()
+        return torch.autograd.grad(divergence, leaf_V)[0].tolist()
+    loss = {"name": "ppo_clip", "clip_low": 0.999999, "clip_high": 1e6}
+    tree: dict[str, Any] = {"loss": loss, "advantage": "none", "correction": correction, **more}
+    if where == "kl":
+        tree["kl"] = {"coef": 1.0, "estimator": "k3", "importance_weight": True}
+    config = AlgorithmConfig.model_validate(tree)
+    gradient_V = torch.zeros(V, dtype=torch.float64)
+    for token in range(V):
+        one = slice(token, token + 1)
+        old_N = engine_V[one] if correction["name"] == "none" else before_V[one]
+        zero_N = torch.zeros(1, dtype=torch.float64)
+        tokens = Tokens(
+            logprobs_V[one],
+            old_N,
+            engine_V[one],
+            zero_N,
+            torch.zeros(1, dtype=torch.long),
+            1,
+            zero_N + 1,
+            torch.ones(1, dtype=torch.long),
+            reference_logprobs_N=other_V[one],
+        )
+        if where != "kl":
+            weights = (1.0, 0.0) if where == "advantage" else (0.0, 1.0)
+            tokens = taught(tokens, other_V[one], weights)
+        made = loss_of(tokens, config)
+        (own_V,) = torch.autograd.grad(made.loss, leaf_V, retain_graph=True)
+        gradient_V += engine_V[token].exp() * own_V
+    return gradient_V.tolist()
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS, ids=lambda one: one["name"])
+@pytest.mark.parametrize("where", ["advantage", "loss", "kl"])
+def test_stale_tokens_give_the_gradient_of_the_divergence_with_any_whole_correction(
+    where: str, correction: dict[str, Any]
+) -> None:
+    made = expected_gradient(where, correction)
+    assert made == pytest.approx(expected_gradient("exact", correction), abs=1e-9)
+
+
+@pytest.mark.parametrize("correction", MASKS, ids=lambda one: one["name"])
+def test_a_token_that_a_correction_refuses_does_not_learn_from_a_teacher(
+    correction: dict[str, Any],
+) -> None:
+    """In the loss it is as in the advantage."""
+    in_advantage, in_loss = (
+        expected_gradient(where, correction) for where in ("advantage", "loss")
+    )
+    assert in_loss == pytest.approx(in_advantage, abs=1e-9)
+    assert in_loss != pytest.approx(expected_gradient("exact", correction), abs=1e-3)
+
+
+@pytest.mark.parametrize("weights", [(1.0, 0.0), (0.0, 1.0)])
+def test_a_token_that_a_mask_leaves_out_does_not_learn_from_a_teacher(
+    weights: tuple[float, float],
+) -> None:
+    tokens = some_tokens([4])
+    tokens = taught(tokens, tokens.logprobs_N.detach() - 1.0, weights)
+    out_N = torch.tensor([True, False, True, False])
+    totals: Any = {"total_tokens": 1, "total_trajectories": 1, "constant": 1}
+    made, taught_N, _ = must_teach(tokens)
+    loss = objective(
+        CONFIG, make_loss(CONFIG.loss), made, taught_N=taught_N, low_entropy_N=out_N, **totals
+    ).loss
+    (gradient,) = torch.autograd.grad(loss, tokens.logprobs_N, retain_graph=True)
+    assert gradient[out_N].tolist() == [0.0, 0.0]
+    far = CONFIG.model_copy(update={"off_policy_mask_threshold": -1e9})
+    bad = replace(made, advantages_N=-torch.ones_like(made.advantages_N))
+    assert not gradient_N(
+        objective(far, make_loss(far.loss), bad, taught_N=taught_N, **totals).loss, tokens
+    ).any()

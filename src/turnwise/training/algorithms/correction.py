@@ -57,7 +57,8 @@ def correct(tokens: Tokens, config: CorrectionConfig) -> Correction:
     - A sequence is the trained tokens of one branch. Tokens shared with an earlier branch, and
       tokens that are too old to train, are context and excluded from both.
     - Masked tokens still count in the totals that a reduction divides by.
-    - w_t is at most exp(20). The KL penalty is not multiplied by the weight.
+    - w_t is at most exp(20). The KL penalty is multiplied by the weight only with
+      `kl.importance_weight`; a teacher's part of the loss always is.
     """
     log_weight_N = (tokens.old_logprobs_N - tokens.engine_logprobs_N).detach()
     if config.name == "none":

@@ -1,7 +1,7 @@
 """Losses of tokens, and the batch's loss from them: each part a function, or a class, with its
 formula, its paper and the differences from it.
 
-    loss of the batch = sum_N weight_N * (kept_N * correction_N * loss_N + coef * kl_N + taught_N)
+    loss of the batch = sum_N weight_N * (kept_N * correction_N * (loss_N + taught_N) + coef * kl_N)
                         - entropy coef * mean entropy
 
     r_t = pi(t) / pi_old(t)        sg: stop gradient
@@ -298,7 +298,8 @@ def objective(
     """Return the loss of a micro-batch.
 
     With `kl.importance_weight` a token's kl is multiplied by its own ratio pi(t) / pi_old(t),
-    gradient included, regardless of the ratio in the loss.
+    gradient included, and by its correction, regardless of the ratio in the loss: together they are
+    pi(t) / pi_engine(t), if the correction is that ratio.
 
     Args:
         loss: The one that `config.loss` names.
@@ -317,6 +318,8 @@ def objective(
     if low_entropy_N is not None:
         left_out_N["low_entropy_masked"] = low_entropy_N
     loss_N, divergence_N = result.loss_N, None
+    if taught_N is not None:
+        loss_N = loss_N + taught_N * correction.weights_N
     for out_N in left_out_N.values():
         loss_N = loss_N.masked_fill(out_N, 0.0)
     if config.kl.coef:
@@ -325,11 +328,10 @@ def objective(
         if config.kl.where == "loss":
             penalty_N = divergence_N
             if config.kl.importance_weight:
-                penalty_N = penalty_N * importance_ratio(tokens.logprobs_N - tokens.old_logprobs_N)
+                ratio_N = importance_ratio(tokens.logprobs_N - tokens.old_logprobs_N)
+                penalty_N = penalty_N * ratio_N * correction.weights_N
             loss_N = loss_N + config.kl.coef * penalty_N
         divergence_N = divergence_N.detach()
-    if taught_N is not None:
-        loss_N = loss_N + taught_N
     weights_N = token_weights(
         "sequence_mean" if loss.needs_pairs else config.reduction,
         tokens,
@@ -407,8 +409,9 @@ def kl_N(
 
     The averages are over tokens that the policy itself sampled. By default, a penalty in the loss
     is not reweighted for tokens of an older policy; `kl.importance_weight` multiplies it by pi(t) /
-    pi_old(t) (DeepSeek-AI, "DeepSeek-V3.2", arXiv 2512.02556, section 3.1, and TRL's default),
-    which with k3 has the divergence's gradient on average too.
+    pi_old(t) and the correction (DeepSeek-AI, "DeepSeek-V3.2", arXiv 2512.02556, section 3.1, and
+    TRL's default), which with k3 has the divergence's gradient on average too. Difference: theirs
+    is pi(t) / pi_old(t) alone.
     """
     difference_N = reference_logprobs_N - logprobs_N
     match estimator:
@@ -427,13 +430,14 @@ def teach(tokens: Tokens) -> tuple[Tokens, torch.Tensor, torch.Tensor] | None:
 
         d_t         = log pi(t) - log pi_teacher(t)
         advantage:    A_t - weight * sg(d_t)
-        loss:         loss_t + weight * sg(r_t) * d_t^2 / 2
+        loss:         loss_t + weight * sg(r_t) * d_t^2 / 2       both times the correction
 
     On-policy distillation: Lu and Thinking Machines Lab, "On-Policy Distillation" (2025), after
     Agarwal et al., "On-Policy Distillation of Language Models" (arXiv 2306.13649). The mean of d
     over the policy's own tokens is the reverse KL divergence KL(pi || pi_teacher), of which both
     forms have the gradient on average, each token's with the context before it; the first through
-    the loss, its clip and its correction, the second beside them. Differences: pi is the policy of
+    the loss and its clip, the second beside it, and both with the correction, because r_t alone may
+    be taken against the trainer's policy, which did not sample. Differences: pi is the policy of
     the current update, where Thinking Machines take the log-probs from sampling, so that the
     gradient is that of the divergence for tokens of an older policy too; it has no discounted sum
     over later tokens, which theirs leaves out by default; d is bounded to +-20.
