@@ -24,7 +24,7 @@ from turnwise.rollouts.context_window import COMPACTED, LEFT_OUT, REQUEST, SUMMA
 from turnwise.rollouts.environment import SUMMARISED
 from turnwise.training.samples import make_samples
 from turnwise.trajectory import ChatTemplate, Message, Trajectory, audit
-from turnwise.trajectory.prefix import after_reasoning
+from turnwise.trajectory.prefix import without_reasoning
 from turnwise.viewer.run_files import summarise
 
 FILL = " and so on" * 60
@@ -382,7 +382,15 @@ def test_a_function_that_is_not_there_is_named(
         ("<think>4 or 5?</think>\n\nThe code is 4.", "The code is 4."),
         ("4 or 5?</think>The code is 4.", "The code is 4."),
         ("The code is 4.", "The code is 4."),
+        ("Well. <think>4 or 5?</think> The code is 4.", "Well.  The code is 4."),
+        ("4?</think>Hm. <think>5?</think>The code is 4.", "Hm. The code is 4."),
+        ("The code is 4. <think>Or is it", "The code is 4."),
+        ("<think>4 or", ""),
+        ("[THINK]4?[/THINK]The code is 4.", "The code is 4."),
+        ("4?</seed:think>The code is 4.", "The code is 4."),
+        ("<|channel|>analysis<|message|>4?<|end|>The code is 4.<|end|>", "The code is 4.<|end|>"),
     ],
 )
-def test_the_reasoning_of_a_summary_is_left_out(text: str, said: str) -> None:
-    assert after_reasoning(text).strip() == said
+def test_reasoning_is_left_out(text: str, said: str) -> None:
+    """That of a summary, of a judge, and of either side of a simulated conversation."""
+    assert without_reasoning(text) == said

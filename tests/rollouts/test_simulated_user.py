@@ -26,7 +26,7 @@ async def test_the_users_model_sees_the_roles_swapped(scripted: Scripted) -> Non
         scripted.url, "m", "You want order 7.", opening="Where is it?", request=request
     )
     assert await user.answer(said("<think>Which?</think>Which order?")) == "Order 7."
-    assert await user.answer(said("It is on its way.")) == "Thanks."
+    assert await user.answer(said("Stall them.\n</think>\n\nIt is on its way.")) == "Thanks."
     assert scripted.asked[1] == {
         "path": "/v1/chat/completions",
         "model": "m",

@@ -1,6 +1,5 @@
 """Chat Completions of another model behind a URL: a judge's, a simulated user's."""
 
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import NotRequired
@@ -11,8 +10,8 @@ from typing_extensions import TypedDict
 from turnwise.core.endpoint import Endpoint
 from turnwise.core.optional import Foreign
 from turnwise.core.untrusted import AnswerError, read_answer
+from turnwise.trajectory.prefix import without_reasoning
 
-_THOUGHTS = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 _MOST_TOKENS = 1 << 40  # that a server may claim to have used: a larger number fits no metric
 
 
@@ -35,7 +34,7 @@ async def complete(
     spent: Counter[str],
     check: Callable[[str], object] = bool,
 ) -> tuple[str, str | None]:
-    """Return the text of a model's answer without thoughts, and its finish_reason, as
+    """Return the text of a model's answer without reasoning, and its finish_reason, as
     `Endpoint.post` does; `check` may refuse a text with an AnswerError. Adds the requests, retries
     and tokens to `spent`."""
 
@@ -48,13 +47,8 @@ async def complete(
         if not completion["choices"]:
             raise AnswerError("sent no choice")
         choice = completion["choices"][0]
-        text = without_thoughts(str(choice["message"].get("content") or ""))
+        text = without_reasoning(str(choice["message"].get("content") or ""))
         check(text)
         return text, choice.get("finish_reason")
 
     return await endpoint.post("chat/completions", body, read, spent)
-
-
-def without_thoughts(text: str) -> str:
-    """Return a text without what is between `<think>` tags, of which the last may be open."""
-    return _THOUGHTS.sub("", text).strip() if "<think>" in text else text

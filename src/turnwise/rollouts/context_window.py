@@ -20,7 +20,7 @@ from turnwise.rollouts.agent_loop import RolloutContext
 from turnwise.rollouts.environment import SUMMARISED, read_messages
 from turnwise.trajectory import Message
 from turnwise.trajectory.chat_template import Tools
-from turnwise.trajectory.prefix import after_reasoning
+from turnwise.trajectory.prefix import without_reasoning
 
 _KEY = "rollout.context.compact"
 COMPACTED = "compacted"
@@ -134,7 +134,7 @@ class ContextWindow:
             context.trajectory.status = "length"
             return None
         context.count(SUMMARISED)
-        said = after_reasoning(context.template.decode(completion.token_ids))
+        said = without_reasoning(context.template.decode(completion.token_ids))
         summary = SUMMARY.format(said.strip())
         # As a user's message: a summary is no answer, which rewards look for in those of the model.
         context.trajectory.messages.append({"role": "user", "content": summary})

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 
 from turnwise.core.endpoint import Endpoint
 from turnwise.errors import InputError, TrajectoryError
-from turnwise.rollouts.chat_endpoint import complete, without_thoughts
+from turnwise.rollouts.chat_endpoint import complete
 from turnwise.trajectory import Message
+from turnwise.trajectory.prefix import without_reasoning
 
 GREETING = "Hello! How can I help you?"
 
@@ -19,9 +20,9 @@ class SimulatedUser:
     """The user of one trajectory, played by a model behind an OpenAI-compatible URL.
 
     The model sees the conversation with the roles swapped: `instructions` as the system's message,
-    the policy's answers as messages of the user, and its own as messages of the assistant. Thoughts
-    in `<think>` tags are left out on both sides. Connection errors, 408, 409, 429 and 5xx are
-    tried again with growing pauses, or after the time that the server names.
+    the policy's answers as messages of the user, and its own as messages of the assistant.
+    Reasoning is left out on both sides. Connection errors, 408, 409, 429 and 5xx are tried again
+    with growing pauses, or after the time that the server names.
 
     Args:
         base_url: URL up to and including `/v1`, of any server of Chat Completions.
@@ -150,7 +151,7 @@ class SimulatedUser:
             self.ended_by = "budget"
         if self.ended_by is not None:
             return None
-        said, spent = without_thoughts(said), Counter[str]()
+        said, spent = without_reasoning(said), Counter[str]()
         messages = [*self.messages, {"role": "user", "content": said}]
         body = {**self._request, "messages": messages}
         text, ended = await complete(self._endpoint, body, spent)

@@ -138,8 +138,10 @@ _REASONING = {
     "<|channel>thought": "<channel|>",
 }
 """Opening and closing tags of reasoning, which templates leave out of earlier turns."""
-_REASONING_BEGINS, _REASONING_ENDS = (
-    re.compile("|".join(map(re.escape, tags))) for tags in (_REASONING, _REASONING.values())
+_REASONING_BEGINS, _REASONING_TAGS = (
+    re.compile("|".join(map(re.escape, tags)))
+    # <|end|> ends every message, and no prompt opens what it closes here.
+    for tags in (_REASONING, {*_REASONING, *_REASONING.values()} - {"<|end|>"})
 )
 _MAX_ALIGNMENTS = 64  # maximum number of alignments of two texts that are considered at a time
 _TAG = re.compile(r"<[^<>]*>|\[/?[A-Z_]+\]")
@@ -281,9 +283,21 @@ def _reasoning(text: str) -> Iterator[tuple[int, int]]:
             yield begin.start(), position
 
 
-def after_reasoning(text: str) -> str:
-    """Return what the model said after its reasoning, which its prompt may have opened."""
-    return _REASONING_ENDS.split(text)[-1]
+def without_reasoning(text: str) -> str:
+    """Return what a model said without its reasoning, which its prompt may have opened, and which
+    may not be closed where the answer was cut."""
+    said, position = list[str](), 0
+    while (tag := _REASONING_TAGS.search(text, position)) is not None:
+        said.append(text[position : tag.start()])
+        position = tag.end()
+        if (closing := _REASONING.get(tag[0])) is None:  # its prompt opened it
+            said.clear()
+            continue
+        if (end := text.find(closing, position)) < 0:
+            position = len(text)
+            break
+        position = end + len(closing)
+    return "".join([*said, text[position:]]).strip()
 
 
 def _continued(text: str, ends: set[int], part: str) -> set[int]:
