@@ -17,8 +17,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
+import torch
 
 import turnwise
 from tests.rollouts.test_episode import Talking
@@ -85,13 +87,28 @@ class Desk(turnwise.Environment):
     def reward(self, trajectory: Trajectory) -> turnwise.Rewards:
         self._do("reward")
         assert trajectory.messages[-1]["role"] == "assistant"
-        return turnwise.Rewards(1.0, turns=[0.5], parts={"luck": random.random()})
+        parts = {name: float(draw()) for name, draw in LUCK.items()}
+        return turnwise.Rewards(1.0, turns=[0.5], parts=parts)
 
     def metrics(self, trajectory: Trajectory) -> dict[str, float]:
         return {"turns": len(trajectory.turns)}
 
     def close(self) -> None:
         self._log("close")
+
+
+_RANDOM, _NUMPY, _OLD = random.Random(0), np.random.default_rng(0), np.random.RandomState(0)
+_TORCH = torch.Generator().manual_seed(0)
+LUCK: dict[str, Callable[[], Any]] = {
+    "random": random.random,
+    "numpy": np.random.random,
+    "torch": lambda: torch.rand(()),
+    "a Random": _RANDOM.random,
+    "a Generator of numpy": _NUMPY.random,
+    "a RandomState": _OLD.random,
+    "a Generator of torch": lambda: torch.rand((), generator=_TORCH),
+}
+"""Random numbers, also of generators that this module made when it was imported."""
 
 
 class Workshop(turnwise.Environment):
@@ -190,9 +207,11 @@ async def test_each_trajectory_has_a_process(runner: Callable[..., Runner], tmp_
     for trajectory in group.trajectories:
         assert trajectory.turn_rewards == [0.5]
         assert trajectory.metrics == {"turns": 1.0}
-        assert trajectory.reward == 1.5 + trajectory.reward_parts["luck"]
-    luck = {trajectory.reward_parts["luck"] for trajectory in group.trajectories}
-    assert len(luck) == 3, "forks share the state of random"
+        own = sum(trajectory.reward_parts[name] for name in LUCK)
+        assert trajectory.reward == pytest.approx(1.5 + own)
+    for name in LUCK:
+        luck = {trajectory.reward_parts[name] for trajectory in group.trajectories}
+        assert len(luck) == 3, f"forks share the state of {name}"
     for pid in pids(log):
         await gone(pid)
 

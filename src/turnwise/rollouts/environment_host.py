@@ -25,6 +25,7 @@ from turnwise.core import spans
 from turnwise.core.fork_server import exit_code, serve
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
+from turnwise.core.randomness import draw_anew
 from turnwise.core.untrusted import HEADER, framed
 from turnwise.core.user_code import call_user_code, describe_user_error
 from turnwise.errors import InputError, TrajectoryError, TurnwiseError, describe_error, message_of
@@ -61,8 +62,7 @@ async def _answer_all(
 ) -> None:
     """Read the problem, and answer requests, together, until the driver closes the connection."""
     os.setsid()  # what the environment starts ends with it
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed()  # every fork has the server's state; Python seeds its own
+    draw_anew()
     connection.setblocking(False)
     reader, writer = await asyncio.open_connection(sock=connection)
     tasks: set[asyncio.Task[None]] = set()

@@ -1,0 +1,40 @@
+"""Random numbers of processes that are forked from one: each needs states of its own."""
+
+import os
+import random
+import sys
+from collections.abc import Callable, Iterator
+
+
+def draw_anew() -> None:
+    """Seed all random numbers that a fork shares with other forks of its server: those of numpy and
+    torch, and of the generators that modules made when they were imported. Python's own are seeded
+    by Python."""
+    for seed in _seeds():
+        seed(int.from_bytes(os.urandom(8)) >> 1)
+
+
+def _seeds() -> Iterator[Callable[[int], object]]:
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    seen = set[int]()
+    if numpy is not None:
+        yield lambda seed: numpy.random.seed(seed % 2**32)
+    if torch is not None:
+        yield torch.manual_seed
+    for module in list(sys.modules.values()):
+        for value in list(getattr(module, "__dict__", {}).values()):
+            if id(value) in seen:
+                continue
+            if isinstance(value, random.Random):
+                seen.add(id(value))
+                yield value.seed
+            elif numpy is not None and isinstance(value, numpy.random.RandomState):
+                seen.add(id(value))
+                yield lambda seed, state=value: state.seed(seed % 2**32)
+            elif numpy is not None and isinstance(value, numpy.random.Generator):
+                seen.add(id(value))
+                bits = value.bit_generator
+                yield lambda seed, bits=bits: setattr(bits, "state", type(bits)(seed).state)
+            elif torch is not None and isinstance(value, torch.Generator):
+                seen.add(id(value))
+                yield value.manual_seed
