@@ -16,9 +16,22 @@ from examples.step04_agent.agent import solve as calculator
 from tests.blocking import gate
 
 
-async def cold(base_url: str, problem: dict[str, Any]) -> str:
-    """Sample with parameters of its own."""
-    return await calculator(base_url, problem, temperature=0.1)
+async def moody(base_url: str, problem: dict[str, Any]) -> None:
+    """Ask each question with other parameters, some of which cannot be trained exactly."""
+    messages: list[Any] = [{"role": "user", "content": problem["question"]}]
+    asked: list[dict[str, Any]] = [
+        {"temperature": 0.3},
+        {},
+        {"temperature": 1.7, "top_p": 0.9},
+        {"extra_body": {"top_k": 7, "min_p": 0.02}},
+        {"temperature": 0.0, "response_format": {"type": "json_object"}},
+        {"temperature": 0.6, "presence_penalty": 1.0},
+    ]
+    async with AsyncOpenAI(base_url=base_url, api_key="none") as client:
+        for own in asked:
+            made = await client.chat.completions.create(model="any", messages=messages, **own)
+            said = made.choices[0].message.content or ""
+            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "?"}]
 
 
 async def team(base_url: str, problem: dict[str, Any]) -> None:

@@ -21,7 +21,11 @@ from turnwise.rollouts import Group, Problem, Runner
 from turnwise.rollouts.data import load_training
 from turnwise.serving.openai.server import OpenAIServer
 from turnwise.serving.worker_handle import WorkerHandle
-from turnwise.trajectory import Trajectory, audit
+from turnwise.training.batching import plan_micro_batches
+from turnwise.training.rank import TrainerRank
+from turnwise.training.reports import merge
+from turnwise.training.samples import make_samples
+from turnwise.trajectory import Distribution, Trajectory, audit
 
 COMMAND = f"{sys.executable} -m tests.plain_agents"
 
@@ -111,7 +115,6 @@ async def test_sub_agents_turns_are_exact_branches_of_one_trajectory(
     [
         (f"{COMMAND} fail", "agent_error", "exited with 1: the agent's own trouble"),
         ("tests.plain_agents:silent", "agent_silent", "sampled nothing"),
-        ("tests.plain_agents:cold", "loop_error", "temperature=0.1 would make .* off-policy"),
     ],
 )
 async def test_an_agents_trouble_is_counted_with_what_it_said(
@@ -127,6 +130,46 @@ async def test_an_agents_trouble_is_counted_with_what_it_said(
     assert group.dropped == {reason: 4}
     assert re.search(words, group.causes[reason]), group.causes
     assert len(server.sessions) == 0
+
+
+async def test_an_agents_temperatures_are_trained_as_it_asked_for_them(
+    server: OpenAIServer, engine: WorkerHandle, make_config: Callable[..., Config], tokenizer: Any
+) -> None:
+    """The engine's log-probs of turns at five distributions are the trainer's."""
+    config = make_config(
+        rollout={"loop": "agent", "agent": "tests.plain_agents:moody"},
+        sampling={"n": 4, "max_tokens": 24},
+        model={"path": make_config().model.path, "max_length": 512, "dtype": "float32"},
+    )
+    runner = Runner(config, tokenizer)
+    runner.server = server
+    group = await runner.run_group(engine, load_training(config)[0], config.sampling, "moody")
+    assert group.causes == {}
+    for number, trajectory in enumerate(group.trajectories):
+        assert audit(trajectory).first_violation is None
+        (branch,) = trajectory.samples()
+        assert sum(branch.response_mask) == trajectory.sampled_tokens
+        drawn = [turn.distribution for turn in trajectory.turns]
+        assert drawn == [
+            Distribution(0.3),
+            None,
+            Distribution(1.7, 0.9),
+            Distribution(1.0, 1.0, 7, 0.02),
+            None,
+            Distribution(0.6),
+        ]
+        assert trajectory.events == {
+            "own_sampling": 4,
+            "override_temperature": 1,
+            "override_response_format": 1,
+            "override_presence_penalty": 1,
+        }
+        trajectory.reward = float(number % 2)
+    batch = make_samples([group], config, 0)
+    (shares,) = plan_micro_batches(batch.samples, 1, 1, 2048, "padded")
+    report = merge([TrainerRank(config).train(shares)])
+    assert report["logprob_diff_max"] < 2e-5
+    assert report["logprob_diff_mean"] < 2e-6
 
 
 @pytest.fixture(scope="module")

@@ -491,7 +491,7 @@ class Silent(ChatCompletionScheduler):
 
 class Cold(ChatCompletionScheduler):
     async def generate_sequences(self, batch: DataProto, **sampling_params: Any) -> None:
-        await super().generate_sequences(batch, temperature=0.1)
+        await super().generate_sequences(batch, temperature=0.0)
 
 
 def test_sleeping_engines_are_asked_for_nothing(make_config: Callable[..., Config]) -> None:
@@ -551,7 +551,7 @@ async def test_the_configured_class_holds_each_trajectorys_conversation(
     [
         ("Stuck", "stalled", "it made no progress for 1 s"),
         ("Silent", "chat_scheduler_silent", "sampled nothing"),
-        ("Cold", "chat_scheduler_error", "temperature=0.1 would make .* off-policy"),
+        ("Cold", "chat_scheduler_error", "temperature=0.0 would make .* off-policy"),
         ("missing", "", "has no missing"),
         ("QUESTION", "", "is not a subclass of"),
     ],
@@ -566,7 +566,11 @@ async def test_a_classs_trouble_costs_its_own_trajectories_and_is_counted(
     tokenizer: Any,
 ) -> None:
     path = f"{__name__}:{name}"
-    rollout = {"chat_scheduler": path, "stall_timeout": 1 if name == "Stuck" else 60}
+    rollout = {
+        "chat_scheduler": path,
+        "stall_timeout": 1 if name == "Stuck" else 60,
+        "agent_sampling": "refuse",
+    }
     config = make_config(rollout=rollout, sampling={"n": 2, "max_tokens": 6})
     if not reason:
         with pytest.raises(InputError, match=f"rollout.chat_scheduler: .*{words}"):

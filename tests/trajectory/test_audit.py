@@ -75,6 +75,7 @@ def test_several_corrupted_tokens_are_told() -> None:
         ("response_mask", 1, r"token 1 \(2\) is trained but was not sampled"),
         ("logprobs", -9.0, r"token 2 \(3\) has log-prob -9.0, where -0.1 was sampled"),
         ("weight_versions", 5, r"token 2 \(3\) has weight version 5, where 0 was sampled"),
+        ("turns", 1, r"token 2 \(3\) has turn 1, where 0 was sampled"),
     ],
 )
 def test_everything_about_a_trained_token_is_compared(
@@ -112,7 +113,7 @@ def test_samples_that_are_no_branch_are_named() -> None:
     sample = trajectory.samples()[0]
     shorter = replace(sample, token_ids=sample.token_ids[:-1])
     assert "7 tokens" not in str(audit(trajectory, [shorter]))
-    assert "masks, log-probs and versions of [7]" in str(audit(trajectory, [shorter]))
+    assert "masks, log-probs, versions and turns of [7]" in str(audit(trajectory, [shorter]))
     assert "no branch that ends with turn 2" in str(audit(trajectory, [replace(sample, leaf=2)]))
 
 
@@ -126,11 +127,11 @@ def test_samples_that_are_no_branch_are_named() -> None:
         ({"prefix_length": 3}, "its prompt of 4 tokens is not the one of 5"),
         (
             {"logprobs": [-0.3, -5.0]},
-            "its images, sampled tokens, log-probs or versions",
+            "its images, sampled tokens, log-probs, versions or sampling parameters",
         ),
         (
             {"weight_versions": [1, 1]},
-            "its images, sampled tokens, log-probs or versions",
+            "its images, sampled tokens, log-probs, versions or sampling parameters",
         ),
         ({"prefix_length": 9}, "takes 9 tokens over from a path of 4"),
         ({"logprobs": [-0.3, float("nan")]}, "sampled token 1 has log-prob nan"),

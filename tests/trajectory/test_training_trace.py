@@ -167,7 +167,9 @@ def test_a_token_changed_after_its_export_is_found() -> None:
     for key, value in (("completion_token_ids", [2, 4]), ("per_token_logps", [-0.1, -0.3])):
         exported = to_training_trace(trajectory)
         exported["turns"][0][key] = value
-        with pytest.raises(InputError, match="turn 0: its images, tokens, log-probs or versions"):
+        with pytest.raises(
+            InputError, match="turn 0: its images, tokens, log-probs, versions or sampling"
+        ):
             from_training_trace(exported)
 
 

@@ -23,12 +23,12 @@ from turnwise.chat.messages import (
     view_of,
 )
 from turnwise.chat.prompts import NextPrompt, continue_turn, response_room
-from turnwise.config import SamplingConfig
+from turnwise.config import AgentSamplingRule, SamplingConfig
 from turnwise.core.deadlines import StallClock
 from turnwise.core.json_types import JsonObject
 from turnwise.engine.protocol import Completion, TurnTimes
 from turnwise.errors import InputError
-from turnwise.trajectory import ChatTemplate, Message, Trajectory
+from turnwise.trajectory import ChatTemplate, Distribution, Message, Trajectory
 
 NAME_PATTERN = r"^[A-Za-z0-9_:~-][A-Za-z0-9._:~-]{0,199}$"
 """Names that clients may give to sessions: safe in a URL without quoting, and not resolved away by
@@ -45,6 +45,21 @@ _SAMPLED_TOKEN_BYTES = 90  # the same, a log-prob and a weight version
 def valid_name(name: str) -> bool:
     """Return whether a client may give a session this name."""
     return re.fullmatch(NAME_PATTERN, name) is not None
+
+
+@dataclass(frozen=True, slots=True)
+class TurnSampling:
+    """A turn's own part in how it is sampled and trained."""
+
+    distribution: Distribution | None = None
+    """As in `Turn`."""
+    untrained: str = ""
+    """As in `Turn`."""
+    events: tuple[str, ...] = ()
+    """Events of the trajectory that are counted with the turn."""
+
+
+AS_CONFIGURED = TurnSampling()
 
 
 @dataclass(slots=True, eq=False)
@@ -99,7 +114,8 @@ class Session:
 
     id: str
     sampling: SamplingConfig | None = None
-    """Sampling that the trainer assumes in a training session; None in other sessions."""
+    """Sampling of a training session, which its requests may change as `agent_sampling` says; None
+    in other sessions."""
     group: str = ""
     """Sessions of one group begin with the same prompt."""
     trajectory: Trajectory = field(default_factory=lambda: Trajectory(""))
@@ -109,6 +125,9 @@ class Session:
     """True for the session of a rollout, whose random id is a secret of its agent."""
     agent_rewards: bool = False
     """True if the agent of a private session may read, reward and close it."""
+    agent_sampling: AgentSamplingRule | None = None
+    """Rule for requests with sampling parameters of their own that cannot be trained exactly; None
+    refuses whatever is not `sampling`."""
     created: float = field(default_factory=time.time)
     lost_turns: int = 0
     """Number of turns whose client did not get the answer: it left, or got an error."""
@@ -213,6 +232,7 @@ class Session:
         prompt: NextPrompt,
         adapter: str = "",
         times: TurnTimes | None = None,
+        sampling: TurnSampling = AS_CONFIGURED,
     ) -> None:
         """Add a turn whose text `answer` reads, once, later; `prompt` is the `next_prompt` of its
         request, and `times` has any number as the turn's."""
@@ -238,7 +258,10 @@ class Session:
             messages=new,
             adapter=adapter,
             experts=completion.experts,
+            distribution=sampling.distribution,
+            untrained=sampling.untrained,
         )
+        self.trajectory.events.update(sampling.events)
         if self.calls is not None and times is not None:
             self.calls.append(times._replace(turn=len(self.trajectory.calls()) - 1))
         index, sent = len(self.trajectory.turns) - 1, len(asked.messages)

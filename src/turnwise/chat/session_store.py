@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 
 from turnwise.chat.session import NAME_RULE, Session, valid_name
-from turnwise.config import Config, SamplingConfig
+from turnwise.config import AgentSamplingRule, Config, SamplingConfig
 from turnwise.core.json_types import JsonObject
 from turnwise.core.spans import trace_headers
 from turnwise.engine.protocol import TurnTimes
@@ -109,6 +109,7 @@ class SessionStore:
         trajectory: Trajectory,
         *,
         sampling: SamplingConfig,
+        agent_sampling: AgentSamplingRule | None = None,
         group: str = "",
         agent_rewards: bool = False,
         max_response_tokens: int | None = None,
@@ -119,6 +120,7 @@ class SessionStore:
         times of its turns to `calls`."""
         session = Session(secrets.token_hex(16), sampling, group, trajectory, calls, private=True)
         session.agent_rewards, session.trace = agent_rewards, trace_headers()
+        session.agent_sampling = agent_sampling
         session.max_response_tokens, session.max_turns = max_response_tokens, max_turns
         self._add(session)
         return session
@@ -133,7 +135,16 @@ class SessionStore:
             raise InputError(f"the session {name} is already open under {parent.id}")
         if len(parent.children) >= MAX_CHILDREN:
             raise InputError(f"a session has at most {MAX_CHILDREN:,} sessions under it")
-        names = ("sampling", "group", "trajectory", "calls", "private", "agent_rewards", "clock")
+        names = (
+            "sampling",
+            "agent_sampling",
+            "group",
+            "trajectory",
+            "calls",
+            "private",
+            "agent_rewards",
+            "clock",
+        )
         shared = {name: getattr(parent, name) for name in (*names, "max_response_tokens", "trace")}
         session = Session(session_id, **shared, parent=parent)
         parent.children[name] = session

@@ -26,6 +26,7 @@ from turnwise.config.load import (
 )
 from turnwise.config.rollout import (
     LOOP_NAMES,
+    AgentSamplingRule,
     JudgeConfig,
     McpConfig,
     RewardConfig,
@@ -44,6 +45,7 @@ __all__ = [
     "PARTS",
     "REPLACED_KEYS",
     "UNNEEDED_KEYS",
+    "AgentSamplingRule",
     "AlgorithmConfig",
     "Config",
     "EngineConfig",

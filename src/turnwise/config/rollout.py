@@ -34,6 +34,7 @@ _LOOP_KEYS = {
 }
 """Loops with a key of their own name, and what it names."""
 Loop = Annotated[str, named("loop", LOOP_NAMES)]
+AgentSamplingRule = Literal["override", "override_all", "context", "refuse"]
 SANDBOXES = ("auto", "sandlock", "bubblewrap", "docker", "podman", "none")
 """Names of the built-in sandboxes for code."""
 
@@ -267,6 +268,13 @@ class RolloutConfig(Section):
     agent_rewards: bool = False
     """Let an agent read and reward its own session (GET and POST .../reward); its reward replaces
     the environment's. If false, an agent has no access to its reward."""
+    agent_sampling: AgentSamplingRule = "override"
+    """Requests of an agent or chat scheduler with sampling parameters of their own. Temperature,
+    top_p, top_k and min_p are the turn's, and it is trained under them. The rest cannot be trained
+    exactly: greedy answers, grammars (response_format, strict tools, tool_choice), penalties,
+    biases, min_tokens, logits processors. There `sampling` applies instead (override), or the turn
+    is sampled as asked and is context that is not trained (context), or the request gets 400
+    (refuse). override_all samples every turn by `sampling`. Events count what was asked for."""
     agent_env: list[str] = []
     """Names of environment variables to pass to an agent's command, in addition to PATH, HOME,
     PYTHON* and the like."""

@@ -366,6 +366,7 @@ class HttpAgentLoop:
         session = server.sessions.open_private(
             context.trajectory,
             sampling=context.sampling,
+            agent_sampling=rollout.agent_sampling,
             group=context.route.group,
             agent_rewards=rollout.agent_rewards,
             max_turns=rollout.max_turns,
@@ -454,6 +455,7 @@ class ChatSchedulerLoop:
                 context.trajectory,
                 batch,
                 context.sampling,
+                agent_sampling=context.rollout.agent_sampling,
                 group=context.route.group,
                 clock=context.clock,
                 calls=context.calls,

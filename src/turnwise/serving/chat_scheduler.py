@@ -21,7 +21,7 @@ import numpy as np
 
 from turnwise.chat.session import NAME_RULE, Session, valid_name
 from turnwise.chat.session_store import SessionStore
-from turnwise.config import Config, SamplingConfig
+from turnwise.config import AgentSamplingRule, Config, SamplingConfig
 from turnwise.config.verl_keys import ROOT, VERL_KEYS
 from turnwise.core.aio import run_in_thread, together
 from turnwise.core.deadlines import StallClock, trajectory_limits
@@ -334,6 +334,7 @@ class ChatBackend:
         batch: DataProto,
         sampling: SamplingConfig,
         *,
+        agent_sampling: AgentSamplingRule | None = None,
         group: str = "",
         sampling_params: Mapping[str, object] | None = None,
         clock: StallClock | None = None,
@@ -342,12 +343,14 @@ class ChatBackend:
         """Run one conversation, a batch of one, and return the batch that the scheduler makes of
         it; None without one.
 
-        `trajectory` records the sampled turns. Requests may not change `sampling`. TrajectoryError
+        `trajectory` records the sampled turns. Requests may change `sampling` as `agent_sampling`
+        says; if it is None, not at all. TrajectoryError
         when the class raises (chat_scheduler_error) or samples nothing (chat_scheduler_silent).
         """
         session = self.sessions.open_private(
             trajectory,
             sampling=sampling,
+            agent_sampling=agent_sampling,
             group=group,
             max_response_tokens=self.config.rollout.max_response_tokens,
             max_turns=self.config.rollout.max_turns,

@@ -20,7 +20,7 @@ from turnwise.config import TrainingConfig
 from turnwise.training.algorithms import Tokens
 from turnwise.training.context import ContextGroup
 from turnwise.training.sample import Array, Sample
-from turnwise.trajectory import Image
+from turnwise.trajectory import Distribution, Image
 
 Layout = Literal["padded", "packed", "shared"]
 """Layout of a micro-batch: rows with padding, one row of concatenated samples, or one row in which
@@ -280,6 +280,9 @@ class Columns:
     image_BT: torch.Tensor | None = None
     """1 + the index of the image that each token stands for, 0 for others, on the CPU; None without
     any."""
+    distributions: tuple[tuple[Distribution, torch.Tensor], ...] = ()
+    """Distributions that targets of this rank were drawn from, each with the numbers of its
+    targets, counted from 0; the others were drawn under the run's `sampling`."""
     others_see: bool = False
     """Whether columns of the same optimizer step, maybe on other ranks, have images."""
 
@@ -326,6 +329,7 @@ class Columns:
         row, column = np.divmod(before, width)
         column -= rank * share
         own_N = np.flatnonzero((column >= 0) & (column < share))
+        kinds, kind_N = _distributions(samples, len(targets))
 
         def tensor(array: Array) -> torch.Tensor:
             return torch.from_numpy(array).to(device)
@@ -349,6 +353,11 @@ class Columns:
             own if shared else None,
             images,
             torch.from_numpy(image).view(rows, width) if images else None,
+            tuple(
+                (kind, tensor(at_K))
+                for number, kind in enumerate(kinds, start=1)
+                if len(at_K := np.flatnonzero(kind_N[own_N] == number))
+            ),
             others_see,
         )
 
@@ -436,6 +445,22 @@ def _experts(samples: Sequence[Sample], columns: Sequence[_Ids], count: int) -> 
             rows_TR = np.frombuffer(sample.experts, np.uint8).reshape(-1, size)
             rows[column_T[:-1]] = np.pad(rows_TR, ((0, 0), (1, 0)), constant_values=1)
     return rows
+
+
+def _distributions(samples: Sequence[Sample], targets: int) -> tuple[list[Distribution], _Ids]:
+    """Return what targets were drawn from, and of each target 1 + the index of its own; 0 of one
+    that was drawn under the run's `sampling`."""
+    numbers: dict[Distribution, int] = {}
+    kind_N = np.zeros(targets, np.int64)
+    start = 0
+    for sample in samples:
+        call_K = sample.calls_T[sample.response_mask_T]
+        for call, distribution in sample.distributions.items():
+            if (drawn_K := call_K == call).any():
+                number = numbers.setdefault(distribution, len(numbers) + 1)
+                kind_N[start : start + len(call_K)][drawn_K] = number
+        start += len(call_K)
+    return list(numbers), kind_N
 
 
 def _concatenated(parts: Iterable[_Ids]) -> _Ids:

@@ -9,7 +9,7 @@ by `min_tokens` and custom logits processors are not applied; they show in `logp
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,7 @@ from turnwise.training.context import ContextGroup
 from turnwise.training.lora import ModelName as ModelName
 from turnwise.training.lora import take_role, trained_part
 from turnwise.training.vision import seeing, vision_parameters
+from turnwise.trajectory import Distribution
 
 _LOWEST_TEMPERATURE = 0.01  # lowest temperature above 0 in vLLM's SamplingParams
 CHUNK_ELEMENTS = 2**25
@@ -151,7 +152,8 @@ class Scorer(nn.Module):
     def forward(
         self, columns: Columns, sampling: SamplingConfig | None = None, role: ModelName = "policy"
     ) -> Scores | torch.Tensor:
-        """Return the scores of the targets; in the role of the value model, values."""
+        """Return the scores of the targets, under `sampling` or, if it is None, what each was drawn
+        from; in the role of the value model, values."""
         if self.roles:
             take_role(self.model, role)
         if self._replay is not None:
@@ -160,6 +162,8 @@ class Scorer(nn.Module):
             assert self.head is not None
             return _values_N(backbone_of(self.model), self.head, columns, self.images)
         gradient = self._entropy_gradient and torch.is_grad_enabled()
+        if sampling is not None:
+            columns = replace(columns, distributions=())
         sampling = sampling or self._sampling
         return score_columns(self.model, columns, sampling, gradient, self.images)
 
@@ -213,7 +217,8 @@ class Models:
     def score(
         self, name: ModelName, columns: Columns, sampling: SamplingConfig | None = None
     ) -> Scores:
-        """Return the scores of targets by a model; by default under the run's `sampling`."""
+        """Return the scores of targets by a model, under `sampling`; None: what each was drawn
+        from."""
         module = self.policy if name == "policy" else self.reference
         assert module is not None, f"there is no {name} model"
         with self.computing(module):
@@ -285,18 +290,34 @@ def score_columns(
     entropy_gradient: bool = False,
     images: ModelImages | None = None,
 ) -> Scores:
-    """Score the targets of all columns, of which this rank computes some."""
+    """Score the targets of all columns, of which this rank computes some: those without a
+    distribution of their own under `sampling`."""
     # Padding needs no attention mask: it is on the right, and attention is causal.
     hidden_NH = hidden_before(backbone_of(model), columns, images)
-    scores = score_hidden(model, hidden_NH, columns.targets_N, sampling, entropy_gradient)
-    return columns.whole(scores[0]), columns.whole(scores[1])
+    targets_N, drawn = columns.targets_N, columns.distributions
+    if not drawn:
+        scores = score_hidden(model, hidden_NH, targets_N, sampling, entropy_gradient)
+        return columns.whole(scores[0]), columns.whole(scores[1])
+    other_N = torch.ones_like(targets_N, dtype=torch.bool)
+    for _, at_K in drawn:
+        other_N[at_K] = False
+    rest_K = other_N.nonzero()[:, 0]
+    parts: list[tuple[SamplingConfig | Distribution, torch.Tensor]] = [*drawn]
+    parts += [(sampling, rest_K)] if len(rest_K) else []
+    found = [
+        score_hidden(model, hidden_NH[at_K], targets_N[at_K], own, entropy_gradient)
+        for own, at_K in parts
+    ]
+    back_N = torch.cat([at_K for _, at_K in parts]).argsort()
+    logprobs, entropies = zip(*found, strict=True)
+    return columns.whole(torch.cat(logprobs)[back_N]), columns.whole(torch.cat(entropies)[back_N])
 
 
 def score_hidden(
     model: PreTrainedModel,
     hidden_NH: torch.Tensor,
     targets_N: torch.Tensor,
-    sampling: SamplingConfig,
+    sampling: SamplingConfig | Distribution,
     entropy_gradient: bool = False,
 ) -> Scores:
     """Score tokens by the last hidden states at the positions before them; targets [N, K] are K
@@ -390,7 +411,7 @@ def _score(
     model: PreTrainedModel,
     hidden_NH: torch.Tensor,
     targets_N: torch.Tensor,
-    sampling: SamplingConfig,
+    sampling: SamplingConfig | Distribution,
     entropy_gradient: bool,
 ) -> Scores:
     targets_NK = targets_N if targets_N.dim() == 2 else targets_N[:, None]
@@ -433,7 +454,7 @@ class _LogProbs(torch.autograd.Function):
 
 
 def _processed(
-    logits_NV: torch.Tensor, targets_NK: torch.Tensor, sampling: SamplingConfig
+    logits_NV: torch.Tensor, targets_NK: torch.Tensor, sampling: SamplingConfig | Distribution
 ) -> torch.Tensor:
     """Apply temperature, min-p, top-k and top-p as the engine does."""
     if sampling.temperature == 0.0:

@@ -1,11 +1,12 @@
 """A training sample: one branch of a trajectory, with everything that the loss needs."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
+from turnwise.trajectory import Distribution
 from turnwise.trajectory.images import PlacedImage, placed
 
 Array = npt.NDArray[np.generic]
@@ -49,6 +50,9 @@ class Sample:
     """Factors of the divergence from the teacher, in the advantages and in the loss."""
     images: tuple[PlacedImage, ...] = ()
     """Images at their positions."""
+    distributions: Mapping[int, Distribution] = field(default_factory=dict)
+    """Distributions that the tokens of calls were drawn from, by the call's index; those of other
+    calls were drawn under the run's `sampling`."""
 
     @classmethod
     def of(
@@ -67,6 +71,7 @@ class Sample:
         teacher_logprobs: Sequence[float] | None = None,
         teacher_weights: tuple[float, float] = (0.0, 0.0),
         images: Sequence[PlacedImage] = (),
+        distributions: Mapping[int, Distribution] | None = None,
     ) -> "Sample":
         """Make a sample of lists of one length, with the advantage of all tokens or of each; by
         default it has one call, and its sequence is a pair and a trajectory by itself."""
@@ -90,6 +95,7 @@ class Sample:
             None if teacher_logprobs is None else np.asarray(teacher_logprobs, dtype=np.float32),
             teacher_weights,
             tuple(images),
+            distributions or {},
         )
 
     @classmethod

@@ -169,9 +169,11 @@ def add_trajectory(
     counted_only: bool = False,
     as_reward: bool = False,
     teacher: TeacherConfig | None = None,
+    as_sampled: bool = True,
 ) -> None:
     """Add the branches of one trajectory, with the advantage of each call of the engine, and with
-    tokens of versions before `oldest` masked.
+    tokens of versions before `oldest` masked. Log-probs are those of what each token was drawn
+    from; without `as_sampled`, under the run's `sampling`.
 
     A value model gets the advantage `as_reward`: the share of each turn is at its last token, and
     the rest at the last token of each branch.
@@ -197,6 +199,11 @@ def add_trajectory(
     first = len(batch.samples)
     by_call = np.asarray([*advantage, 0.0])  # the last is that of tokens without a call, -1
     call_of = np.asarray([*trajectory.call_of_turns(), -1])  # of each turn
+    own = {
+        number: distribution
+        for number, turns in enumerate(trajectory.calls())
+        if as_sampled and (distribution := trajectory.turns[turns.start].distribution) is not None
+    }
     taught = trajectory.teacher_logprobs if teacher is not None else []
     assert teacher is None or teacher.in_ranks or len(taught) == len(masked), "not scored"
     for number, branch in enumerate(masked):
@@ -217,6 +224,7 @@ def add_trajectory(
             images=branch.images,
             teacher_logprobs=taught[number] if taught else None,
             teacher_weights=(0.0, 0.0) if teacher is None else teacher.weights,
+            distributions=own,
         )
         if sample.trained:
             batch.samples.append(sample)

@@ -124,7 +124,8 @@ def supervised_samples(trajectories: Sequence[Trajectory], version: int) -> Samp
     """
     batch = SampleBatch()
     for trajectory in trajectories:
-        add_trajectory(batch, trajectory, [1.0] * len(trajectory.calls()), oldest=0)
+        each = [1.0] * len(trajectory.calls())
+        add_trajectory(batch, trajectory, each, oldest=0, as_sampled=False)
     for sample in batch.samples:
         sample.weight_versions_T[sample.response_mask_T] = version
     return batch

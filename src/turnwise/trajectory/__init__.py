@@ -3,6 +3,7 @@
 from turnwise.trajectory.audit import ExactnessReport, audit
 from turnwise.trajectory.bridge import Bridge, bridge
 from turnwise.trajectory.chat_template import ChatTemplate
+from turnwise.trajectory.distribution import Distribution
 from turnwise.trajectory.files import read_jsonl, write_jsonl
 from turnwise.trajectory.images import Image, PlacedImage, PromptIds
 from turnwise.trajectory.prefix import replace_prefix_tokens
@@ -20,6 +21,7 @@ __all__ = [
     "Branch",
     "Bridge",
     "ChatTemplate",
+    "Distribution",
     "ExactnessReport",
     "Image",
     "Message",

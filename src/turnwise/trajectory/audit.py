@@ -92,8 +92,9 @@ def audit(
     """Replay a trajectory and compare its training samples with it.
 
     Checks that lengths agree; that each turn's ids are the recorded ones; that each trained token
-    was sampled, in the context that the engine had, its images included, and is trained once; that
-    log-probs are finite and versions never decrease along a branch.
+    was sampled, in the context that the engine had, its images included, is trained once, and as
+    one of its own turn; that no token of an `untrained` turn is trained; that log-probs are finite
+    and versions never decrease along a branch.
 
     Args:
         samples: The training samples; None takes `trajectory.samples()`.
@@ -128,7 +129,11 @@ def audit(
         exact, problems = _check_sample(turns, sample, trained)
         report.tokens_exact += exact
         found += [f"training sample {index}: {problem}" for problem in problems]
-    missing = report.tokens_sampled - sum(len(known) for known in trained.values())
+    for turn in turns if not found else ():
+        if turn.untrained and turn.completion_token_ids:
+            report.masked[turn.untrained] += len(turn.completion_token_ids)
+    missing = report.tokens_sampled - report.masked.total()
+    missing -= sum(len(known) for known in trained.values())
     if missing and masked is not None:
         report.masked[masked] += missing
     elif missing and not found:
@@ -209,8 +214,9 @@ def _differences(
         engines = turn.record[0]
         return [f"its prompt of {length} tokens is not the one of {engines} that the engine had"]
     made = turn.completion_token_ids, turn.logprobs, turn.weight_versions
-    if fingerprint((), *made, images)[2] != turn.record[2]:
-        return ["its images, sampled tokens, log-probs or versions are not those recorded"]
+    if fingerprint((), *made, images, turn.distribution)[2] != turn.record[2]:
+        what = "images, sampled tokens, log-probs, versions or sampling parameters"
+        return [f"its {what} are not those recorded"]
     return []
 
 
@@ -247,9 +253,10 @@ def _check_sample(
     """Return the number of exact tokens, and a sentence about each difference; adds the sampled
     tokens that it trains to those that earlier samples train, `trained`."""
     length = len(sample.token_ids)
-    lengths = {len(sample.response_mask), len(sample.logprobs), len(sample.weight_versions)}
-    if lengths != {length}:
-        return 0, [f"{length} tokens, but masks, log-probs and versions of {sorted(lengths)}"]
+    lists = (sample.response_mask, sample.logprobs, sample.weight_versions, sample.turns)
+    if (lengths := {len(values) for values in lists}) != {length}:
+        what = "masks, log-probs, versions and turns"
+        return 0, [f"{length} tokens, but {what} of {sorted(lengths)}"]
     if not 0 <= sample.leaf < len(turns) or turns[sample.leaf].path_length != length:
         return 0, [f"{length} tokens are no branch that ends with turn {sample.leaf}"]
     if sample.images != _images(turns, sample.leaf):
@@ -262,12 +269,13 @@ def _check_sample(
         end = start + len(ids)
         known = trained.setdefault(index, set())
         whole = (
-            not known
+            not (known or turn.untrained)
             and sample.token_ids[start:end] == ids
             and not any(sample.response_mask[start:first])
             and all(sample.response_mask[first:end])
             and sample.logprobs[first:end] == turn.logprobs[: end - first]
             and sample.weight_versions[first:end] == turn.weight_versions[: end - first]
+            and sample.turns[first:end] == [index] * (end - first)
         )
         if whole:
             known.update(range(end - first))
@@ -296,10 +304,13 @@ def _check_token(
         return f"token {position} ({token}) is trained but was not sampled"
     if sampled in trained:
         return f"token {position} ({token}) is trained twice"
+    if turn.untrained:
+        return f"token {position} ({token}) is trained, and its turn is context: {turn.untrained}"
     trained.add(sampled)
     for name, ours, recorded in (
         ("log-prob", sample.logprobs[position], turn.logprobs[sampled]),
         ("weight version", sample.weight_versions[position], turn.weight_versions[sampled]),
+        ("turn", sample.turns[position], index),
     ):
         if ours != recorded:
             return f"token {position} ({token}) has {name} {ours}, where {recorded} was sampled"

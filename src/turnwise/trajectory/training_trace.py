@@ -17,6 +17,7 @@ from pathlib import Path
 
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, TrajectoryError, translate_unwritable
+from turnwise.trajectory.distribution import Distribution
 from turnwise.trajectory.files import read_jsonl, write_jsonl
 from turnwise.trajectory.images import (
     Image,
@@ -58,6 +59,7 @@ def to_training_trace(trajectory: Trajectory) -> JsonObject:
             ours["same_call"] = True
         if seen := placed(prompt):
             ours["images"] = [[each.image.hash, each.start, each.length] for each in seen]
+        ours |= {name: plain[name] for name in ("distribution", "untrained") if name in plain}
         if any(logprob > 0 for logprob in turn.logprobs):
             ours["logprobs"] = turn.logprobs
         turns.append(
@@ -66,7 +68,8 @@ def to_training_trace(trajectory: Trajectory) -> JsonObject:
                 "prompt_token_ids": prompt,
                 "completion_token_ids": turn.completion_token_ids,
                 "per_token_logps": [min(logprob, 0.0) for logprob in turn.logprobs],
-                "loss_mask": [0] * len(prompt) + [1] * len(turn.completion_token_ids),
+                "loss_mask": [0] * len(prompt)
+                + [int(not turn.untrained)] * len(turn.completion_token_ids),
                 "request": {"messages": plain["messages"]} if turn.messages else {},
                 "response": {},
                 "metadata": {_OURS: ours},
@@ -164,6 +167,8 @@ def _add_turn(
     mask = mask[len(prompt) :]
     if any(type(bit) is not int or bit not in (0, 1) for bit in mask):
         raise InputError(f"{where}: loss_mask must hold 0 and 1")
+    if (untrained := str(ours.get("untrained", ""))) and not any(mask):
+        mask = [1] * len(completion)  # its turn says it
     pieces = [bit for bit, _ in groupby(mask)].count(1)
     if pieces > 1:
         raise InputError(f"{where}: loss_mask trains a completion in {pieces} pieces")
@@ -184,9 +189,11 @@ def _add_turn(
         fork_reason=ours.get("fork_reason"),
         adapter=ours.get("adapter", ""),
         messages=(turn.get("request") or {}).get("messages") or () if ours else (),
+        distribution=Distribution.of(ours.get("distribution")),
+        untrained=untrained,
     )
     if all(mask) and "record" in ours and tuple(ours["record"]) != made.record:
-        why = "its images, tokens, log-probs or versions are not those exported"
+        why = "its images, tokens, log-probs, versions or sampling are not those exported"
         raise InputError(f"{where}: {why}")
     return True
 

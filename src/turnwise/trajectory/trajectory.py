@@ -21,6 +21,7 @@ from typing import Literal
 
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import TrajectoryError
+from turnwise.trajectory.distribution import Distribution
 from turnwise.trajectory.images import (
     Image,
     PlacedImage,
@@ -84,6 +85,11 @@ class Turn:
     """Images among the added ids, at their positions on this path."""
     same_call: bool = False
     """Whether it is a further part of the call of the turn before it; see `Trajectory.calls`."""
+    distribution: Distribution | None = None
+    """Parameters that its tokens were drawn under, if its request set any; None: those of the run's
+    `sampling`."""
+    untrained: str = ""
+    """Reason why its tokens are context, and never trained; "" if they are trained."""
 
     def __post_init__(self) -> None:
         names = ("completion_token_ids", "logprobs", "weight_versions")
@@ -192,6 +198,8 @@ class Trajectory:
         messages: Sequence[Message] = (),
         adapter: str = "",
         experts: bytes = b"",
+        distribution: Distribution | None = None,
+        untrained: str = "",
     ) -> Turn:
         """Append one call of the engine; its parent is the turn with the longest common prefix.
 
@@ -206,6 +214,7 @@ class Trajectory:
                 that, or else `new_conversation`.
             messages: The messages that led to this turn, for people.
             experts: A row for each id of prompt and completion but the last.
+            distribution: See `Turn`, as for `untrained`.
 
         Raises:
             TrajectoryError: when the lengths of ids, log-probs and versions differ.
@@ -232,6 +241,8 @@ class Trajectory:
                     messages=messages,
                     adapter=adapter,
                     experts=experts[: row * (len(prompt) + end - 1)],
+                    distribution=distribution,
+                    untrained=untrained,
                 )
                 prompt_logprobs, messages = None, ()
             self.turns[first + 1 :] = [replace(t, same_call=True) for t in self.turns[first + 1 :]]
@@ -256,11 +267,15 @@ class Trajectory:
             shared,
             fork_reason,
             sums=checksums([*added, *completion_token_ids]),
-            record=fingerprint(prompt, completion_token_ids, logprobs, weight_versions, images),
+            record=fingerprint(
+                *(prompt, completion_token_ids, logprobs, weight_versions, images, distribution)
+            ),
             messages=list(messages),
             adapter=adapter,
             experts=experts[row * max(0, shared - 1) :],
             images=[each for each in images if each.start >= shared],
+            distribution=distribution,
+            untrained=untrained,
         )
         self.turns.append(turn)
         self._last_path = extended(prompt_token_ids, completion_token_ids)
@@ -435,7 +450,7 @@ class Trajectory:
             turn = self.turns[index]
             added = turn.added_token_ids[:length]
             sampled = max(0, length - len(turn.added_token_ids))
-            known = min(trained.get(index, 0), sampled)
+            known = sampled if turn.untrained else min(trained.get(index, 0), sampled)
             context = len(added) + known
             branch.token_ids.extend([*added, *turn.completion_token_ids[:sampled]])
             branch.response_mask.extend([0] * context + [1] * (sampled - known))
@@ -467,7 +482,7 @@ class Trajectory:
         for turn in tree["turns"]:
             if rows := turn.pop("experts"):
                 turn["experts"] = base64.b64encode(rows).decode()
-            for name in ("images", "same_call"):
+            for name in ("images", "same_call", "distribution", "untrained"):
                 if not turn[name]:
                     del turn[name]
         if images := self.images:
@@ -492,6 +507,7 @@ class Trajectory:
                 | {"experts": base64.b64decode(turn.get("experts", ""))}
                 | {"images": [PlacedImage(images[k], *at) for k, *at in turn.get("images", ())]}
                 | {"messages": restored(turn.get("messages", []), images)}
+                | {"distribution": Distribution.of(turn.get("distribution"))}
             )
             for turn in tree.pop("turns")
         ]
@@ -557,10 +573,11 @@ def fingerprint(
     logprobs: Sequence[float],
     weight_versions: Sequence[int],
     images: Iterable[PlacedImage] = (),
+    distribution: Distribution | None = None,
 ) -> tuple[int, int, int]:
     """Return the prompt's length, the sum of its ids, and a checksum of its images, at their
-    positions, and of the sampled tokens."""
+    positions, and of the sampled tokens, with the distribution that they were drawn from."""
     sampled = "".join(f"{each.image.hash}{each.start},{each.length};" for each in images).encode()
     sampled += array("q", [*completion_token_ids, *weight_versions]).tobytes()
-    sampled += array("d", logprobs).tobytes()
+    sampled += array("d", [*logprobs, *(distribution or ())]).tobytes()
     return len(prompt_token_ids), sum(prompt_token_ids), zlib.crc32(sampled)

@@ -30,7 +30,7 @@ from turnwise.chat import prompts
 from turnwise.chat.images import read_parts
 from turnwise.chat.messages import Answer, Conversation, in_thread_if_long, plain
 from turnwise.chat.messages import answer as canonical_answer
-from turnwise.chat.session import Session
+from turnwise.chat.session import AS_CONFIGURED, Session, TurnSampling
 from turnwise.chat.session_store import SessionStore
 from turnwise.chat.template import load_template
 from turnwise.chat.tool_parser import format_of, is_object
@@ -51,6 +51,7 @@ from turnwise.engine.protocol import (
 from turnwise.engine.vllm_requests import sampling_params
 from turnwise.errors import DeadlineError, EngineError, InputError, TrajectoryError
 from turnwise.internals import vllm_server as vllm
+from turnwise.serving.openai.agent_sampling import AgentSampling
 from turnwise.serving.openai.event_stream import DONE, EventStream
 from turnwise.serving.openai.plain_request import PlainRequest, read
 from turnwise.trajectory import ChatTemplate
@@ -105,6 +106,8 @@ class RequestContext:
     answers: dict[int, Answer] = field(default_factory=dict)
     """Answers as the client got them, by the index; of streamed chats only those with tools."""
     adapter: str = ""
+    sampling: TurnSampling = AS_CONFIGURED
+    """The turn's own sampling parameters."""
     began: float = field(default_factory=time.time)
     """Time when the request came, in seconds since the epoch."""
 
@@ -145,6 +148,7 @@ class ChatService:
         )
         self._offer = lru_cache(_TOOLS)(self._read_offer)
         self._warned = False
+        self.agent_sampling = AgentSampling(config)
         self._plans = not (config.serving.adapters or config.serving.reasoning_parser)
         choice = vllm.ChatCompletionResponseChoice(
             index=0, message=vllm.ChatMessage(role="assistant", content="")
@@ -222,9 +226,9 @@ class ChatService:
         offer = self._offer(tools) if len(tools) <= _TOOLS_BYTES else None
         if offer is None:
             return None
-        changes = request.sampling
-        if own is not None and any(getattr(own, name) != changes[name] for name in changes):
-            return None  # off-policy
+        if (settled := self.agent_sampling.of_plain(request.sampling, context.session)) is None:
+            return None
+        context.sampling, changes = settled
         offered = offer.conversation
         context.request = offer.request
         context.asked = Conversation(messages, offered.tools)
@@ -564,6 +568,7 @@ class ChatService:
             prompt=context.prompt,
             adapter=context.adapter,
             times=times,
+            sampling=context.sampling,
         )
         context.undelivered.append(record)
 

@@ -1,15 +1,18 @@
 """The parameters that requests of vLLM's application may have.
 
-The configuration's values are the defaults. Requests of a training session may not deviate from
-them, because the trainer assumes that their tokens were sampled as configured.
+The configuration's values are the defaults. What requests of a training session may change is
+decided in `agent_sampling`.
 """
 
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from turnwise.chat.prompts import RefusedParameter
+from turnwise.chat.session import Session, TurnSampling
 from turnwise.config import Config, SamplingConfig
+from turnwise.core.optional import Foreign
 from turnwise.engine.logits_processors import EXTRA_ARG, plain_calls, written
 from turnwise.errors import InputError
+from turnwise.serving.openai.agent_sampling import DISTRIBUTION, STRICT, AgentSampling, Decision
 
 if TYPE_CHECKING:
     from turnwise.internals.vllm_server import SamplingRequest
@@ -17,8 +20,7 @@ if TYPE_CHECKING:
 MAX_CHOICES = 128
 MAX_COMPLETIONS = 1_024
 _LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
-_DISTRIBUTION = ("temperature", "top_p", "top_k", "min_p")
-OWN_NAMES = (*_DISTRIBUTION, "min_tokens", "ignore_eos")
+OWN_NAMES = (*DISTRIBUTION, "min_tokens", "ignore_eos")
 """Sampling parameters that the configuration calls by the same names."""
 _NEUTRAL: dict[str, object] = {
     "presence_penalty": 0.0,
@@ -35,10 +37,13 @@ _NEUTRAL: dict[str, object] = {
 }
 
 
-def settle(request: "SamplingRequest", own: SamplingConfig | None, config: Config) -> None:
+def settle(
+    request: "SamplingRequest", session: Session, config: Config, agent_sampling: AgentSampling
+) -> TurnSampling:
     """Set the sampling parameters that a request does not set to the configured ones, but for `n`,
     and lower limits of tokens to the context, as vLLM does to what the prompt leaves. Refuse those
-    that cannot be served; `own` is the sampling of a training session."""
+    that cannot be served; return what is the turn's own, in a training session."""
+    own = session.sampling
     n, listed = getattr(request, "n", None) or 1, getattr(request, "prompt", None)
     prompts = 1
     if isinstance(listed, list) and listed and not isinstance(listed[0], int):
@@ -51,8 +56,11 @@ def settle(request: "SamplingRequest", own: SamplingConfig | None, config: Confi
             f"{prompts} prompts with n={n} are more than {MAX_COMPLETIONS} completions: ask "
             "several times",
         )
+    decision = Decision()
     if own is not None:
-        _keep_on_policy(request, own)
+        decision = agent_sampling.decide(_asked(request, own), session)
+        for name in decision.replaced:
+            _replace(request, name)
     sampling, fields = own or config.sampling, type(request).model_fields
     if "vllm_xargs" in fields:  # logits processors move to where the engine expects them
         arguments = dict(request.vllm_xargs or {})
@@ -69,45 +77,70 @@ def settle(request: "SamplingRequest", own: SamplingConfig | None, config: Confi
         if calls:
             arguments[EXTRA_ARG] = {"processors": calls}
         request.vllm_xargs = arguments or None
-    for name in (*_DISTRIBUTION, "stop", "stop_token_ids"):
+    for name in (*DISTRIBUTION, "stop", "stop_token_ids"):
         if name in fields and not _sets(request, name):
             setattr(request, name, getattr(sampling, name))
     limits = [name for name in _LIMITS if name in fields]
     given = {name: getattr(request, name) for name in limits if _sets(request, name)}
     for name, limit in (given or dict.fromkeys(limits, sampling.max_tokens)).items():
         setattr(request, name, min(limit, config.model.max_length))
+    return decision.turn
 
 
 def _sets(request: "SamplingRequest", name: str) -> bool:
     return name in request.model_fields_set and getattr(request, name) not in (None, [])
 
 
-def _keep_on_policy(request: "SamplingRequest", sampling: SamplingConfig) -> None:
-    """Refuse parameters that would make the tokens of a training session off-policy."""
-
-    def refuse(name: str, advice: str) -> NoReturn:
-        raise RefusedParameter(
-            name,
-            f"{name}={getattr(request, name)!r} would make the tokens of this training session "
-            f"off-policy: {advice}",
-        )
-
+def _asked(request: "SamplingRequest", sampling: SamplingConfig) -> dict[str, object]:
+    """Return the parameters by which a request is sampled otherwise than by `sampling`."""
     wanted: dict[str, object] = {
         "logits_processors": written(sampling),
         "vllm_xargs": sampling.logits_processor_args or None,
         **{name: getattr(sampling, name) for name in OWN_NAMES},
         **_NEUTRAL,
     }
-    for name, value in wanted.items():
-        if name in request.model_fields_set and getattr(request, name) not in (None, value):
-            shown = f"{value:g}" if isinstance(value, float) else repr(value)
-            refuse(name, "leave it out" + ("" if value is None else f", or set it to {shown}"))
-    if getattr(request, "parallel_tool_calls", True) is False and request.tools:
-        refuse("parallel_tool_calls", "a grammar changes what is sampled; leave it out")
+    asked = {
+        name: value
+        for name, wants in wanted.items()
+        if name in request.model_fields_set
+        and (value := getattr(request, name)) not in (None, wants)
+    }
+    if asked.get("top_k") == -1:  # all of them, as 0
+        asked["top_k"] = 0
+        if sampling.top_k == 0:
+            del asked["top_k"]
     for name in ("response_format", "text"):  # the second is Responses'
         grammar = getattr(request, name, None)
         grammar = getattr(grammar, "format", grammar)
         if getattr(grammar, "type", "text") != "text":
-            refuse(name, "a grammar changes what is sampled; leave it out")
-    if getattr(request, "tools", None) and request.tool_choice not in (None, "auto", "none"):
-        refuse("tool_choice", "a forced call changes what is sampled; use auto")
+            asked[name] = grammar
+    if tools := getattr(request, "tools", None):
+        if getattr(request, "parallel_tool_calls", True) is False:
+            asked["parallel_tool_calls"] = False
+        if request.tool_choice not in (None, "auto", "none"):
+            asked["tool_choice"] = request.tool_choice
+        if any(getattr(_function_of(tool), "strict", None) for tool in tools):
+            asked[STRICT] = True
+    return asked
+
+
+def _function_of(tool: Foreign) -> Foreign:
+    """Return what has the attribute `strict` of a tool: itself, in Responses."""
+    return getattr(tool, "function", tool)
+
+
+def _replace(request: "SamplingRequest", name: str) -> None:
+    """Take a parameter of a request back, so that the configured value applies."""
+    if name == STRICT:
+        for tool in request.tools or ():
+            if getattr(_function_of(tool), "strict", None):
+                _function_of(tool).strict = False
+        return
+    fields = type(request).model_fields
+    if name not in fields:
+        (request.model_extra or {}).pop(name, None)
+    else:
+        default = fields[name].get_default(call_default_factory=True)
+        setattr(request, name, "auto" if name == "tool_choice" else default)
+    if name != "tool_choice":
+        request.model_fields_set.discard(name)

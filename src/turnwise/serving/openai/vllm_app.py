@@ -126,7 +126,8 @@ async def build(
     renderer, chat = app.state.online_renderer, app.state.openai_serving_chat
     responses = app.state.openai_serving_responses
     renderer.preprocess_chat = partial(_preprocess, renderer.preprocess_chat, service, config)
-    renderer.render_completion = partial(_render_completion, renderer.render_completion, config)
+    render = renderer.render_completion
+    renderer.render_completion = partial(_render_completion, render, service, config)
     chat.create_chat_completion = partial(_answer_chat, chat.create_chat_completion, service, False)
     responses.create_responses = partial(_store_response, responses.create_responses, store)
     messages = app.state.anthropic_serving_messages  # which are streamed from chunks of a chat
@@ -167,7 +168,7 @@ async def _preprocess(
         asked = Conversation(messages, tool_dicts)
         if context is not None:
             context.request, context.asked = request, asked
-            settle(request, context.session.sampling, config)
+            context.sampling = settle(request, context.session, config, service.agent_sampling)
             if not getattr(request, "tools", None) and request.tool_choice is None:
                 request.tool_choice = "none"  # or vLLM removes calls from the text
             ids = await service.exact_prompt(context, request)
@@ -186,13 +187,17 @@ async def _preprocess(
 
 
 async def _render_completion(
-    render: Create, config: Config, request: vllm.CompletionRequest, **options: object
+    render: Create,
+    service: ChatService,
+    config: Config,
+    request: vllm.CompletionRequest,
+    **options: object,
 ) -> object:
     context = CURRENT.get()
     if context is not None:
         context.request = request
         with _refusing():
-            settle(request, context.session.sampling, config)
+            context.sampling = settle(request, context.session, config, service.agent_sampling)
     return await render(request, **options)
 
 
@@ -478,10 +483,11 @@ class EngineClient:
             if context is not None:
                 session = context.session
                 stream = partial(self.service.sample, context, key)
-                if session.sampling is not None and params.structured_outputs:
+                trained = session.sampling is not None and not context.sampling.untrained
+                if trained and params.structured_outputs:
                     raise InputError(
-                        "a grammar (a strict tool, or parallel_tool_calls=false) would make the "
-                        "tokens of this training session off-policy: leave it out"
+                        "a grammar that the request does not ask for would make the tokens of this "
+                        "training session off-policy: choose another rollout.tool_parser"
                     )
                 sampling.max_tokens = context.within(prompt, params.max_tokens)
                 if sampling.max_tokens <= 0:

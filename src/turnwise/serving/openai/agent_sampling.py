@@ -1,0 +1,147 @@
+"""Sampling of a training session's turns, where a request asks for more than `sampling`.
+
+Temperature, top-p, top-k and min-p are a turn's own: the trainer scores its tokens under the same
+values, so that they are trained exactly. What the trainer cannot repeat, such as a grammar, is
+decided by `rollout.agent_sampling`; in training sessions that clients open themselves, whose
+trainer is not ours, everything but the run's own sampling is refused. `AgentSampling.decide` is the
+only place that decides.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NoReturn
+
+from turnwise.chat.prompts import RefusedParameter
+from turnwise.chat.session import AS_CONFIGURED, Session, TurnSampling
+from turnwise.config import Config, SamplingConfig
+from turnwise.core.json_types import JsonObject
+from turnwise.errors import InputError
+from turnwise.trajectory import Distribution
+
+logger = logging.getLogger(__name__)
+
+DISTRIBUTION = Distribution._fields
+EXACT = (*DISTRIBUTION, "ignore_eos")
+"""Parameters under which tokens can be trained as they were sampled."""
+STRICT = "strict tools"
+_CALLS = "parallel_tool_calls"
+_GREEDY = 0.01
+"""Temperature below which engines sample greedily, or at this temperature in its place."""
+_ADVICE = {
+    "response_format": "a grammar changes what is sampled; leave it out",
+    "text": "a grammar changes what is sampled; leave it out",
+    STRICT: "a grammar changes what is sampled; leave `strict` out",
+    _CALLS: "a grammar changes what is sampled; leave it out",
+    "tool_choice": "a forced call changes what is sampled; use auto",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """The consequence of a request's own sampling parameters."""
+
+    turn: TurnSampling = AS_CONFIGURED
+    replaced: frozenset[str] = frozenset()
+    """Parameters that the session's `sampling` replaces."""
+
+
+class AgentSampling:
+    """Decides for each request, and tells once what the run's own sampling replaces."""
+
+    def __init__(self, config: Config) -> None:
+        # Engines and servers of teachers give log-probs under one distribution.
+        self._exact = all(teacher.in_ranks for teacher in config.teachers().values())
+        self._named: set[str] = set()
+
+    def decide(self, asked: Mapping[str, object], session: Session) -> Decision:
+        """Decide about parameters with other values than those of the session's `sampling`.
+
+        Raises:
+            RefusedParameter: when a value is none that can be sampled by, or
+                `rollout.agent_sampling` refuses it.
+        """
+        own, rule = session.sampling, session.agent_sampling
+        if own is None or not asked:
+            return Decision()
+        if rule is None:
+            _refuse(next(iter(asked)), asked, own)
+        wanted = _drawn(own, asked)
+        if wanted.mistake:
+            raise RefusedParameter(next(iter(asked)), wanted.mistake)
+        inexact = {name for name in asked if name not in (*EXACT, _CALLS)}
+        drawn = asked.keys() & set(DISTRIBUTION)
+        if not self._exact:
+            inexact |= drawn
+        elif "temperature" in asked and wanted.temperature < _GREEDY:
+            inexact.add("temperature")
+        if rule == "override_all":
+            inexact = {*asked}
+        elif rule == "refuse" and (wrong := inexact | (asked.keys() & {_CALLS})):
+            _refuse(next(name for name in asked if name in wrong), asked, own)
+        elif rule == "context" and inexact:
+            if "use_beam_search" in inexact:  # its answers are no turns
+                _refuse("use_beam_search", asked, own)
+            events = tuple(f"context_{_word(name)}" for name in sorted(inexact))
+            return Decision(
+                TurnSampling(wanted if drawn else None, "agent_sampling", events),
+                frozenset(asked.keys() & {_CALLS}),
+            )
+        replaced = inexact | (asked.keys() & {_CALLS})
+        self._tell(replaced, rule)
+        kept = {name: asked[name] for name in drawn - replaced}
+        distribution = None
+        if kept and (kept.get("temperature", own.temperature) or own.temperature):
+            distribution = _drawn(own, kept)
+        events = tuple(f"override_{_word(name)}" for name in sorted(replaced))
+        events += ("own_sampling",) if distribution is not None else ()
+        return Decision(TurnSampling(distribution, "", events), frozenset(replaced))
+
+    def of_plain(
+        self, changes: JsonObject, session: Session
+    ) -> tuple[TurnSampling, JsonObject] | None:
+        """Return what is the turn's own of a plain request's parameters, and those that apply; None
+        if vLLM's application has to answer it, or to word the refusal."""
+        own = session.sampling
+        asked = {} if own is None else {k: v for k, v in changes.items() if getattr(own, k) != v}
+        if not asked.keys() <= {*EXACT}:
+            return None
+        try:
+            decision = self.decide(asked, session)
+        except InputError:
+            return None
+        kept = {name: value for name, value in changes.items() if name not in decision.replaced}
+        return decision.turn, kept
+
+    def _tell(self, names: set[str], rule: str) -> None:
+        for name in sorted(names - self._named):
+            self._named.add(name)
+            why = "is left out" if name == _CALLS else "is replaced by the run's own `sampling`"
+            logger.warning(
+                "an agent's requests set %s, which %s (rollout.agent_sampling: %s); the event "
+                "override_%s counts them",
+                *(name, why, rule, _word(name)),
+            )
+
+
+def _drawn(own: SamplingConfig, asked: Mapping[str, object]) -> Distribution:
+    """Return what tokens are drawn from under `own` with the values of a request."""
+    values: JsonObject = {name: asked.get(name, getattr(own, name)) for name in DISTRIBUTION}
+    return Distribution(**values)
+
+
+def _word(name: str) -> str:
+    return name.replace(" ", "_")
+
+
+def _refuse(name: str, asked: Mapping[str, object], own: SamplingConfig) -> NoReturn:
+    advice = _ADVICE.get(name, "")
+    if not advice:
+        value = getattr(own, name, None)
+        shown = f"{value:g}" if isinstance(value, float) else repr(value)
+        advice = "leave it out" + ("" if value in (None, [], {}) else f", or set it to {shown}")
+    raise RefusedParameter(
+        "tools" if name == STRICT else name,
+        f"{name}={asked[name]!r} would make the tokens of this training session off-policy: "
+        f"{advice}",
+    )
