@@ -16,6 +16,13 @@ from examples.step04_agent.agent import solve as calculator
 from tests.blocking import gate
 
 
+async def once(base_url: str, problem: dict[str, Any]) -> None:
+    """Ask the question, and end."""
+    async with AsyncOpenAI(base_url=base_url, api_key="none") as client:
+        asked: Any = [{"role": "user", "content": problem["question"]}]
+        await client.chat.completions.create(model="any", messages=asked)
+
+
 async def moody(base_url: str, problem: dict[str, Any]) -> None:
     """Ask each question with other parameters, some of which cannot be trained exactly."""
     messages: list[Any] = [{"role": "user", "content": problem["question"]}]

@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -25,7 +26,7 @@ from turnwise.training.batching import plan_micro_batches
 from turnwise.training.rank import TrainerRank
 from turnwise.training.reports import merge
 from turnwise.training.samples import make_samples
-from turnwise.trajectory import Distribution, Trajectory, audit
+from turnwise.trajectory import Distribution, Trajectory, audit, status_after
 
 COMMAND = f"{sys.executable} -m tests.plain_agents"
 
@@ -81,7 +82,7 @@ async def test_an_agent_that_knows_nothing_of_us_makes_exact_trajectories(
     assert len(group.trajectories) == 4
     for index, trajectory in enumerate(group.trajectories):
         assert trajectory.sample_index == index
-        assert trajectory.status == "completed"
+        assert trajectory.status == status_after(trajectory.turns[-1].finish_reason)
         assert trajectory.reward in (0.0, 1.0)
         assert trajectory.messages[0]["role"] == "user"
         assert trajectory.messages[-1]["role"] == "assistant"
@@ -214,6 +215,45 @@ async def try_agent(
         return await runner.run_group(SimulatedEngine(), problem, config.sampling, "rollout")
     finally:
         await runner.close()
+
+
+@pytest.mark.parametrize("gives_up", [False, True])
+async def test_an_agent_whose_context_is_full_ends_with_the_turns_that_it_has(
+    gives_up: bool, simulated: OpenAIServer, make_config: Callable[..., Config], tokenizer: Any
+) -> None:
+    agent, row = "tests.plain_agents:endless", {"gives_up": gives_up, "question": "1 2 3 4 " * 12}
+    group = await try_agent(agent, simulated, make_config, tokenizer, row, max_turns=100)
+    assert group.causes == {}
+    for trajectory in group.trajectories:
+        assert trajectory.status == "context_full"
+        assert 1 < len(trajectory.turns) < 40
+        assert audit(trajectory).first_violation is None
+
+
+async def test_an_agents_answer_that_was_cut_off_is_left_out_by_mask_truncated(
+    make_config: Callable[..., Config], tokenizer: Any
+) -> None:
+    """As with any other loop."""
+    config = make_config(sampling={"max_tokens": 8}, algorithm={"mask_truncated": True})
+    engine = SimulatedEngine(vocab_size=len(tokenizer), mean_tokens=8)
+    server = OpenAIServer(config, engine, port=0)
+    await server.start()
+    agent, found = "tests.plain_agents:once", Counter[str]()
+    try:
+        for number in range(8):
+            row = {"question": f"What is {number}?"}
+            group = await try_agent(agent, server, make_config, tokenizer, row)
+            for index, trajectory in enumerate(group.trajectories):
+                found[trajectory.status] += 1
+                cut = trajectory.turns[-1].finish_reason == "length"
+                assert trajectory.status == ("length" if cut else "completed")
+                trajectory.reward = float(index)
+            made = make_samples([group], config, 0)
+            statuses = [trajectory.status for trajectory in group.trajectories]
+            assert made.truncated == statuses.count("length")
+    finally:
+        await server.stop()
+    assert set(found) == {"length", "completed"}
 
 
 async def test_words_that_an_agent_puts_into_the_models_mouth_are_never_trained(

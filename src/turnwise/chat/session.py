@@ -28,7 +28,7 @@ from turnwise.core.deadlines import StallClock
 from turnwise.core.json_types import JsonObject
 from turnwise.engine.protocol import Completion, TurnTimes
 from turnwise.errors import InputError
-from turnwise.trajectory import ChatTemplate, Distribution, Message, Trajectory
+from turnwise.trajectory import ChatTemplate, Distribution, Message, Trajectory, status_after
 
 NAME_PATTERN = r"^[A-Za-z0-9_:~-][A-Za-z0-9._:~-]{0,199}$"
 """Names that clients may give to sessions: safe in a URL without quoting, and not resolved away by
@@ -141,6 +141,8 @@ class Session:
     """Turns recorded or in flight, with those of the sessions under it."""
     refused_turns: int = 0
     """Requests refused because of `max_turns`, with those of the sessions under it."""
+    context_full: bool = False
+    """Whether its last request was refused because its prompt left no room for an answer."""
     trace: Mapping[str, str] = field(default_factory=dict)
     """Headers that name the span of a rollout's trajectory; see `core.spans`."""
     closed: bool = False
@@ -239,7 +241,7 @@ class Session:
         if self.closed:
             self.lost_turns += 1
             return
-        self._sent = []
+        self._sent, self.context_full = [], False
         for digest, message in zip(asked.digests, asked.messages, strict=True):
             view, held = view_of(message), self._views.get(digest)
             if held is None or held != view:  # else turns share it
@@ -312,8 +314,8 @@ class Session:
         del self._unsettled[:-1]
 
     def finish(self) -> Trajectory:
-        """Return the trajectory; its view is the last conversation of the session itself, or of
-        the last one under it if the session has none."""
+        """Return the trajectory; its view and its status are those of the last conversation of the
+        session itself, or of the last one under it if the session has none."""
         if self.parent is not None:
             return self.parent.finish()
         trajectory = self.trajectory
@@ -323,11 +325,23 @@ class Session:
             if (last := session._last) is not None:
                 assert last.answer is not None  # `settle` has read it
                 trajectory.messages = [*map(dict, session._sent), answer_view(last.answer)]
+                trajectory.status = status_after(trajectory.turns[last.index].finish_reason)
+                if session.context_full:
+                    trajectory.status = "context_full"
                 break
-        trajectory.status = "max_turns" if self.refused_turns else "completed"
+        else:
+            trajectory.status = "completed"
         if self.refused_turns:
+            trajectory.status = "max_turns"
             trajectory.events["turn_refused"] = self.refused_turns
         return trajectory
+
+    @property
+    def out_of_room(self) -> bool:
+        """Whether a limit of turns or tokens refused it an answer after some turns, so that its
+        agent may fail, and the trajectory ends with the turns that it has."""
+        full = self.context_full or any(child.context_full for child in self.children.values())
+        return bool(self.trajectory.turns) and (full or self.refused_turns > 0)
 
     @property
     def adapter(self) -> str:

@@ -380,9 +380,8 @@ class HttpAgentLoop:
         except (DeadlineError, InputError):
             raise
         except Exception:
-            if not session.refused_turns:
+            if not session.out_of_room:
                 raise
-            # It may fail where it gets no more turns: the trajectory ends with those that it has.
         finally:
             server.sessions.close(session.id)
         session.finish()

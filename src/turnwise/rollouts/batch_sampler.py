@@ -22,7 +22,7 @@ from turnwise.errors import InputError, TrajectoryError, describe_error
 from turnwise.rollouts.agent_loop import RolloutContext
 from turnwise.rollouts.environment import Environment, shown
 from turnwise.rollouts.sampler_llm import KEY, LLM, SampledCall, vllm_params
-from turnwise.trajectory import Message
+from turnwise.trajectory import Message, status_after
 from turnwise.trajectory.images import Image, images_in, placed
 from turnwise.trajectory.trajectory import common_prefix
 
@@ -182,7 +182,7 @@ class SamplerLoop:
             context.fork_reason = None
             context.record(call.prompt, part, call.times)
         trajectory.messages = answer.messages or []
-        trajectory.status = "length" if done.finish_reason == "length" else "completed"
+        trajectory.status = status_after(done.finish_reason)
 
     async def _sample(self, batch: Batch[RolloutContext, _Answer]) -> list[_Answer]:
         joined = await batch.complete()

@@ -20,7 +20,7 @@ from turnwise.rollouts.batch_sampler import SamplerLoop
 from turnwise.rollouts.context_window import ContextWindow
 from turnwise.rollouts.environment import Environment, load_object
 from turnwise.tools.toolbox import encodable
-from turnwise.trajectory import Message
+from turnwise.trajectory import Message, status_after
 from turnwise.trajectory.images import extended, images_in
 
 
@@ -35,7 +35,7 @@ class SingleTurnLoop:
             return
         text = self.text(context, completion.token_ids)
         trajectory.messages.append({"role": "assistant", "content": text})
-        trajectory.status = "length" if completion.finish_reason == "length" else "completed"
+        trajectory.status = status_after(completion.finish_reason)
 
     async def prompt(self, context: RolloutContext) -> list[int]:
         return await context.first_prompt(context.trajectory.messages)
@@ -61,8 +61,8 @@ class ToolCallingLoop:
             parsed = context.tool_parser.parse(template.decode(completion.token_ids), tools)
             answer = assistant_message(parsed, turn)
             trajectory.messages.append(answer)
-            if completion.finish_reason == "length":
-                trajectory.status = "length"
+            if (ended := status_after(completion.finish_reason)) != "completed":
+                trajectory.status = ended
                 return
             called = bool(parsed.calls or parsed.malformed)
             replies = (
@@ -112,8 +112,8 @@ class SelfPlayLoop:
             said[player] = [*read, answer]
             trajectory.messages += [{**message, "to": player} for message in new]
             trajectory.messages.append({**answer, "name": player})
-            if completion.finish_reason == "length":
-                trajectory.status = "length"
+            if (ended := status_after(completion.finish_reason)) != "completed":
+                trajectory.status = ended
                 return
             if parsed.calls or parsed.malformed:
                 new = await answer_calls(parsed, context, turn)
@@ -161,8 +161,8 @@ class InterleavedLoop:
             answer["content"] += text
             end = text.rfind(close_tag)
             start = text.rfind(open_tag, 0, max(end, 0))
-            if completion.finish_reason == "length":
-                trajectory.status = "length"
+            if (ended := status_after(completion.finish_reason)) != "completed":
+                trajectory.status = ended
                 return
             if end < 0 or completion.token_ids[-1] == template.tokenizer.eos_token_id:
                 if text.rfind(open_tag) > end:  # the turn is over, so nothing can answer the call

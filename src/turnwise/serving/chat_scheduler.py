@@ -376,7 +376,7 @@ class ChatBackend:
                 error = error.exceptions[0]
             if isinstance(error, TrajectoryError | EngineError | DeadlineError):
                 raise error from raised.__cause__
-            if not session.refused_turns:  # it may fail where it gets no more turns
+            if not session.out_of_room:
                 message = await describe_user_error(error)
                 raise TrajectoryError("chat_scheduler_error", f"{name}: {message}") from error
         finally:

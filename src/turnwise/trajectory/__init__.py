@@ -14,6 +14,7 @@ from turnwise.trajectory.trajectory import (
     Status,
     Trajectory,
     Turn,
+    status_after,
 )
 
 __all__ = [
@@ -34,5 +35,6 @@ __all__ = [
     "bridge",
     "read_jsonl",
     "replace_prefix_tokens",
+    "status_after",
     "write_jsonl",
 ]

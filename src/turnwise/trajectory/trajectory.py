@@ -44,6 +44,12 @@ Message = JsonObject
 Status = Literal["running", "completed", "length", "max_turns", "context_full"]
 
 
+def status_after(finish_reason: str) -> Status:
+    """Return the status of a trajectory that ends with a turn of this `finish_reason`, as every
+    agent loop gives it: `length` if the answer was cut off, else `completed`."""
+    return "length" if finish_reason == "length" else "completed"
+
+
 @dataclass(frozen=True, slots=True)
 class Turn:
     """One call of the engine, or a part of one between tokens that a logits processor forced: the

@@ -179,8 +179,14 @@ async def _preprocess(
         kept = getattr(request, "kv_transfer_params", None) or {}
         request.kv_transfer_params = {**kept, "prompt_token_ids": ids}
         messages = [] if seen else messages  # vLLM takes no ids for messages with images
+    if context is not None:
+        context.session.context_full = len(ids or ()) >= config.model.max_length
     try:
         return await preprocess_chat(request, messages, *args, tool_dicts=tool_dicts, **options)
+    except vllm.VLLMValidationError as error:
+        if context is not None and error.parameter in ("input_tokens", "input_text"):
+            context.session.context_full = True
+        raise
     except ValidationError:  # parts of messages may be read for the first time here
         with _refusing():
             raise
@@ -491,6 +497,7 @@ class EngineClient:
                     )
                 sampling.max_tokens = context.within(prompt, params.max_tokens)
                 if sampling.max_tokens <= 0:
+                    session.context_full = True
                     raise InputError(
                         f"the conversation has used up its {session.max_response_tokens} tokens "
                         "(rollout.max_response_tokens)"
