@@ -10,8 +10,9 @@ stored once, as a view for people, and conversations are compared by digests.
 import json
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from turnwise.chat.messages import (
     Answer,
@@ -39,6 +40,7 @@ _TURN_BYTES = 700  # a turn and its digests
 _POINTER_BYTES = 8
 _PROMPT_TOKEN_BYTES = 48  # an id in its turn's list and in the last path
 _LOGPROB_BYTES = 32  # of a token of a prompt, if they are recorded
+_ANSWERS, _ANSWERS_BYTES = 8, 1 << 20  # most of those that are kept for retries
 _SAMPLED_TOKEN_BYTES = 90  # the same, a log-prob and a weight version
 
 
@@ -161,6 +163,9 @@ class Session:
     """Ids by which a later request can refer to the session."""
     responses: dict[str, StoredResponse] = field(default_factory=dict)
     """Responses that a request may continue by `previous_response_id`, by id."""
+    answers: dict[bytes, Sequence[MutableMapping[str, Any]]] = field(default_factory=dict)
+    """The last answers as they were sent, by a digest of the request, for a client's retry."""
+    _answer_bytes: dict[bytes, int] = field(default_factory=dict)
     _last: _RecordedTurn | None = None
     _openings: set[bytes] = field(default_factory=set)  # digests of the first messages of all turns
     _by_answer: dict[tuple[bytes, bytes], _RecordedTurn] = field(default_factory=dict)
@@ -288,6 +293,19 @@ class Session:
         if (most := self.max_response_tokens) is None:
             return None
         return response_room(self.trajectory, prompt_token_ids, fork_reason, most)
+
+    def keep_answer(self, key: bytes, sent: Sequence[MutableMapping[str, Any]], size: int) -> None:
+        """Keep an answer of `size` bytes for a retry, in place of an earlier one of its request;
+        the oldest go once all take more than `_ANSWERS_BYTES`. An empty one is forgotten."""
+        self.size -= self._answer_bytes.pop(key, 0)
+        self.answers.pop(key, None)
+        if sent:
+            self.answers[key], self._answer_bytes[key] = sent, size
+            self.size += size
+        while sum(self._answer_bytes.values()) > _ANSWERS_BYTES or len(self.answers) > _ANSWERS:
+            oldest = next(iter(self.answers))
+            del self.answers[oldest]
+            self.size -= self._answer_bytes.pop(oldest)
 
     def begin_turn(self) -> None:
         """Count a turn, before it is sampled; `lose_turn` takes it back if it is not recorded.

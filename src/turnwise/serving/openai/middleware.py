@@ -28,12 +28,16 @@ from turnwise.serving.openai.protection import TICKET, ticket
 from turnwise.serving.openai.requests import MAX_COMPLETIONS
 
 if TYPE_CHECKING:
+    from turnwise.chat.session import Session
     from turnwise.serving.front_processes import FrontProcesses
     from turnwise.serving.openai.chat_service import ChatService
 
 _T = TypeVar("_T")
 SESSION_NAME = "turnwise.session"
 """Key of the scope for the name of the request's session, None without one."""
+_REPEATABLE = "turnwise.repeatable"
+"""Key of the scope for a request that may be a retry, or be retried: its key, whether it is one,
+and the request in flight."""
 _CHAT = "/v1/chat/completions"
 GENERATING = (_CHAT, "/v1/completions", "/v1/responses", "/v1/messages")
 """Paths of the requests that sample, which belong to sessions."""
@@ -55,7 +59,8 @@ class SessionMiddleware:
     The path or, without one in it, the header X-Session-ID names the session. A path and another
     header name a session under that of the path.
 
-    A retry has the session, path and body of exactly one request in flight, and is marked as a
+    A retry has the session, path and body of exactly one request, which is in flight or among the
+    last that the session answered, and gets its answer: nothing is sampled again. It is marked as a
     retry: by `x-stainless-retry-count` (OpenAI's and Anthropic's clients) or by an
     `Idempotency-Key` seen before. Without such a key it must name its session, or the completion
     before it. A request is aborted when the last client waiting for it disconnects.
@@ -71,7 +76,9 @@ class SessionMiddleware:
     ) -> None:
         self._app = app
         self._chats = chats
-        self._counts = counts  # answers by status, and retries that joined a request as `joined`
+        self._counts = counts
+        """Answers by status; retries that joined a request in flight as `joined`, and those that
+        got a finished answer again as `repeated`."""
         self._processes = processes
         self._key = key
         self._running: dict[bytes, _Running] = {}
@@ -123,6 +130,7 @@ class SessionMiddleware:
                 del self._running[key]
             running.wake()
 
+        scope = {**scope, _REPEATABLE: (key, is_retry, running)}
         work = self._handle(scope, body, running.receive, running.send)
         running.task = asyncio.ensure_future(work)
         running.task.add_done_callback(end)
@@ -174,7 +182,10 @@ class SessionMiddleware:
                 refused = refusal(getattr(error, "status", 409), str(error))
                 await refused(scope, receive, send)
                 return
+            if await self._repeat(scope, context.session, send):
+                return
             failed = gone = False
+            sent = list[Message]()
 
             async def noticed() -> Message:
                 nonlocal gone
@@ -189,6 +200,9 @@ class SessionMiddleware:
                     failed = message["status"] >= 400
                 if not (failed or gone):
                     await context.deliver()
+                    sent.append(message)
+                    if context.finished and _is_last(message):
+                        _keep(scope, context.session, sent)
                 await send(message)
 
             del headers["x-request-id"]
@@ -216,6 +230,18 @@ class SessionMiddleware:
                         await answer(scope, noticed, counted)
                     return
             await self._app(scope, _replaying(body, noticed), counted)
+
+    async def _repeat(self, scope: Scope, session: "Session", send: Send) -> bool:
+        """Send a retry the finished answer of the request that it repeats, if the session still
+        has it; return whether it has."""
+        key, is_retry, running = scope.get(_REPEATABLE) or (b"", False, None)
+        messages = session.answers.get(key) if is_retry and running.alone else None
+        for message in messages or ():
+            await send(message)
+        if messages:
+            self._counts["repeated"] += 1
+            session.trajectory.events["repeated_answer"] += 1
+        return bool(messages)
 
     async def _unwrap(
         self, path: str, scope: Scope, body: bytes, receive: Receive, send: Send
@@ -336,7 +362,7 @@ class _Running:
                     message = self._sent[done]
                     await send(message)
                     done += 1
-                    if message["type"] == "http.response.body" and not message.get("more_body"):
+                    if _is_last(message):
                         return
                 if self.task.done():
                     self.task.result()
@@ -347,6 +373,18 @@ class _Running:
             self._clients -= 1
             if not self._clients:
                 self.abandoned.set()
+
+
+def _is_last(message: Message) -> bool:
+    return message["type"] == "http.response.body" and not message.get("more_body")
+
+
+def _keep(scope: Scope, session: "Session", sent: list[Message]) -> None:
+    """Keep a finished answer for a retry, unless equal requests in flight make it ambiguous."""
+    if (repeatable := scope.get(_REPEATABLE)) is not None:
+        key, _, running = repeatable
+        size = sum(len(message.get("body", b"")) for message in sent)
+        session.keep_answer(key, sent if running.alone else [], size)
 
 
 def _split_path(path: str) -> tuple[str | None, str]:
