@@ -586,8 +586,15 @@ def test_a_template_whose_end_of_turn_is_no_stop_is_warned_of(
 ) -> None:
     end = tokenizer.convert_tokens_to_ids("</think>")
     text = "{% for m in messages %}{{ m.role + m.content }}</think>{% endfor %}"
-    model = {"path": model_path, "max_length": 512, "chat_template": text}
-    for sampling, warns in (({}, True), ({"stop_token_ids": [end]}, False)):
+    header = "{% for m in messages %}</think>{{ m.role + m.content }}{% endfor %}"
+    model = {"path": model_path, "max_length": 512}
+    for sampling, warns, template in (
+        ({}, True, text),
+        ({"stop_token_ids": [end]}, False, text),
+        ({}, True, header),  # the next message's header alone ends a turn
+        ({"stop_token_ids": [end]}, False, header),
+    ):
+        model["chat_template"] = template
         config = make_config(environment=f"{HERE}:Desk", model=model, sampling=sampling)
         caplog.clear()
         runner = Runner(config, tokenizer)

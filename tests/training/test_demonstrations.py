@@ -1,14 +1,22 @@
 """Written conversations as trajectories, with the masks that rollouts would have."""
 
 import json
+import re
 from typing import Any
 
 import pytest
 
-from tests.trajectory.published import TOOLS, TURN_ENDS, chat_template, template_of
+from tests.trajectory.published import (
+    SOURCES,
+    TOOLS,
+    TURN_ENDS,
+    chat_template,
+    eos_of,
+    template_of,
+)
 from turnwise.errors import TrajectoryError
 from turnwise.training.supervised import demonstrate, tools_of
-from turnwise.trajectory import ChatTemplate, Message, Trajectory, audit
+from turnwise.trajectory import ChatTemplate, Message, Trajectory, audit, bridge
 
 ASKED: Message = {"role": "user", "content": "How much is 2 + 2?"}
 MORE: Message = {"role": "user", "content": "And 3 + 3?"}
@@ -35,9 +43,22 @@ THOUGHT = [
 ]
 ROLLOUTS = [
     *(("qwen2_5", WITH_TOOLS), ("qwen3", WITH_TOOLS), ("gptoss", WITH_TOOLS)),
+    *(("glm4moe", PLAIN), ("glm4moe", WITH_TOOLS), ("glm4moe", THOUGHT)),
     *(("qwen3", THOUGHT), ("deepseek_r1_distill", THOUGHT), ("qwen3_6", THOUGHT)),
     *(("llama3", PLAIN), ("gemma", PLAIN), ("phi3", PLAIN), ("cohere", PLAIN)),
 ]
+
+
+STOPS = {"glm4moe": ["<|user|>", "<|observation|>"], "gptoss": ["<|call|>"]}
+"""Where the published generation settings stop, besides the end of sequences."""
+
+
+def published(name: str) -> ChatTemplate:
+    """A template that stops where the published settings of its model do."""
+    template = template_of(SOURCES[name], eos_of(name))
+    ids = {text: index for index, text in template.special_tokens.items()}
+    template.stop_token_ids.update(ids[text] for text in STOPS.get(name, ()))
+    return template
 
 
 def texts(template: ChatTemplate, trajectory: Trajectory) -> list[str]:
@@ -54,12 +75,12 @@ def reason_of(template: ChatTemplate, messages: list[Message], tools: Any = None
 def test_each_turn_is_trained_up_to_the_token_that_ends_it(
     name: str, messages: list[Message]
 ) -> None:
-    template = chat_template(name, "bpe")
+    template = published(name)
     made = demonstrate(template, messages, TOOLS if messages is WITH_TOOLS else None)
     turns = [message for message in messages if message["role"] == "assistant"]
     assert len(made.turns) == len(turns)
     for text, message in zip(texts(template, made), turns, strict=True):
-        assert text.endswith(tuple(TURN_ENDS))
+        assert text.endswith((*TURN_ENDS, *STOPS.get(name, ())))
         answer = message["content"].rpartition("</think>")[2].strip()
         assert (answer or "calculate") in text
     (branch,) = made.samples()
@@ -69,6 +90,34 @@ def test_each_turn_is_trained_up_to_the_token_that_ends_it(
     assert (report.forked, report.tokens_trained) == ({}, made.sampled_tokens)
     trained = [i for i, m in zip(branch.token_ids, branch.response_mask, strict=True) if m]
     assert template.decode_all(trained) == "".join(texts(template, made))
+
+
+def test_the_header_of_the_next_message_ends_a_turn_that_has_no_other_end() -> None:
+    template = published("glm4moe")
+    made = demonstrate(template, WITH_TOOLS, TOOLS)
+    call, answer, last = texts(template, made)
+    assert call.endswith("</tool_call><|observation|>"), "a result follows"
+    assert answer.endswith("4.<|user|>")
+    assert last.endswith("6.<|user|>"), "also where nothing follows"
+    following = bridge(
+        template,
+        prompt_token_ids=made.prompt_token_ids(0),
+        completion_token_ids=made.turns[0].completion_token_ids,
+        new_messages=[RESULT],
+        tools=TOOLS,
+    )
+    assert following.token_ids == made.prompt_token_ids(1), "as in a rollout"
+
+
+def test_a_turn_that_ends_where_sampling_does_not_stop_is_refused() -> None:
+    for name, end in {"glm4moe": "</tool_call>", "gptoss": "<|call|>"}.items():
+        template = template_of(SOURCES[name], eos_of(name))  # the settings of no model
+        with pytest.raises(TrajectoryError, match=re.escape(end)) as refused:
+            demonstrate(template, WITH_TOOLS[:2], TOOLS)
+        assert refused.value.reason == "no_turn_end"
+        assert "sampling.stop_token_ids" in str(refused.value)
+    base = template_of(SOURCES["qwen2_5"], "<|endoftext|>")  # a base model learns the template
+    assert texts(base, demonstrate(base, PLAIN))[-1] == "It is 6.<|im_end|>"
 
 
 def test_the_tokens_are_those_of_the_template_where_that_rewrites_nothing() -> None:

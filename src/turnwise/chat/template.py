@@ -84,7 +84,8 @@ def missing_stop(config: Config, template: ChatTemplate) -> str:
     if config.model.chat_template is None:  # the tokenizer's own fits the generation settings
         return ""
     try:
-        end = find_seam(template, [{"role": "user", "content": ""}], None).turn_end
+        seam = find_seam(template, [{"role": "user", "content": ""}], None)
+        end = seam.turn_end or seam.header(template) or ""
     except Exception:  # a template may raise anything; `check_template` reports it
         return ""
     found = template.special_token_pattern.search(end)

@@ -24,7 +24,7 @@ from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollouts import Problem
 from turnwise.training.samples import SampleBatch, add_trajectory
 from turnwise.trajectory import ChatTemplate, Image, Message, Trajectory, audit
-from turnwise.trajectory.bridge import sampled_text
+from turnwise.trajectory.bridge import answer_end, sampled_text
 from turnwise.trajectory.chat_template import Tools
 from turnwise.trajectory.left_out import check_tools
 from turnwise.trajectory.training_trace import from_training_trace
@@ -237,11 +237,15 @@ def _turn(
             raise TrajectoryError(
                 "token_boundary", f"a token would reach from the prompt into {where}"
             )
-    if not sampled or sampled[-1] not in template.special_tokens:
+    # Where a base model learns a template, its own settings may not know the end of an answer.
+    last = template.special_tokens.get(sampled[-1]) if sampled else None
+    stops = sampled[-1:] and sampled[-1] in template.stop_token_ids
+    if last is None or not (stops or last in answer_end(template, tools)):
+        with_what = "no special token" if last is None else last
         raise TrajectoryError(
             "no_turn_end",
-            f"the template ends {where} with no token at which sampling could stop, so the model "
-            "would not learn to stop",
+            f"the template ends {where} with {with_what}, at which sampling does not stop, so the "
+            "model would not learn to stop; sampling.stop_token_ids adds tokens that end turns",
         )
     if template.stop_token_ids.intersection(sampled[:-1]):
         raise TrajectoryError(

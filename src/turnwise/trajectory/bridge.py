@@ -211,6 +211,14 @@ class Seam:
         parts = text.split(_SENTINEL, self.sentinels)
         return parts[self.sentinels] if len(parts) > self.sentinels else None
 
+    def header(self, template: ChatTemplate) -> str | None:
+        """Return the special token with which the first new message begins, if that is what stops
+        the model, because the template gives the turn no end of its own."""
+        if self.turn_end:
+            return None
+        found = template.special_token_pattern.match(self.joint, len(self.sampled_end))
+        return found.group() if found else None
+
     def start(
         self, template: ChatTemplate, last: str | None, completion: Sequence[int]
     ) -> int | None:
@@ -231,8 +239,7 @@ class Seam:
                     or template.decode_all(completion[-len(before) - 1 :]).endswith(before + last)
                 ):
                     return found + len(last)
-            # The turn has no end of its own: the next message's header stopped the model.
-            if not self.turn_end and self.joint.startswith(self.sampled_end + last):
+            if last == self.header(template):
                 return len(self.sampled_end) + len(last)
         # Any other ending is followed by the turn's end, which the template does not show here.
         if self.call_end is None:
@@ -312,16 +319,37 @@ def sampled_text(
     content = str(turn.get("content") or "")
     if THOUGHT_END in content and (opened := overlap(opening, content)):
         # The generation prompt opens the block of reasoning; the model goes on in it.
-        said = content[opened:]
-        return None if turn.get("tool_calls") else said + up_to_end(template, "", tools)
-    if not ended.startswith(opening):
+        if turn.get("tool_calls"):
+            return None
+        said = content[opened:] + up_to_end(template, "", tools)
+    elif ended.startswith(opening):
+        said = up_to_end(template, ended[len(opening) :], tools)
+    else:
         return None
-    return up_to_end(template, ended[len(opening) :], tools)
+    return said + _stopping_header(template, turn, tools)
 
 
-def up_to_end(template: ChatTemplate, text: str, tools: Tools | None) -> str:
-    """Return a turn's text up to the special token that ends it, if one does; of "", what the
-    template writes behind an answer."""
+def _stopping_header(template: ChatTemplate, turn: Message, tools: Tools | None) -> str:
+    """Return the header of the next message, a result's behind calls and otherwise a user's, where
+    sampling stops at it because the template gives the turn no end of its own; else ""."""
+    following: Message = {"role": "user", "content": ""}
+    if calls := turn.get("tool_calls"):
+        name, call_id = calls[0]["function"]["name"], "call00000"
+        following = {"role": "tool", "content": "", "name": name, "tool_call_id": call_id}
+    key = ("header", bool(calls), bool(tools))
+    if (header := template.seams.get(key)) is None:
+        try:
+            header = find_seam(template, [following], tools).header(template) or ""
+        except Exception:  # a template may raise anything, for instance because it knows no results
+            header = ""
+        template.seams[key] = header
+    assert isinstance(header, str)
+    stops = {template.special_tokens.get(index) for index in template.stop_token_ids}
+    return header if header in stops else ""
+
+
+def answer_end(template: ChatTemplate, tools: Tools | None) -> str:
+    """Return what the template writes behind an answer that ends a conversation."""
     key = ("turn end", bool(tools))
     if (ending := template.seams.get(key)) is None:
         shown = _conversation(_SENTINEL, False)
@@ -331,7 +359,14 @@ def up_to_end(template: ChatTemplate, text: str, tools: Tools | None) -> str:
             raise TrajectoryError("unlike_placeholder", _HIDDEN)
         template.seams[key] = ending
     assert isinstance(ending, str)
-    text, pattern = text or ending, template.special_token_pattern
+    return ending
+
+
+def up_to_end(template: ChatTemplate, text: str, tools: Tools | None) -> str:
+    """Return a turn's text up to the special token that ends it, if one does; of "", what the
+    template writes behind an answer."""
+    ending, pattern = answer_end(template, tools), template.special_token_pattern
+    text = text or ending
     if text.endswith(ending):  # what was said may quote special tokens
         end = pattern.search(text, len(text) - len(ending))
     else:  # a call may end otherwise
