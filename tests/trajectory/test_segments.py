@@ -1,10 +1,15 @@
 """Encoding by segments returns the ids that the tokenizer returns for the whole text."""
 
 import random
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from tokenizers import (
     AddedToken,
     Tokenizer,
@@ -17,7 +22,7 @@ from tokenizers import (
 
 from tests.trajectory.published import SOURCES, TOOLS, chat_template
 from turnwise.trajectory import chat_template as templates
-from turnwise.trajectory.chat_template import IdCache, by_segments, segment_starts
+from turnwise.trajectory.chat_template import IdCache, any_of, by_segments, segment_starts
 
 WORDS = ["What", " is", " 2", "+", "\n", "  ", " ", "é", "▁", "<", "<|", "|>", "im_start", "a<b"]
 MARKERS = ["<|im_start|>", "<|im_end|>", "<think>", "[INST]"]
@@ -137,3 +142,109 @@ def test_threads_share_an_encoder() -> None:
     texts = [f"<|im_start|>{number % 7} is<|im_end|>" * (number % 3) for number in range(600)]
     with ThreadPoolExecutor(4) as threads:
         assert list(threads.map(segmented, texts)) == [whole(text) for text in texts]
+
+
+CONTENTS = st.text("ab<", max_size=6)
+ADDED = st.builds(
+    AddedToken, CONTENTS, lstrip=st.booleans(), normalized=st.sampled_from([False, False, True])
+)
+
+
+@given(st.lists(ADDED, max_size=10), st.text("ab<", max_size=40))
+def test_the_tokens_at_which_a_text_is_divided_are_those_of_a_comparison_of_all_pairs(
+    tokens: list[AddedToken], text: str
+) -> None:
+    starts, expected = segment_starts(dict(enumerate(tokens))), compare_pairs(tokens)
+    assert (starts is None) == (not expected)
+    if starts is not None:
+        plain = longest_first(expected)
+        assert [found.span() for found in starts.finditer(text)] == [
+            found.span() for found in plain.finditer(text)
+        ]
+        assert {content for content in expected if starts.fullmatch(content)} == {*expected}
+
+
+def compare_pairs(tokens: Iterable[AddedToken]) -> list[str]:
+    """The definition of `segment_starts`, in a time that grows with the square of the number."""
+    raw = [token for token in tokens if not token.normalized and token.content]
+    starts: list[str] = []
+    for token in sorted(raw, key=lambda token: len(token.content), reverse=True):
+        content = token.content
+        begins_within = any(
+            other.content[index:].startswith(content[: len(other.content) - index])
+            for other in raw
+            for index in range(1, len(other.content))
+        )
+        longer = [other.content for other in raw if len(other.content) > len(content)]
+        extended = [other for other in longer if other.startswith(content)]
+        if not token.lstrip and not begins_within and all(other in starts for other in extended):
+            starts.append(content)
+    return starts
+
+
+def longest_first(texts: Iterable[str]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
+
+
+@given(st.lists(st.text("ab|(", max_size=5)), st.text("ab|(", max_size=40))
+def test_a_pattern_of_several_texts_finds_the_longest(texts: list[str], text: str) -> None:
+    assert [found.span() for found in any_of(texts).finditer(text)] == [
+        found.span() for found in longest_first(texts).finditer(text)
+    ]
+
+
+def test_a_pattern_may_have_hundreds_of_texts_that_begin_with_one_another() -> None:
+    found = any_of(["\n" * count for count in range(1, 500)]).search("a" + "\n" * 700)
+    assert found is not None
+    assert found.span() == (1, 500)
+
+
+class CountedText(str):
+    """A text that counts the parts which are taken of it, and its comparisons."""
+
+    __slots__ = ()
+    count = 0
+
+    def __getitem__(self, index: Any) -> str:
+        CountedText.count += 1
+        return super().__getitem__(index)
+
+    def startswith(self, *given: Any) -> bool:
+        CountedText.count += 1
+        return super().startswith(*given)
+
+
+class Added:
+    """As `AddedToken`, of which a text does not keep its class."""
+
+    lstrip = normalized = single_word = False
+
+    def __init__(self, number: int) -> None:
+        self.content = CountedText(f"<unused{number:04}>")
+
+
+def test_finding_the_segments_starts_takes_work_in_proportion_to_the_tokens() -> None:
+    def work(number: int) -> int:
+        added: Mapping[int, Any] = {index: Added(index) for index in range(number)}
+        CountedText.count = 0
+        assert segment_starts(added) is not None
+        return CountedText.count
+
+    assert work(400) < 2.2 * work(200)
+
+
+def test_a_search_takes_no_longer_with_thousands_of_added_tokens() -> None:
+    text = "<div> a < b " * 500
+
+    def seconds(number: int) -> float:
+        added = ["\n\n", *(f"<unused{index}>" for index in range(number))]
+        find: Callable[[str], Any] = any_of(added).findall
+
+        def once() -> float:
+            started = time.perf_counter()
+            find(text)
+            return time.perf_counter() - started
+
+        return min(once() for _ in range(5))
+
+    assert seconds(6000) < 30 * seconds(10)

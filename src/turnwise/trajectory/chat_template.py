@@ -13,6 +13,7 @@ import json
 import re
 import threading
 from array import array
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
@@ -22,7 +23,7 @@ from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
 from turnwise.errors import InputError
 from turnwise.trajectory.images import ImageTokens, as_json, image_parts, images_in, put_in_place
-from turnwise.trajectory.trajectory import Message
+from turnwise.trajectory.trajectory import Message, common_prefix
 
 Tools = Sequence[JsonObject]
 """Descriptions of tools: `{"type": "function", "function": {...}}` each."""
@@ -34,6 +35,8 @@ CACHED_ENTRIES = 2**14
 server meets few prompts twice, so more would only fill its memory."""
 _CACHED_TOKENS = 2**22  # tokens of all cached first prompts, at 4 bytes each
 _CACHED_CHARACTERS = 2**22  # characters of all cached segments; their ids take at most 4 bytes each
+_DEEPEST_GROUP = 32
+"""Depth of the groups of `any_of`'s patterns: to compile deeper ones takes a deep stack."""
 Tokenizer: TypeAlias = Foreign
 """A Hugging Face tokenizer."""
 
@@ -284,7 +287,27 @@ class ChatTemplate:
 
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:
     """Return a pattern of several texts, of which the longest wins; it never matches if empty."""
-    return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
+    return re.compile(_either(sorted({*texts}), _DEEPEST_GROUP) or r"(?!)")
+
+
+def _either(texts: Sequence[str], deeper: int) -> str:
+    """Return the source of a pattern of sorted, distinct texts, of which the longest wins.
+
+    Each group holds what follows a common beginning, and its alternatives begin differently: a
+    search tries few of thousands of texts, such as `<unused0>` to `<unused6241>`, at a place.
+    """
+    if not texts:
+        return ""
+    shared = texts[0][: common_prefix(texts[0], texts[-1])]
+    rests = [text[len(shared) :] for text in texts]
+    if not rests[1:]:
+        return re.escape(shared)
+    if deeper:
+        groups = itertools.groupby(rests, key=lambda rest: rest[:1])
+        parts = [_either([*group], deeper - 1) for _, group in groups]
+    else:
+        parts = [re.escape(rest) for rest in sorted(rests, key=len)]
+    return f"{re.escape(shared)}(?:{'|'.join(reversed(parts))})"
 
 
 def _encoder(tokenizer: Tokenizer) -> Callable[[str, bool], list[int]]:
@@ -378,18 +401,24 @@ def segment_starts(added: Mapping[int, Foreign]) -> re.Pattern[str] | None:
     if any(token.single_word for token in added.values()):
         return None
     raw = [token for token in added.values() if not token.normalized and token.content]
+    texts = dict.fromkeys(token.content for token in raw)
+    lengths = sorted({len(text) for text in texts})
+    # A token may begin within another that contains it behind its first character (`inner`), or
+    # that ends with the token's beginning (`ends`).
+    inner: set[str] = set()
+    ends: set[str] = set()
+    for text in texts:
+        for start in range(1, len(text)):
+            ends.add(text[start:])
+            fitting = lengths[: bisect_right(lengths, len(text) - start)]
+            inner.update(text[start : start + length] for length in fitting)
+    able = {token.content for token in raw if not token.lstrip}
     starts: list[str] = []
-    for token in sorted(raw, key=lambda token: len(token.content), reverse=True):
-        # Where a longer token begins with this one, the text may hold the longer one.
-        longer = [other.content for other in raw if len(other.content) > len(token.content)]
-        if (
-            not token.lstrip
-            and not any(  # it may begin within another
-                other.content[index:].startswith(token.content[: len(other.content) - index])
-                for other in raw
-                for index in range(1, len(other.content))
-            )
-            and all(text in starts for text in longer if text.startswith(token.content))
-        ):
-            starts.append(token.content)
+    unfit: set[str] = set()  # a longer token that is no start begins with these
+    for text in sorted(texts, key=len, reverse=True):
+        beginnings = [text[:length] for length in range(1, len(text))]
+        if text in able and not (text in inner or text in unfit or ends.intersection(beginnings)):
+            starts.append(text)
+        else:
+            unfit.update(beginnings)
     return any_of(starts) if starts else None
