@@ -109,6 +109,8 @@ def test_arguments_count_more_than_keywords_and_these_more_than_the_configuratio
     assert inputs.environment is Weather
     with pytest.raises(InputError, match=r"there is no key training\.stepz; did you mean"):
         _prepare(base, {"training.stepz": 1}, values, Weather, rows)
+    with pytest.raises(InputError, match=r"^sampling\.n is given twice"):
+        _prepare(base, {"sampling": {"n": 2}, "sampling.n": 4}, values, Weather, rows)
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from turnwise.config.explain import CHOICES, describe_keys, explain_config
 from turnwise.config.load import masked, masked_value
 from turnwise.config.resume import RULES, check_unchanged, rule_of
 from turnwise.config.verl_keys import VERL_KEYS, verl_answer
+from turnwise.config.yaml_text import read_yaml
 from turnwise.errors import InputError
 
 SOURCES = Path(turnwise.__file__).parent
@@ -393,6 +394,75 @@ def test_a_broken_file_is_one_sentence(tmp_path: Path, text: str, message: str) 
         load_config(path)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("training: {steps: 3}\neval: {every: 1}\ntraining: {seed: 1}", "3: the key training is"),
+        ("a:\n  b:\n  - c: 1\n    d: 2\n    c: 3", "5: the key a.b.0.c is .*.first in line 3"),
+        ("eval: {every: 1, 'every': 2}", "1: the key eval.every is given twice: keep one"),
+        ("a: {1: x, 01: y}", "1: the key a.01 is given twice"),
+        ("a: &a {x: 1}\nb:\n  <<: *a\n  <<: *a", "4: the key b.<< is given twice"),
+    ],
+)
+def test_a_key_that_a_file_has_twice_is_named_with_its_line(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(text)
+    with pytest.raises(InputError, match=rf"^{path}, line {message}"):
+        load_config(path)
+
+
+def test_a_key_that_an_override_has_twice_is_named(file: Path) -> None:
+    message = r"^the override of eval: the key eval\.sampling\.n is given twice"
+    with pytest.raises(InputError, match=message):
+        load_config(file, ["eval={sampling: {n: 1, n: 2}}"])
+    assert load_config(file, ["seed=1", "seed=2"]).seed == 2, "the last of several overrides counts"
+
+
+def test_a_key_may_be_in_several_sections_and_over_those_that_are_merged() -> None:
+    text = "a: &a {x: 1, y: {x: 2}}\nb: {<<: *a, x: 3}\nc: [{x: 1}, {x: 2}]"
+    assert read_yaml(text, "") == yaml.safe_load(text)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        *("eval.every=true", "training.steps=yes", "alarms.idle=false", "serving.workers=true"),
+        *("training.resources={trainers: true}", "sampling.stop_token_ids=[1, true]"),
+        *("training.step_timeout=false", "sampling.temperature=on", "sampling.top_k=false"),
+        *("algorithm.loss.dual_clip=true", "eval.sampling.n=true"),
+    ],
+)
+def test_true_and_false_are_no_numbers(file: Path, override: str) -> None:
+    with pytest.raises(InputError, match=r"must be a number, not (true|false)$"):
+        load_config(file, [override])
+
+
+def test_plain_values_are_read_where_nothing_is_lost(file: Path) -> None:
+    config = load_config(
+        file,
+        [
+            *("training.steps=2.0", "training.learning_rate=1e-6", "eval.every='3'"),
+            *("data.shuffle=0", "eval.background=1", "model.trust_remote_code='yes'"),
+            *("training.activation_checkpointing=true", "environment_args={x: true}"),
+        ],
+    )
+    assert (config.training.steps, config.training.learning_rate, config.eval.every) == (2, 1e-6, 3)
+    assert not config.data.shuffle
+    assert config.eval.background
+    assert config.model.trust_remote_code
+    assert config.training.activation_checkpointing is True
+    assert load_config(file, ["training.activation_checkpointing=1"]).training == (
+        config.training.model_copy(
+            update={"steps": 100, "learning_rate": 1e-6, "activation_checkpointing": 1}
+        )
+    )
+    for lossy in ("training.steps=2.5", "data.shuffle=2", "eval.every=many"):
+        with pytest.raises(InputError, match=r"Input should be a valid (integer|boolean)"):
+            load_config(file, [lossy])
+
+
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"no configuration file .*nothing\.yaml"):
         load_config(tmp_path / "nothing.yaml")
@@ -734,24 +804,11 @@ def test_engines_in_the_trainers_processes_are_of_a_fixed_number() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("a: {b: 1}\nc: 2\na: {d: 3}\n", "the key a comes twice, in lines 1 and 3"),
-        ("sampling:\n  n: 2\n  n: 4\n", "the key n comes twice, in lines 2 and 3"),
-    ],
-)
-def test_a_key_that_comes_twice_is_refused(tmp_path: Path, text: str, words: str) -> None:
-    (tmp_path / "config.yaml").write_text(text)
-    with pytest.raises(InputError, match=words):
-        load_config(tmp_path / "config.yaml")
-
-
-@pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("eval.every=true", "eval: every must be a number, not true"),
-        ("training.learning_rate=false", "training: learning_rate must be a number, not false"),
-        ("seed=true", "seed must be a number, not true"),
+        ("eval.every=true", r"eval\.every: must be a number, not true"),
+        ("training.learning_rate=false", r"training\.learning_rate: must be a number, not false"),
+        ("seed=true", "seed: must be a number, not true"),
         (
             "rollout.tools=[{mcp: {command: no-server stdio}}]",
             r"there is no program 'no-server stdio': .* \{command: no-server, args: \[stdio\]\}",

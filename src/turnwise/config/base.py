@@ -1,6 +1,6 @@
 """Base class of all sections, and number and deadline types."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import UnionType
 from typing import Annotated, Any, Self, Union, get_args, get_origin
 
@@ -11,6 +11,8 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainSerializer,
+    ValidationInfo,
+    field_validator,
     model_validator,
 )
 
@@ -53,7 +55,12 @@ def named(key: str, names: Sequence[str], own: str = "package.module:Class") -> 
 
 
 class Section(BaseModel):
-    """A part of the configuration: unknown keys are errors, docstrings are the help text."""
+    """A part of the configuration: unknown keys are errors, docstrings are the help text.
+
+    Plain values are read as pydantic does where nothing is lost: 2.0 is the integer 2, a text may
+    be a number (for YAML, 1e-6 is one), and 1 and 0 are true and false. But true is not the number
+    1, because who switches on what counts something has misread the key.
+    """
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=()
@@ -74,6 +81,15 @@ class Section(BaseModel):
 
         return {key: value for key, value in tree.items() if is_set(key, value)}
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _numbers(cls, value: object, info: ValidationInfo) -> object:
+        """Refuse booleans in place of numbers, also in lists and mappings of numbers."""
+        kind = cls.model_fields[info.field_name or ""].annotation
+        if (boolean := next(booleans_for_numbers(kind, value), None)) is not None:
+            raise ValueError(f"must be a number, not {str(boolean).lower()}")
+        return value
+
     def changed(self, changes: Mapping[str, object]) -> Self:
         """Return a copy with other values, which are not checked; those of a section are a mapping
         of what changes there."""
@@ -88,19 +104,6 @@ class Section(BaseModel):
         """Yield a sentence for each contradiction between keys; the first one is shown."""
         yield from ()
 
-    @model_validator(mode="before")
-    @classmethod
-    def _without_truths(cls, tree: object) -> object:
-        """Refuse true and false where a number is asked for: pydantic takes them for 1 and 0."""
-        for key, value in tree.items() if isinstance(tree, dict) else ():
-            field = cls.model_fields.get(key)
-            if field is None or bool in (kinds := _plain_kinds(field.annotation)):
-                continue
-            given = value if isinstance(value, list) else [value]
-            if {int, float} & kinds and any(isinstance(one, bool) for one in given):
-                raise ValueError(f"{key} must be a number, not {str(value).lower()}")
-        return tree
-
     @model_validator(mode="after")
     def _check(self) -> Self:
         if mistake := next(self.mistakes(), None):
@@ -108,16 +111,34 @@ class Section(BaseModel):
         return self
 
 
-def _plain_kinds(kind: object) -> set[type]:
-    """Return the plain types that a key's type is made of."""
-    found = {kind} if isinstance(kind, type) else set()
-    return found.union(*map(_plain_kinds, get_args(kind)))
-
-
 def sections(kind: object) -> list[type[Section]]:
     """Return the section classes that a key's type allows; none where it is a plain value."""
-    members = get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,)
-    members = tuple(get_args(m)[0] if get_origin(m) is Annotated else m for m in members)
-    if all(isinstance(member, type) and issubclass(member, Section) for member in members):
-        return list(members)
-    return []
+    members = list(_alternatives(kind))
+    found = [m for m in members if isinstance(m, type) and issubclass(m, Section)]
+    return found if len(found) == len(members) else []
+
+
+def booleans_for_numbers(kind: object, value: object) -> Iterator[bool]:
+    """Yield each boolean in a value where its type has a number, and no boolean."""
+    kinds = set(_alternatives(kind))
+    if isinstance(value, bool) and kinds & {int, float} and not kinds & {bool, object, Any}:
+        yield value
+    for each in kinds:
+        items: Iterable[object] = ()
+        if get_origin(each) is list and isinstance(value, list):
+            items = value
+        elif get_origin(each) is dict and isinstance(value, dict):
+            items = value.values()
+        for item in items:
+            yield from booleans_for_numbers(get_args(each)[-1], item)
+
+
+def _alternatives(kind: object) -> Iterator[object]:
+    """Yield the types that a type allows, without their annotations."""
+    if get_origin(kind) is Annotated:
+        yield from _alternatives(get_args(kind)[0])
+    elif get_origin(kind) in (Union, UnionType):
+        for each in get_args(kind):
+            yield from _alternatives(each)
+    else:
+        yield kind

@@ -6,11 +6,10 @@ the machine: trackers and exported pages.
 
 import difflib
 import re
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import yaml
 from pydantic import ValidationError
@@ -22,6 +21,7 @@ from turnwise.config.base import NEEDED_KEYS, Tree, sections
 from turnwise.config.explain import CHOICES, known_keys
 from turnwise.config.schema import Config
 from turnwise.config.verl_keys import VERL_KEYS, verl_answer
+from turnwise.config.yaml_text import read_yaml
 from turnwise.errors import InputError
 
 _OUT_OF_FILES = {"serving": {"api_key"}}  # keys that are not written
@@ -60,25 +60,10 @@ def load_config(
     return make_config(read_tree(path), overrides, defaults, settings, optional)
 
 
-class _OnceLoader(yaml.SafeLoader):
-    """A loader that refuses a key which comes twice in a section; PyYAML's own lose the first."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        lines: dict[object, int] = {}
-        for key, _ in node.value:
-            name, line = (key.tag, key.value), key.start_mark.line + 1
-            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
-                if name in lines:
-                    problem = f"the key {key.value} comes twice, in lines {lines[name]} and {line}"
-                    raise yaml.YAMLError(problem)
-                lines[name] = line
-        return super().construct_mapping(node, deep)
-
-
 def read_tree(path: str | Path) -> Tree:
     """Read the keys and values of a YAML file."""
     try:
-        tree = yaml.load(Path(path).read_text(encoding="utf-8"), _OnceLoader) or {}
+        tree = read_yaml(Path(path).read_text(encoding="utf-8"), str(path)) or {}
     except FileNotFoundError:
         raise InputError(f"there is no configuration file {path}") from None
     except IsADirectoryError:
@@ -201,7 +186,7 @@ def apply_override(tree: Tree, override: str) -> None:
     if not separator or not key:
         raise InputError(f"an override must have the form key.sub=value, not {override!r}")
     try:
-        value = yaml.load(text, _OnceLoader)
+        value = read_yaml(text, f"the override of {key}", key)
     except yaml.YAMLError:
         raise InputError(f"the value of {key} is not valid YAML: {text!r}") from None
     set_key(tree, key, value)

@@ -258,7 +258,11 @@ def _prepare(
             else:
                 yield prefix + key, str(value) if isinstance(value, Path) else value
 
-    settings = dict(flat(keys, ""))
+    settings: dict[str, object] = {}
+    for key, value in flat(keys, ""):
+        if key in settings:
+            raise InputError(f"{key} is given twice, in its section and as a dotted keyword")
+        settings[key] = value
     settings |= {key: value for key, value in flat(values, "") if value is not None}
     needless = list(optional)
     rows: dict[str, Sequence[JsonObject] | None] = {}

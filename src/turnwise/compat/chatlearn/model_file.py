@@ -28,6 +28,7 @@ from turnwise.config import (
     known_keys,
 )
 from turnwise.config.base import Tree
+from turnwise.config.yaml_text import read_yaml
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError
 
@@ -227,7 +228,7 @@ def with_included(
         raise InputError(f"the {kind} {path} includes itself: {chain}")
     by = f", which {including[-1]} includes" if including else ""
     try:
-        tree = _expanded(yaml.safe_load(path.read_text()) or {})
+        tree = _expanded(read_yaml(path.read_text(), str(path)) or {})
     except FileNotFoundError:
         raise InputError(f"there is no {kind} {path}{by}") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

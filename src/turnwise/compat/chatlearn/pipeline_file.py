@@ -30,6 +30,7 @@ from turnwise.compat.chatlearn.model_file import (
 from turnwise.config import Config, apply_override, make_config, set_key
 from turnwise.config.base import Tree
 from turnwise.config.load import value_of
+from turnwise.config.yaml_text import read_yaml
 from turnwise.errors import InputError
 
 DEFAULTS: Settings = {"environment": "turnwise.pipeline.prompts:Conversation"}
@@ -109,8 +110,8 @@ _LORA_DIM, _LORA_SCALING = 8, 1.0
 def is_pipeline_file(path: str | Path) -> bool:
     """Return whether a YAML file is a pipeline's: whether it has `models` or `runtime`."""
     try:
-        tree = yaml.safe_load(Path(path).read_text())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        tree = read_yaml(Path(path).read_text(), str(path))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, InputError):
         return False  # the next reader reports it
     return isinstance(tree, dict) and not tree.keys().isdisjoint(("models", "runtime"))
 
