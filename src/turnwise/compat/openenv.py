@@ -421,10 +421,10 @@ class OpenEnvSession:
                 for mistake in failed.get("errors") or ():
                     place = mistake["loc"] if isinstance(mistake.get("loc"), list) else []
                     places.append(f"{'.'.join(map(str, place))}: {mistake.get('msg')}")
-                text = str(failed.get("message") or failed.get("code") or "unknown error")
-                error = OpenEnvError("; ".join([text, *places]))
-                error.full = failed.get("code") == _FULL
-                raise error
+                said = str(failed.get("message") or failed.get("code") or "unknown error")
+                refused = OpenEnvError("; ".join([said, *places]))
+                refused.full = failed.get("code") == _FULL
+                raise refused
             if kind != _ANSWERS.get(asked, asked):
                 raise AnswerError(f"sent {kind[:80]!r} as the answer to {asked}")
             if kind == "observation":

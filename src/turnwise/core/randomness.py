@@ -4,6 +4,9 @@ import os
 import random
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
+
+from turnwise.core.optional import Foreign
 
 
 def draw_anew() -> None:
@@ -30,11 +33,18 @@ def _seeds() -> Iterator[Callable[[int], object]]:
                 yield value.seed
             elif numpy is not None and isinstance(value, numpy.random.RandomState):
                 seen.add(id(value))
-                yield lambda seed, state=value: state.seed(seed % 2**32)
+                yield partial(_seed_state, value)
             elif numpy is not None and isinstance(value, numpy.random.Generator):
                 seen.add(id(value))
-                bits = value.bit_generator
-                yield lambda seed, bits=bits: setattr(bits, "state", type(bits)(seed).state)
+                yield partial(_seed_bits, value.bit_generator)
             elif torch is not None and isinstance(value, torch.Generator):
                 seen.add(id(value))
                 yield value.manual_seed
+
+
+def _seed_state(state: Foreign, seed: int) -> None:
+    state.seed(seed % 2**32)
+
+
+def _seed_bits(bits: Foreign, seed: int) -> None:
+    bits.state = type(bits)(seed).state

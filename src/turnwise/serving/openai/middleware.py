@@ -234,8 +234,10 @@ class SessionMiddleware:
     async def _repeat(self, scope: Scope, session: "Session", send: Send) -> bool:
         """Send a retry the finished answer of the request that it repeats, if the session still
         has it; return whether it has."""
-        key, is_retry, running = scope.get(_REPEATABLE) or (b"", False, None)
-        messages = session.answers.get(key) if is_retry and running.alone else None
+        messages = None
+        if (repeatable := scope.get(_REPEATABLE)) is not None:
+            key, is_retry, running = repeatable
+            messages = session.answers.get(key) if is_retry and running.alone else None
         for message in messages or ():
             await send(message)
         if messages:
