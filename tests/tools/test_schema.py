@@ -590,3 +590,39 @@ def test_methods_leave_out_their_first_argument() -> None:
 
     for function in (Desk.work, Desk.rest.__func__):  # type: ignore[attr-defined]
         assert list(parameters(function)["properties"]) == ["hours"]
+
+
+def odd(city: str, *rest: str, **options: int) -> str:
+    """Find a city.
+
+    Args:
+        town: Its name.
+        options: More.
+    """
+    return city
+
+
+def silent(city: str) -> str:
+    return city
+
+
+def test_what_a_description_lacks_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("WARNING"):
+        for _ in range(3):
+            function_schema(odd)
+            function_schema(silent)
+    assert [record.message for record in caplog.records] == [
+        "tool odd: *rest is not offered to the model",
+        "tool odd: **options is not offered to the model",
+        "tool odd: its docstring describes town, which is none of its arguments",
+        "tool silent: it has no docstring, so the model reads its name and arguments only",
+    ]
+
+
+def test_an_argument_that_is_a_function_is_refused() -> None:
+    def sort(by: Callable[[int], int] | None = None) -> int:
+        """Sort."""
+        return 1
+
+    with pytest.raises(InputError, match="its argument by has a type that cannot be described"):
+        function_schema(sort)

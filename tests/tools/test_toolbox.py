@@ -10,7 +10,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal
 
+import numpy as np
 import pytest
+import torch
 from pydantic import BaseModel
 from pydantic_core import core_schema
 
@@ -319,6 +321,16 @@ class Place:
         ([Stay(nights=2, mood=Mood.GOOD)], '[{"nights": 2, "mood": "good"}]'),
         (Mood.GOOD, '"good"'),
         ({"seen": {1}}, '{"seen": "{1}"}'),
+        (np.int64(5), "5"),
+        (np.bool_(True), "true"),
+        (np.float64(0.1), "0.1"),
+        (np.float32(0.1), "0.1"),
+        ({"a": np.float16(0.1)}, '{"a": 0.1}'),
+        (np.array([[0.1, 2]], dtype=np.float32), "[[0.1, 2.0]]"),
+        ([np.arange(3), np.array("a")], '[[0, 1, 2], "a"]'),
+        (torch.tensor([1, 2]), "[1, 2]"),
+        (np.datetime64("2026-01-02"), '"2026-01-02"'),
+        (torch.float32, '"torch.float32"'),
     ],
 )
 async def test_a_result_with_fields_is_shown_as_an_object(value: object, text: str) -> None:

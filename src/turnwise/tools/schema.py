@@ -6,6 +6,7 @@ all other descriptions objects are closed, as OpenAI's strict mode asks.
 """
 
 import inspect
+import logging
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from turnwise.core.optional import Foreign
 from turnwise.errors import InputError
 from turnwise.tools.tool import ToolFunction
 
+_LOG = logging.getLogger(__name__)
 MAX_MISTAKES = 5
 """Maximum number of mistakes in a call's arguments that its error names."""
 _PLAIN_KEYS = {"type", "enum", "items", "additionalProperties", "description"}
@@ -71,17 +73,19 @@ def function_schema(function: ToolFunction) -> FunctionSchema:
     """Describe a function to the model, by its type hints and its docstring.
 
     Docstrings are read in Google's, NumPy's and Sphinx's style. A description in `Annotated`, as a
-    text or a `Field`, counts more. `*args` and `**kwargs` are left out.
+    text or a `Field`, counts more. `*args` and `**kwargs` are left out, which is logged once, as is
+    what the model will miss: a description, or that of an argument of another name.
 
     Raises:
         InputError: naming the function, and the argument that has no type hint, or whose type is
-            none of JSON's.
+            none of JSON's, such as a function.
     """
     several = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
     parameters = tuple(inspect.signature(function).parameters.values())
     first = parameters[0] if parameters else None
     if first and first.name in ("self", "cls") and first.annotation is Parameter.empty:
         parameters = parameters[1:]
+    unfilled = [str(p).partition(":")[0] for p in parameters if p.kind in several]
     parameters = tuple(p for p in parameters if p.kind not in several)  # what a model can fill
     try:
         hints = get_type_hints(function, include_extras=True)
@@ -97,6 +101,7 @@ def function_schema(function: ToolFunction) -> FunctionSchema:
         for line in read.params
         for name in line.arg_name.split(",")
     }
+    _note_gaps(function.__name__, unfilled, read, {p.name for p in parameters} | {*hints})
     fields: JsonObject = {}  # of a pydantic model: the type of each, or its type and default
     annotated: Foreign = Annotated  # with metadata that a type checker cannot know
     for number, parameter in enumerate(parameters):
@@ -162,6 +167,20 @@ def describe_mistakes(error: ValidationError, arguments_json: str) -> str:
     return "; ".join(lines)
 
 
+def _note_gaps(
+    name: str, unfilled: list[str], read: docstring_parser.Docstring, known: set[str]
+) -> None:
+    """Log what a description lacks, of which the user may not know."""
+    gaps = [f"{argument} is not offered to the model" for argument in unfilled]
+    if not (read.description or "").strip():
+        gaps.append("it has no docstring, so the model reads its name and arguments only")
+    described = (part.strip() for line in read.params for part in line.arg_name.split(","))
+    if others := [part for part in described if part.lstrip("*") not in known]:
+        gaps.append(f"its docstring describes {', '.join(others)}, which is none of its arguments")
+    for gap in gaps:
+        _LOG.warning("tool %s: %s", name, gap)
+
+
 def _refused(function: ToolFunction, why: str) -> InputError:
     return InputError(
         f"tool {function.__name__} cannot be offered to the model: {why}; give each argument a "
@@ -196,6 +215,9 @@ class _JsonSchema(GenerateJsonSchema):
 
     def sort(self, value: JsonObject, parent_key: str | None = None) -> JsonObject:
         return value
+
+    def callable_schema(self, schema: object) -> JsonObject:
+        raise TypeError("it is a function, which JSON cannot hold")
 
     def handle_invalid_for_json_schema(self, schema: object, error_info: str) -> JsonObject:
         return {}

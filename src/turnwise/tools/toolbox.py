@@ -22,6 +22,7 @@ from pydantic_core import to_jsonable_python
 from turnwise.chat.images import parts_of, read_parts
 from turnwise.config import RolloutConfig
 from turnwise.core.json_types import JsonObject
+from turnwise.core.optional import Foreign
 from turnwise.core.user_code import STR_SECONDS, UserThread, call_user_code
 from turnwise.errors import DeadlineError, InputError, TrajectoryError, TurnwiseError
 from turnwise.tools.foreign import adopted
@@ -33,6 +34,7 @@ _T = TypeVar("_T")
 ToolOutcome = Literal["ok", "unknown", "bad_arguments", "error", "timeout", "truncated"]
 _MAX_COUNTED = 1_000_000
 """Maximum number of characters of a result's JSON that are generated only to count them."""
+_ARRAYS = ("numpy", "torch", "jaxlib")
 _PLAIN = (str, int, float, bool, type(None))
 
 
@@ -253,7 +255,13 @@ def _shown(value: object, longest: int) -> tuple[str, str]:
 
 
 def _jsonable(value: object) -> object:
-    """Return a value of a type that JSON lacks: objects with fields as objects, others as text."""
+    """Return a value of a type that JSON lacks: objects with fields as objects, numbers and arrays
+    of numpy and torch as JSON's, others as text."""
+    if (package := type(value).__module__.partition(".")[0]) in _ARRAYS:
+        array: Foreign = value
+        if package == "numpy" and array.dtype.kind == "f" and array.dtype.itemsize < 8:
+            array = array.astype(str).astype(float)  # 0.1, and not 0.10000000149011612
+        return array.tolist() if hasattr(array, "tolist") else str(array)
     fielded = is_dataclass(value) and not isinstance(value, type)
     if fielded or isinstance(value, BaseModel | Enum):
         return to_jsonable_python(value, fallback=str)
