@@ -66,6 +66,28 @@ def summarize(groups: list[Group], n: int, success_reward: float) -> dict[str, f
     return scores.summary()
 
 
+@pytest.mark.parametrize("n", range(1, 6))
+@pytest.mark.parametrize("missing", range(6))
+def test_an_attempt_to_which_no_reward_applies_is_neither_right_nor_wrong(
+    n: int, missing: int
+) -> None:
+    """The summary is as if such attempts had not been made."""
+    missing = min(missing, n)
+    rewards: list[float | None] = [1.0, 0.0, 1.0, 0.0, 0.0][: n - missing]
+    with_them, without = group([None] * missing + rewards), group(rewards)
+    with_them.dropped["no_reward"] = missing
+    summary = summarize([with_them], n, 1.0)
+    right = [reward == 1.0 for reward in rewards]
+    assert summary["accuracy"] == pytest.approx(sum(right) / max(1, len(right)))
+    if rewards:
+        same = summarize([without], len(rewards), 1.0)
+        shared = summary.keys() & same.keys()
+        assert {key: summary[key] for key in shared} == {key: same[key] for key in shared}
+    failed = group([*rewards, *[None] * missing])
+    failed.dropped["tool_error"] = missing
+    assert summarize([failed], n, 1.0)["accuracy"] == pytest.approx(sum(right) / n)
+
+
 def test_a_summary_counts_dropped_attempts_as_wrong_at_their_place() -> None:
     summary = summarize([group([1.0, 0.5, None]), group([None, 1.5, 2.0])], 3, 1.0)
     assert summary == {

@@ -7,6 +7,7 @@ import torch
 
 from turnwise.config import Config, parse_config
 from turnwise.errors import InputError
+from turnwise.pipeline.outputs import rewarded_groups
 from turnwise.rollouts import Group
 from turnwise.training.algorithms import Advantage, make_algorithm
 from turnwise.training.batching import make_micro_batch, plan_micro_batches
@@ -141,6 +142,58 @@ def test_a_pair_is_left_out_where_user_code_chose_no_token_of_a_side() -> None:
     pair.trajectories[1].choose([])
     made = make_samples([pair], config(algorithm={"loss": "dpo"}), 5)
     assert (made.samples, made.stale_groups) == ([], 1)
+
+
+@pytest.mark.parametrize("side", [0, 1])
+@pytest.mark.parametrize("stale", range(7))
+def test_a_pair_with_a_stale_token_is_dropped_whole(side: int, stale: int) -> None:
+    """A part of an answer is not compared with the whole of another."""
+    pair = Group("p")
+    for index in (0, 1):
+        old = stale if index == side else 0
+        pair.trajectories.append(trajectory(float(index), [3] * old + [5] * (6 - old), index))
+    settings = config(algorithm={"loss": "dpo"}, training={"max_staleness": 1})
+    made = make_samples([pair], settings, 5)
+    assert (len(made.samples), made.stale_groups) == ((0, 1) if stale else (2, 0))
+    assert made.stale_tokens == 0
+    assert made.report.masked == ({"stale_group": 12} if stale else {})
+
+
+REWARDS = [{"name": "right", "weight": 2.0}, {"name": "short", "function": "a:b", "weight": 0.5}]
+
+
+@pytest.mark.parametrize("entries", [[], REWARDS[:1], REWARDS])
+@pytest.mark.parametrize(
+    "advantage",
+    [
+        *("grpo", "gdpo", "dr_grpo", "rloo", "turn_returns", "mt_grpo", "reinforce_pp"),
+        {"name": "gae", "model": {"path": "v"}},
+    ],
+)
+def test_rewards_of_a_program_replace_all_that_was_there(
+    advantage: str | dict[str, Any], entries: list[dict[str, Any]]
+) -> None:
+    """Advantages are those of trajectories that never had another reward."""
+    settings = config(algorithm={"advantage": advantage}, rollout={"rewards": entries})
+    judged, plain = group(0.0, 0.0, 0.0, 0.0), group(1.0, 0.0, 1.0, 0.0)
+    names = [entry["name"] for entry in entries] or ["environment"]
+    for index, each in enumerate(judged.trajectories):
+        each.set_reward(0.0, dict.fromkeys(names, 0.0), [float(index), -float(index)])
+    rewarded_groups({"groups": [judged], "rewards": [1.0, 0.0, 1.0, 0.0]})
+    made, expected = (make_samples([each], settings, 5).samples for each in (judged, plain))
+    assert len(made) == len(expected) == 4
+    assert any(one.advantages_T.any() for one in made)
+    for one, other in zip(made, expected, strict=True):
+        assert one.advantages_T.tolist() == pytest.approx(other.advantages_T.tolist(), abs=1e-5)
+
+
+def test_rewards_that_a_program_leaves_as_they_are_keep_their_parts() -> None:
+    judged = rewarded({"a": 1.0, "b": 0.5}, {"a": 0.0, "b": 0.5})
+    rewarded_groups({"groups": [judged], "rewards": [1.5, 0.5]})
+    assert [each.reward_parts for each in judged.trajectories] == [
+        {"a": 1.0, "b": 0.5},
+        {"a": 0.0, "b": 0.5},
+    ]
 
 
 def test_a_reference_model_that_nothing_uses_cannot_move() -> None:

@@ -170,7 +170,8 @@ def _by_token(
 
 def rewarded_groups(outputs: Mapping[str, object]) -> list[Group]:
     """Return the groups of a `forward_step`'s outputs, whose trajectories get its `rewards`: finite
-    numbers, or, for a game, dictionaries with one for each player."""
+    numbers, or, for a game, dictionaries with one for each player. Where they differ from what the
+    trajectories have, they replace parts and rewards of turns, too."""
     groups = outputs.get("groups") if isinstance(outputs, Mapping) else None
     if not isinstance(groups, Sequence) or not all(isinstance(group, Group) for group in groups):
         raise InputError("train takes what forward_step returned: a dictionary with its groups")
@@ -192,14 +193,18 @@ def rewarded_groups(outputs: Mapping[str, object]) -> list[Group]:
             f"rewards must be one finite number for each of {len(trajectories)} trajectories, "
             f"±{MAX_REWARD:g} at most, not {len(given)}: {repr(given)[:80]}"
         )
+    made: list[tuple[float, dict[str, float]]] = []
     for trajectory, given_one, numbers in zip(trajectories, given, read, strict=True):
         players, reward = trajectory.player_rewards, sum(numbers.values()) / len(numbers)
         if isinstance(given_one, Mapping):
-            trajectory.player_rewards = {player: numbers[player] for player in players}
+            players = {player: numbers[player] for player in players}
         elif players and reward != trajectory.reward:
             raise InputError(
                 f"rewards: {reward!r} is one number for a game, whose players are compared each "
                 f"with itself: give a dictionary with a number for each of {', '.join(players)}"
             )
-        trajectory.reward = reward
+        made.append((reward, players))
+    if made != [(trajectory.reward, trajectory.player_rewards) for trajectory in trajectories]:
+        for trajectory, (reward, players) in zip(trajectories, made, strict=True):
+            trajectory.set_reward(reward, players=players)
     return list(groups)

@@ -22,7 +22,7 @@ import numpy as np
 from turnwise.config import Config
 from turnwise.core.aio import for_each, run_in_thread
 from turnwise.errors import InputError, translate_unwritable
-from turnwise.rollouts.group import Group, Outcomes, is_right, turn_times, write_times
+from turnwise.rollouts.group import NO_REWARD, Group, Outcomes, is_right, turn_times, write_times
 from turnwise.rollouts.problems import JoinedProblems, Lazy, Problem, problem_at
 from turnwise.rollouts.producer import RunGroup
 from turnwise.trajectory import Trajectory
@@ -47,35 +47,50 @@ def mean_at_k(right: Sequence[bool], k: int) -> float:
 
 
 class Scores:
-    """Means over groups of `n` attempts each, which are added one by one."""
+    """Means over groups of `n` attempts each, which are added one by one.
+
+    Attempts to which no reward applies are left out; those that failed count as wrong.
+    """
 
     def __init__(self, n: int, success_reward: float) -> None:
         self._n, self._success_reward = n, success_reward
         self._ks = [2**i for i in range(n.bit_length()) if 2**i < n] + [n]
-        self._groups = self._right = self._finished = 0
+        self._attempts = self._right = self._finished = 0
         self._reward = 0.0
         self._at_k = {name: 0.0 for k in self._ks for name in (f"pass@{k}", f"mean@{k}")}
+        self._groups = Counter[int]()
+        """Number of groups with at least k attempts, by k."""
 
     def add(self, group: Group) -> None:
-        right = [False] * self._n
+        by_index = dict.fromkeys(range(self._n), False)
         for trajectory in group.trajectories:
             reward = trajectory.reward or 0.0
-            right[trajectory.sample_index] = is_right(reward, self._success_reward)
+            by_index[trajectory.sample_index] = is_right(reward, self._success_reward)
             self._reward += reward
-        self._groups += 1
+        missing = sorted(by_index.keys() - {t.sample_index for t in group.trajectories})
+        for index in missing[: group.dropped[NO_REWARD]]:
+            del by_index[index]
+        right = list(by_index.values())
+        self._attempts += len(right)
         self._right += sum(right)
         self._finished += len(group.trajectories)
-        for k in self._ks:
-            self._at_k[f"pass@{k}"] += pass_at_k(self._n, sum(right), k)
+        for k in (k for k in self._ks if k <= len(right)):
+            self._groups[k] += 1
+            self._at_k[f"pass@{k}"] += pass_at_k(len(right), sum(right), k)
             self._at_k[f"mean@{k}"] += mean_at_k(right, k)
 
     def summary(self) -> dict[str, float]:
-        """Return `accuracy` over all attempts, `reward_mean` over those that were not dropped (0 if
-        all were), and `pass@k` and `mean@k` for each power of two below `n` and for `n` itself."""
+        """Return `accuracy` over all attempts, `reward_mean` over those that were not dropped, and
+        `pass@k` and `mean@k` for each power of two below `n` and for `n` itself, over the groups
+        with at least k attempts; 0 where there are none."""
+        at_k = {
+            name: value / max(1, self._groups[int(name.partition("@")[2])])
+            for name, value in self._at_k.items()
+        }
         return {
-            "accuracy": self._right / (self._n * self._groups),
+            "accuracy": self._right / max(1, self._attempts),
             "reward_mean": self._reward / max(1, self._finished),
-            **{name: value / self._groups for name, value in self._at_k.items()},
+            **at_k,
         }
 
 

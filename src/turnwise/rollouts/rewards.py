@@ -160,13 +160,13 @@ class RewardManager:
 
         values = await together(map(judged, self._own))
         total, turns = 0.0, [0.0] * len(trajectory.calls())
-        players = dict.fromkeys(episode.players, 0.0)
+        parts, players = dict[str, float](), dict.fromkeys(episode.players, 0.0)
         for part, rewards in zip(self._own, values, strict=True):
-            trajectory.reward_parts[part.name] = rewards.total
-            if taken := trajectory.reward_parts.keys() & rewards.parts.keys():
+            parts[part.name] = rewards.total
+            if taken := parts.keys() & rewards.parts.keys():
                 message = f"{part} gave a part named {min(taken)}, which another reward is named"
                 raise TrajectoryError("reward_error", message)
-            trajectory.reward_parts.update(rewards.parts)
+            parts.update(rewards.parts)
             total += part.weight * rewards.total
             for player, value in rewards.players.items():
                 if player not in players:
@@ -174,19 +174,16 @@ class RewardManager:
                     message = f"{part} gave a reward to {player}; {known}"
                     raise TrajectoryError("reward_error", message)
                 players[player] += part.weight * value
-                trajectory.reward_parts[player] = value
+                parts[player] = value
             for turn, value in enumerate(rewards.turns):
                 turns[turn] += part.weight * value
-        trajectory.turn_rewards = turns if any(turns) else []
         if players:
             for value, player in zip(turns, trajectory.turn_players, strict=True):
                 players[player] += value
             common = total - sum(turns)
-            trajectory.player_rewards = {
-                player: _within_limit(own + common) for player, own in players.items()
-            }
-            total = sum(trajectory.player_rewards.values()) / len(players)
-        trajectory.reward = _within_limit(total)
+            players = {player: _within_limit(own + common) for player, own in players.items()}
+            total = sum(players.values()) / len(players)
+        trajectory.set_reward(_within_limit(total), parts, turns, players)
 
     async def judge_group(
         self,
@@ -213,11 +210,13 @@ class RewardManager:
         for part, numbers in zip(self._of_group, values, strict=True):
             for trajectory, value in zip(trajectories, numbers, strict=True):
                 if value is not None:
-                    trajectory.reward_parts[part.name] = value
-                    total = (trajectory.reward or 0.0) + part.weight * value
-                    trajectory.reward = _within_limit(total)
-                    for player in trajectory.player_rewards:
-                        trajectory.player_rewards[player] += part.weight * value
+                    more, of_players = part.weight * value, trajectory.player_rewards
+                    trajectory.set_reward(
+                        _within_limit((trajectory.reward or 0.0) + more),
+                        trajectory.reward_parts | {part.name: value},
+                        trajectory.turn_rewards,
+                        {player: reward + more for player, reward in of_players.items()},
+                    )
 
     def check_row(self, where: str, row: Row) -> None:
         """Raise InputError if the row `where` lacks a field that a judge reads."""

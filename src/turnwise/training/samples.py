@@ -126,9 +126,11 @@ def _add_group(
     pair_id = None
     if algorithm.loss.needs_pairs:
         pair = [group.trajectories[index] for index in advantages]  # the chosen one is the first
-        versions = [[v for branch in t.samples() for v in branch.weight_versions] for t in pair]
-        # Half a pair is dropped; versions of tokens that are not trained are negative.
-        if not all(any(v >= max(0, oldest) for v in each) for each in versions):
+        # A pair compares whole trajectories; versions of tokens that are not trained are negative.
+        versions = [
+            [v for branch in t.samples() for v in branch.weight_versions if v >= 0] for t in pair
+        ]
+        if min(min(each, default=-1) for each in versions) < max(0, oldest):
             batch.stale_groups += 1
             batch.drop(group.trajectories, "stale_group")
             return
@@ -285,6 +287,8 @@ def _parts(trajectory: Trajectory, penalty: float, config: Config) -> dict[str, 
             "trajectory's reward, and players of a game have one reward each: choose another"
         )
     weights, given = _weights(config), trajectory.reward_parts
+    if not given:  # a program gave the reward, as a whole
+        weights = {"reward": 1.0}
     parts = {name: value for name, value in given.items() if name in weights}
     if len(weights) == 1:  # the parts that the only entry names, and the rest of it
         ((label, weight),) = weights.items()

@@ -14,7 +14,7 @@ import json
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Literal
@@ -286,6 +286,20 @@ class Trajectory:
         self.turns.append(turn)
         self._last_path = extended(prompt_token_ids, completion_token_ids)
         return turn
+
+    def set_reward(
+        self,
+        reward: float,
+        parts: Mapping[str, float] | None = None,
+        turns: Sequence[float] = (),
+        players: Mapping[str, float] | None = None,
+    ) -> None:
+        """Set the reward and all that it consists of, so that nothing of an earlier one is left:
+        `reward_parts`, `turn_rewards`, of each call, and `player_rewards`."""
+        self.reward = reward
+        self.reward_parts = dict(parts or {})
+        self.turn_rewards = list(turns) if any(turns) else []
+        self.player_rewards = dict(players or {})
 
     def calls(self) -> list[range]:
         """Return the indices of the turns of each call of the engine; what has a value for each
