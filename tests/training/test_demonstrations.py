@@ -15,6 +15,7 @@ from tests.trajectory.published import (
     template_of,
 )
 from turnwise.errors import TrajectoryError
+from turnwise.training.row_flags import FLAGS, check_row
 from turnwise.training.supervised import demonstrate, tools_of
 from turnwise.trajectory import ChatTemplate, Message, Trajectory, audit, bridge
 
@@ -152,6 +153,43 @@ def test_a_message_of_weight_0_is_context() -> None:
     assert texts(template, made) == ["It is 6.<|im_end|>"]
     assert "It is 5.<|im_end|>" in template.decode_all(made.prompt_token_ids(0))
     assert demonstrate(template, [*PLAIN[:3], said("no", weight=0)]).turns[1:] == []
+
+
+@pytest.mark.parametrize("name", FLAGS)
+def test_the_flags_of_other_systems_make_a_message_context(name: str) -> None:
+    template = chat_template("qwen2_5", "bpe")
+    for value in (0, False, 0.0):
+        rows = [{**ASKED, name: value}, said("It is 5.", **{name: value}), MORE, said("It is 6.")]
+        assert texts(template, demonstrate(template, rows)) == ["It is 6.<|im_end|>"], value
+    for value in (1, True, 1.0, None):
+        rows = [ASKED, said("It is 4.", **{name: value})]
+        assert demonstrate(template, rows) == demonstrate(template, PLAIN[:2]), value
+
+
+@pytest.mark.parametrize(
+    "key", ["mask", "masked", "loss_scale", "no_loss", "train_detail", "weights", "assistant_mask"]
+)
+def test_a_mask_of_unknown_meaning_refuses_its_row(key: str) -> None:
+    template = chat_template("qwen2_5", "bpe")
+    for odd in (said("4", **{key: 0}), said("4", weight=0.5), said("4", train="false")):
+        assert reason_of(template, [ASKED, odd]) == "unclear_mask"
+    parts = [{"type": "text", "text": "4", "train": False}]
+    assert reason_of(template, [ASKED, {**said(""), "content": parts}]) == "unclear_mask"
+    with pytest.raises(TrajectoryError, match=f"message 2 has '{key}': 0"):
+        demonstrate(template, [ASKED, said("4", **{key: 0})])
+
+
+def test_a_row_may_say_so_as_a_whole() -> None:
+    for row, reason in (
+        ({"train": False}, "nothing_to_train"),
+        ({"weight": 0}, "nothing_to_train"),
+        ({"loss_mask": [0, 1]}, "unclear_mask"),
+        ({"mask": 1}, "unclear_mask"),
+    ):
+        with pytest.raises(TrajectoryError, match="the row") as refused:
+            check_row({"messages": PLAIN, **row})
+        assert refused.value.reason == reason
+    check_row({"messages": PLAIN, "weight": 1.0, "train": None, "weight_kg": 70})
 
 
 def test_quoted_special_tokens_end_no_turn() -> None:

@@ -22,6 +22,7 @@ from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollouts import Problem
+from turnwise.training.row_flags import check_row, is_trained, without_flags
 from turnwise.training.samples import SampleBatch, add_trajectory
 from turnwise.trajectory import ChatTemplate, Image, Message, Trajectory, audit
 from turnwise.trajectory.bridge import answer_end, sampled_text
@@ -85,6 +86,7 @@ class RowReader:
             raise InputError(self._template.missing)
         try:
             if "turns" not in row:
+                check_row(row)
                 made = demonstrate(self._template, row["messages"], tools_of(row), name=name)
             elif "problem_id" in row:
                 made = Trajectory.from_tree(row)
@@ -143,12 +145,12 @@ def demonstrate(
 
     Args:
         messages: In OpenAI's format; arguments of calls are JSON texts or objects. An assistant's
-            message with `weight` 0 is context; the others are trained. What follows the last
-            assistant's message is left out.
+            message with `weight` 0, or another flag of `row_flags`, is context; the others are
+            trained. What follows the last assistant's message is left out.
     """
     said = [_checked(message) for message in messages]
     asked = [index for index, message in enumerate(said) if message["role"] == "assistant"]
-    trained = {index for index in asked if messages[index].get("weight", 1)}
+    trained = {i for i in asked if is_trained(messages[i], f"message {i + 1}")}
     if not trained:
         raise TrajectoryError("nothing_to_train", "no message of an assistant is to be trained")
     trajectory = Trajectory(name, messages=said, status="completed")
@@ -200,7 +202,7 @@ def _checked(message: Foreign) -> Message:
     if not all(isinstance(part, str | Image) for part in shown):
         raise TrajectoryError("not_text", f"the content of a {message['role']} is not only text")
     try:
-        made = with_objects(plain({k: value for k, value in message.items() if k != "weight"}))
+        made = with_objects(plain(without_flags(message)))
         named = [call["function"]["name"] for call in made.get("tool_calls") or ()]
     except (TypeError, KeyError, ValueError):
         named = [None]

@@ -1,0 +1,69 @@
+"""Flags by which rows of several systems say that a message is context and not trained.
+
+A flag is obeyed or refused, and never overlooked: what has the name of a mask and another meaning
+than "train this" or "do not" refuses its row.
+"""
+
+import re
+from collections.abc import Sequence
+
+from turnwise.core.json_types import JsonObject
+from turnwise.core.optional import Foreign
+from turnwise.errors import TrajectoryError
+
+FLAGS = ("weight", "loss", "train", "training", "trainable", "loss_mask", "step_loss_mask")
+"""Keys whose value 1 or true trains a message or row, and 0 or false does not: those of OpenAI,
+Mistral, slime, ms-swift and axolotl."""
+_LIKE_FLAGS = re.compile(
+    r"(?i)(?:.*_)?(?:loss|train|training|trainable|masks?|masked|weights?)(_.*)?"
+)
+"""Names of keys in messages that tell what is trained."""
+_OF_ROWS = (*FLAGS, "mask", "masks", "loss_masks", "completion_mask", "assistant_masks")
+"""Names that do so in rows, where `weight_kg` may be a column."""
+
+
+def is_trained(message: JsonObject, where: str) -> bool:
+    """Return whether the flags of an assistant's message, or none, train it.
+
+    Args:
+        where: The message in errors, such as "message 2".
+
+    Raises:
+        TrajectoryError: `unclear_mask`, for a flag of unknown meaning, also in a part of the
+            content.
+    """
+    content = message.get("content")
+    for part in content if isinstance(content, list) else ():
+        for key in filter(_LIKE_FLAGS.fullmatch, part if isinstance(part, dict) else ()):
+            raise _unclear(f"a part of {where}", key, part[key])
+    return _all_true(message, list(filter(_LIKE_FLAGS.fullmatch, message)), where)
+
+
+def check_row(row: JsonObject) -> None:
+    """Raise TrajectoryError for a row that says as a whole that it is not to be trained
+    (`nothing_to_train`), or that has a mask of unknown meaning (`unclear_mask`)."""
+    if not _all_true(row, [key for key in _OF_ROWS if key in row], "the row"):
+        why = "the row says that it is not to be trained; data.filter leaves such rows out"
+        raise TrajectoryError("nothing_to_train", why)
+
+
+def without_flags(message: JsonObject) -> JsonObject:
+    """Return a message as templates take it."""
+    return {key: value for key, value in message.items() if key not in FLAGS}
+
+
+def _all_true(tree: JsonObject, keys: Sequence[str], where: str) -> bool:
+    said = {key: tree[key] for key in keys if tree[key] is not None}
+    for key, value in said.items():
+        if key not in FLAGS or not (isinstance(value, bool | int | float) and value in (0, 1)):
+            raise _unclear(where, key, value)
+    return all(said.values())
+
+
+def _unclear(where: str, key: str, value: Foreign) -> TrajectoryError:
+    shown = repr(value)[:40]
+    return TrajectoryError(
+        "unclear_mask",
+        f"{where} has {key!r}: {shown}, of which it is not known what it leaves out of training; "
+        '"weight": 0 makes a message context, "weight": 1 trains it, and nothing is in between',
+    )
