@@ -24,7 +24,7 @@ async def solve(question: str, way: str) -> None:
             False: agents.OpenAIResponsesModel,
         }
         model = kinds[way in ("chat", "stream")](model="any", openai_client=client)
-        tool = agents.function_tool(calculate, strict_mode=False)  # strict calls need a grammar
+        tool = agents.function_tool(calculate)
         agent = agents.Agent(name="calculator", tools=[tool], model=model)
         options: Any = {"max_turns": 5, "auto_previous_response_id": way == "stored"}
         try:
