@@ -30,7 +30,7 @@ _KEYS: dict[OnResume, str] = {
     (True, "applies from now on; see data.path where the rows depend on it"): "environment_args",
     (
         True,
-        "applies from now on, if their names and numbers of rows stay; weights count from now on",
+        "applies from now on, if their names and rows stay; weights count from now on",
     ): "environments",
     (True, "applies from now on"): (
         "trackers project entity tags samples_every log_level watchdog_seconds ray_address "
@@ -51,7 +51,7 @@ _KEYS: dict[OnResume, str] = {
     (True, "applies to new groups"): "model.template_args model.escape_special_tokens rollout",
     (False, "the checkpoint's adapter has this form"): "model.lora",
     (False, "the checkpoint's moments are those of the weights that learn"): "model.train_vision",
-    (True, "applies from now on, if the number of rows stays and they have the same names"): (
+    (True, "for the same rows elsewhere: other rows are refused, and edited ones are named"): (
         "data.path data.subset data.split data.limit data.filter"
     ),
     (True, "applies to the next evaluation"): (

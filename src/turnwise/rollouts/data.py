@@ -125,12 +125,13 @@ def load_training(
         for of, path in sets.items() or [("", part.data.eval_path)]:
             one = part.changed({"data": {"eval_path": path, "eval_sets": {}}})
             try:
-                rows = _rows_of(one, environment, split)
+                path, rows, change = _rows_of(one, environment, split)
             except InputError as error:
                 if not name:
                     raise
                 raise InputError(f"environments.{name}: {error}") from error
-            parts["/".join(filter(None, (name, of)))] = Problems(*rows, name, of)
+            problems = Problems(path, rows, name, of, change=change, marked=split == "train")
+            parts["/".join(filter(None, (name, of)))] = problems
     return parts[""] if "" in parts else JoinedProblems(parts)
 
 
@@ -141,8 +142,9 @@ neither is set."""
 
 def _rows_of(
     config: Config, environment: EnvironmentType | None, split: str
-) -> tuple[str, Sequence[Row]]:
-    """Return the path and rows of one environment; rows that it makes are named by the split."""
+) -> tuple[str, Sequence[Row], Callable[[Row], Row] | None]:
+    """Return the path and rows of one environment, and what is done to a row when it is asked for;
+    rows that it makes are named by the split."""
     data = config.data
     if split == "eval" and data.eval_path is not None:
         path, part, limit = data.eval_path, data.eval_split, data.eval_limit
@@ -154,7 +156,7 @@ def _rows_of(
     if path == ENVIRONMENT:
         environment = environment or configured_environment(config)
         name = f"{name_of(environment)}.rows({split!r})"
-        return split, checked_rows(make_rows(environment, split), name, limit, condition)
+        return split, checked_rows(make_rows(environment, split), name, limit, condition), None
     rows = load_rows(
         path,
         split=part,
@@ -163,10 +165,10 @@ def _rows_of(
         condition=condition,
         agent_env=config.rollout.agent_env,
     )
-    if data.allow_urls:  # fetched whenever a row is asked for
-        most = config.rollout.environment_timeout / 2  # which is the time to read a row
-        return path, Lazy(len(rows), lambda index: with_urls(rows[index], most))
-    return path, rows
+    if not data.allow_urls:
+        return path, rows, None
+    # Fetched whenever a row is asked for, in half of the time to read a row.
+    return path, rows, partial(with_urls, seconds=config.rollout.environment_timeout / 2)
 
 
 def checked_rows(

@@ -23,6 +23,7 @@ from turnwise.config import Config
 from turnwise.core.json_types import JsonObject
 from turnwise.core.user_code import call_user_code
 from turnwise.errors import InputError
+from turnwise.rollouts.row_marks import changed, marks_of
 
 logger = logging.getLogger(__name__)
 
@@ -81,14 +82,28 @@ class Problem:
 
 class Problems(Lazy[Problem]):
     """A problem for each row, named by environment, held-out set, last part of the data's path, and
-    number."""
+    number.
+
+    Args:
+        change: What is done to a row whenever it is read.
+        marked: Mark the rows, which reads some, for `ProblemStream.restore`.
+    """
 
     def __init__(
-        self, path: str, rows: Sequence[Row], environment: str = "", heldout_set: str = ""
+        self,
+        path: str,
+        rows: Sequence[Row],
+        environment: str = "",
+        heldout_set: str = "",
+        *,
+        change: Callable[[Row], Row] | None = None,
+        marked: bool = False,
     ) -> None:
-        super().__init__(len(rows), lambda i: Problem(self.name(i), rows[i], environment))
+        read = rows.__getitem__ if change is None else lambda index: change(rows[index])
+        super().__init__(len(rows), lambda i: Problem(self.name(i), read(i), environment))
         self._name = "/".join(filter(None, (environment, heldout_set, Path(path).name)))
-        self.in_memory = isinstance(rows, list)  # reading a row runs no other code
+        self.in_memory = isinstance(rows, list) and change is None  # reading runs no other code
+        self.marks = marks_of(rows) if marked else {}
 
     def name(self, index: int) -> str:
         """Return the id of a problem without reading its row."""
@@ -160,6 +175,10 @@ class ProblemStream:
         self._epoch = self._position = 0
         self._order = self._ordered(0)
         self._left_out: set[int] = set()
+        if isinstance(problems, list):
+            self._marks = marks_of(Lazy(len(problems), lambda index: problems[index].row))
+        else:
+            self._marks = problems.marks if isinstance(problems, Problems) else {}
 
     def find(self, name: str) -> Problem:
         """Return the problem with a name; raises InputError where the data no longer has it."""
@@ -260,6 +279,7 @@ class ProblemStream:
             "position": self._position,
             "problems": len(self._problems),
             "left_out": sorted(self._left_out),
+            "marks": self._marks,
         }
         if self._max_rest is not None:
             known = np.flatnonzero(self._pools).tolist()
@@ -279,6 +299,7 @@ class ProblemStream:
                 f"the run stopped with {state['problems']} problems and now has "
                 f"{len(self._problems)}; give it the same data to resume"
             )
+        self._check_marks(state.get("marks", {}))  # older checkpoints have none
         self._epoch, self._position = state["epoch"], state["position"]
         self._left_out = set(state.get("left_out", ()))
         if self._max_rest is not None:
@@ -287,6 +308,21 @@ class ProblemStream:
                 self._pools[int(index)] = 1 + get_args(Pool).index(pool)
                 self._equal[int(index)] = equal
         self._order = self._ordered(self._epoch)
+
+    def _check_marks(self, before: Mapping[str, str]) -> None:
+        """Refuse other data than those of a state; say so of a few rows that were edited."""
+        others, compared = changed(before, self._marks)
+        if not others:
+            return
+        what = f"{len(others)} of {compared} rows that were compared, such as row {others[0]:,},"
+        if 2 * len(others) > compared:
+            moved = sorted(before.values()) == sorted(self._marks.values())
+            how = "are in another order" if moved else "are others now"
+            raise InputError(
+                f"the data are not those with which the run stopped, though as many: {what} {how}; "
+                "give it the same data to resume, or train a new run from its checkpoint"
+            )
+        logger.warning("%s were edited since the run stopped", what)
 
     def _ordered(self, epoch: int) -> Sequence[int]:
         count = len(self._problems)

@@ -170,7 +170,7 @@ def load_problems(
         checked = {of: checked_rows(each, f"{name}[{of!r}]", limit) for of, each in rows.items()}
         return JoinedProblems({of: Problems(name, each, "", of) for of, each in checked.items()})
     condition = None if heldout else data.filter
-    return Problems(name, checked_rows(rows, name, limit, condition))
+    return Problems(name, checked_rows(rows, name, limit, condition), marked=not heldout)
 
 
 async def train(
