@@ -1,4 +1,4 @@
-"""What a failure of the trainer leaves behind."""
+"""What a step asks of the trainer and of the engines, and what a failure leaves behind."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from turnwise.config import Config
-from turnwise.errors import InputError
+from turnwise.errors import InputError, WeightUpdateError
 from turnwise.run.runtime import TrainingStep
 from turnwise.training import Sample
 from turnwise.training.samples import SampleBatch
@@ -44,3 +44,54 @@ async def test_engines_wake_up_after_a_failure_of_the_trainer(
     with pytest.raises(InputError):
         await getattr(step, method)(*arguments[method])
     assert runtime.manager.calls == ["sleep", "wake_up"]
+
+
+async def test_weights_are_sent_only_where_something_was_trained(
+    make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or where others were loaded, or the last transfer failed."""
+
+    class Learner:
+        version = 0
+
+        async def train(self, *_: Any) -> dict[str, Any]:
+            self.version += 1
+            return {}
+
+    class Engines:
+        sent, fails = 0, False
+        engines = ("worker-0", "worker-1")
+
+        async def update_weights(self, _: Any) -> list[Any]:
+            if self.fails:
+                raise WeightUpdateError("they are busy")
+            self.sent += 1
+            return [SimpleNamespace(mean=0.0, largest=0.0)] * 2
+
+    engines = Engines()
+    runtime: Any = SimpleNamespace(manager=engines, policy=Learner(), teachers=None)
+    step = TrainingStep(make_config(), runtime)
+    published = SimpleNamespace(version=0, sent_bytes=8, changed=1.0)
+
+    async def publish() -> Any:
+        published.version = runtime.policy.version
+        return published
+
+    monkeypatch.setattr(step._sync, "publish", publish)
+    one = Sample.of([1, 2], [0, 1], [0.0, 0.0], [-1, 0], 1.0, 0)
+    assert (await step.update_weights())["weight_update_bytes"] == 8, "those of a new run"
+    await step.learn(SampleBatch())
+    again = await step.update_weights()
+    assert (again["engines"], again["weight_version"], again["weight_update_bytes"]) == (2, 0, 0)
+    assert engines.sent == 1
+    await step.learn(SampleBatch(samples=[one]))
+    engines.fails = True
+    with pytest.raises(WeightUpdateError):
+        await step.update_weights()
+    engines.fails = False
+    await step.learn(SampleBatch())
+    assert (await step.update_weights())["weight_version"] == 1
+    assert engines.sent == 2
+    step.has_new_weights = True
+    await step.update_weights()
+    assert engines.sent == 3

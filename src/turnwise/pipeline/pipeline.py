@@ -374,6 +374,7 @@ class Pipeline:
     async def _restore(self, folder: Path, trainer: TrainerGroup, step: TrainingStep) -> int:
         with waiting(f"the trainer to load {folder}"):
             loop = await run_in_thread(checkpoint.read_loop, folder)
+            step.has_new_weights = True
             version = await trainer.load(folder)
         step.versions = recent_versions(self.config, version, loop.get("versions"))
         await step.update_weights()

@@ -230,6 +230,8 @@ class TrainingStep:
         assert runtime.policy is not None
         self.versions = recent_versions(config)
         self.algorithm = make_algorithm(config.algorithm)
+        self.has_new_weights = True
+        """Whether the trainer may have other weights than the engines; set it after a load."""
         self._config = config
         self._manager = runtime.manager
         self._policy = runtime.policy
@@ -281,6 +283,7 @@ class TrainingStep:
             )
         metrics: JsonObject = {}
         if batch.samples:
+            self.has_new_weights = True
             with waiting("the trainer to train"):
                 async with self._trainers_turn():
                     metrics = await self._policy.train(batch.samples)
@@ -313,11 +316,20 @@ class TrainingStep:
         await self._manager.wake_up()
 
     async def update_weights(self) -> JsonObject:
-        """Transfer the trainer's weights to the engines and check that they arrived."""
+        """Transfer the trainer's weights to the engines and check that they arrived; nothing is
+        sent where nothing was trained since the last transfer."""
+        if not self.has_new_weights:
+            return {
+                "engines": len(self._manager.engines),
+                "weight_version": self._policy.version,
+                "weight_update_seconds": 0.0,
+                "weight_update_bytes": 0,
+            }
         started = time.perf_counter()
         with waiting("the engines to load new weights"):
             published = await self._sync.publish()
             updated = await self._manager.update_weights(self._sync)
+        self.has_new_weights = False
         lent: JsonObject = {}
         if self._config.training.offload:
             lent["offloaded_gib"] = await self._policy.offload() / 2**30
