@@ -7,6 +7,7 @@ and checks the results.
 """
 
 import json
+import logging
 import sys
 from collections.abc import AsyncGenerator, Sequence
 from concurrent.futures import Future
@@ -33,6 +34,23 @@ LISTS = (
     "rewards",
     "truncated",
 )
+
+
+class Warnings(logging.Handler):
+    """What a pipeline warns of until `end`."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._said: list[str] = []
+        self._logger = logging.getLogger("turnwise.pipeline.pipeline")
+        self._logger.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._said.append(record.getMessage())
+
+    def end(self) -> list[str]:
+        self._logger.removeHandler(self)
+        return self._said
 
 
 class OwnSetup(VLLMModule):
@@ -131,7 +149,9 @@ def run(config: str, model_file: str, seen: dict[str, Any]) -> None:
         seen["first"] = lists(outputs)
         seen["trained"] = pipeline.train(outputs)
         seen["second"] = lists(policy.forward_step(data))
+        warned = Warnings()
         seen["again"] = pipeline.train(outputs)  # its tokens are stale by now
+        seen["warned"] = warned.end()
 
         talks = policy.build_dataset([*TEXTS, [{"role": "user", "content": TEXTS[0]}]])
         answers = policy.forward_step(talks)

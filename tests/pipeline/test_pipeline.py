@@ -118,6 +118,8 @@ def test_outputs_that_are_too_old_train_nothing(seen: Seen) -> None:
     sampled = sum(map(sum, seen["first"]["loss_mask"]))
     assert 0 < again["stale_tokens"] <= sampled
     assert (again["trained_tokens"], again["weight_version"]) == (0, 1)
+    (said,) = seen["warned"]
+    assert said.startswith(f"{again['stale_tokens']} of {sampled} sampled tokens are not trained")
 
 
 def test_evaluation_is_greedy_and_trains_nothing(seen: Seen) -> None:

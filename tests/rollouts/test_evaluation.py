@@ -79,6 +79,7 @@ def test_an_attempt_to_which_no_reward_applies_is_neither_right_nor_wrong(
     summary = summarize([with_them], n, 1.0)
     right = [reward == 1.0 for reward in rewards]
     assert summary["accuracy"] == pytest.approx(sum(right) / max(1, len(right)))
+    assert (f"pass@{n}" in summary) == (not missing)
     if rewards:
         same = summarize([without], len(rewards), 1.0)
         shared = summary.keys() & same.keys()

@@ -302,6 +302,15 @@ class Pipeline:
         )
         metrics.add_samples(made)
         training = self.config.training
+        if stale := made.report.masked["stale"] + made.report.masked["stale_group"]:
+            logger.warning(
+                "%d of %d sampled tokens are not trained: a step has changed the weights since "
+                "forward_step sampled them, and they are older than training.max_staleness (%d) "
+                "allows; train the outputs of several forward_steps by one call of train",
+                stale,
+                made.report.tokens_sampled,
+                training.max_staleness,
+            )
         if self.iteration == training.steps and training.lr_schedule != "constant":
             logger.warning(
                 "training.lr_schedule %s ended with step %d (training.steps), and the program "

@@ -82,11 +82,10 @@ class Scores:
     def summary(self) -> dict[str, float]:
         """Return `accuracy` over all attempts, `reward_mean` over those that were not dropped, and
         `pass@k` and `mean@k` for each power of two below `n` and for `n` itself, over the groups
-        with at least k attempts; 0 where there are none."""
-        at_k = {
-            name: value / max(1, self._groups[int(name.partition("@")[2])])
-            for name, value in self._at_k.items()
-        }
+        with at least k attempts, without those that no group has. Accuracy and mean are 0 where
+        there is no attempt."""
+        groups = {name: self._groups[int(name.partition("@")[2])] for name in self._at_k}
+        at_k = {name: self._at_k[name] / count for name, count in groups.items() if count}
         return {
             "accuracy": self._right / max(1, self._attempts),
             "reward_mean": self._reward / max(1, self._finished),
