@@ -4,13 +4,14 @@ Each message is one sentence for the user: what is wrong, or what did not answer
 The command line prints it and exits with status 2, without a traceback.
 """
 
+import inspect
 import os
 import re
 import sysconfig
 import traceback
 import unicodedata
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 _NUMBER = re.compile(r"(\.py:\d+)|0x[0-9a-f]+|\b[0-9a-f]{8,}\b|-?\d+(?:\.\d+)?")
@@ -98,12 +99,16 @@ def where_in_user_code(error: BaseException) -> str:
     return f"{short_path(file)}:{number}"
 
 
-def defined_at(function: object) -> str:
-    """Return where a function of user code is defined, as `file:line`; "" if that is unknown."""
-    code = getattr(getattr(function, "__func__", function), "__code__", None)
-    if code is None or not in_user_code(code.co_filename):
-        return ""
-    return f"{short_path(code.co_filename)}:{code.co_firstlineno}"
+def defined_at(what: object) -> str:
+    """Return where a function or class of user code is defined, as `file:line`; "" if that is
+    unknown."""
+    file, line = None, 0
+    if isinstance(what, type):
+        with suppress(OSError, TypeError):  # it has no source
+            file, line = inspect.getsourcefile(what), inspect.getsourcelines(what)[1]
+    elif code := getattr(getattr(what, "__func__", what), "__code__", None):
+        file, line = code.co_filename, code.co_firstlineno
+    return f"{short_path(file)}:{line}" if file and in_user_code(file) else ""
 
 
 def user_traceback(error: BaseException) -> str:

@@ -43,7 +43,7 @@ def test_the_examples_of_functions(module: str) -> None:
 
 async def test_the_example_of_an_environment() -> None:
     opened = Episode(example(Environment), Problem("rows:1", ROW), RolloutConfig())
-    assert opened.preview()
+    assert await opened.preview(set_up=True)
     result = await opened.toolbox.call("look_up", '{"city": "Oslo"}')
     assert (opened.problem[0]["role"], result.text) == ("user", "rain")
     trajectory = Trajectory("rows:1", messages=[{"role": "assistant", "content": "It will rain."}])

@@ -1,5 +1,6 @@
 """What an environment may leave out, and what is said of one that cannot be used."""
 
+import asyncio
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ def made(problem: Any, *tools: Any) -> Episode:
 
 def preview(environment: Any) -> Episode:
     episode = Episode(environment, Problem("rows.jsonl:3", {}), RolloutConfig())
-    assert episode.preview()
+    assert asyncio.run(episode.preview(set_up=True))
     return episode
 
 

@@ -404,7 +404,8 @@ async def test_the_environment_may_be_defined_in_the_main_program(tmp_path: Path
         "    processes = EnvironmentProcesses(Mine, RolloutConfig())\n"
         "    problem = Problem('rows:1', {'text': 'Go.'})\n"
         "    episode = RemoteEpisode(processes, problem, RolloutConfig())\n"
-        "    print(episode.preview(), episode.problem, episode.toolbox.schemas)\n"
+        "    known = asyncio.run(episode.preview(set_up=True))\n"
+        "    print(known, episode.problem, episode.toolbox.schemas)\n"
     )
     done = await asyncio.to_thread(
         subprocess.run, [sys.executable, str(script)], capture_output=True, text=True, timeout=300

@@ -87,10 +87,21 @@ async def call_user_code(
             return await _on_user_loop(name, functools.partial(function, *arguments))
         call = Call[Foreign](name)
         start = None if thread is None else functools.partial(thread.start, call)
-        value = await in_thread(call, lambda: call.run(function, *arguments), start)
-        if inspect.isawaitable(value):
-            return await _on_user_loop(name, lambda: value)
-        return value
+        try:
+            value = await in_thread(call, lambda: call.run(function, *arguments), start)
+            if inspect.isawaitable(value):
+                return await _on_user_loop(name, lambda: value)
+            return value
+        finally:
+            call.add_done_callback(_close_unbegun)  # also if it returns later
+
+
+def _close_unbegun(call: Future[Foreign]) -> None:
+    """Close a coroutine that a call returned too late to begin: Python would warn of it."""
+    if not call.cancelled() and call.exception() is None:
+        value = call.result()
+        if inspect.iscoroutine(value) and inspect.getcoroutinestate(value) == inspect.CORO_CREATED:
+            value.close()
 
 
 async def run_abandonable(

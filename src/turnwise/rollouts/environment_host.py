@@ -14,7 +14,6 @@ import pickle
 import socket
 import sys
 import traceback
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -114,14 +113,11 @@ class _Player:
         return {"value": value}
 
     async def prompt(self) -> object:
-        return await self._call(self.episode.prompt)
-
-    async def preview(self) -> object:
-        return self._known() if await self._call(self.episode.preview) else None
-
-    async def _call(self, function: Callable[[], object]) -> object:
         seconds = self._rollout.environment_timeout
-        return await call_user_code(function, name="the environment", seconds=seconds)
+        return await call_user_code(self.episode.prompt, name="the environment", seconds=seconds)
+
+    async def preview(self, set_up: bool) -> object:
+        return self._known() if await self.episode.preview(set_up=set_up) else None
 
     async def open(self) -> object:
         await self.episode.open()
@@ -129,7 +125,7 @@ class _Player:
 
     def _known(self) -> JsonObject:
         """Return the part of the episode that the driver must know (`remote_episode.Opened`)."""
-        names = "name", "problem", "players", "steps", "measures"
+        names = "name", "problem", "players", "steps", "measures", "rewards"
         known = {name: getattr(self.episode, name) for name in names}
         return known | {"schemas": self.episode.toolbox.schemas}
 

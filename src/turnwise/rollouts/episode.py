@@ -10,8 +10,9 @@ failed one is a `TrajectoryError` of the episode's trajectory, `environment_erro
 
 import asyncio
 import inspect
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from functools import partial
 from typing import TypeVar, cast
 
@@ -26,7 +27,13 @@ from turnwise.core.user_code import (
     user_errors,
 )
 from turnwise.core.watchdog import waiting
-from turnwise.errors import DeadlineError, TrajectoryError, TurnwiseError, defined_at
+from turnwise.errors import (
+    DeadlineError,
+    InputError,
+    TrajectoryError,
+    TurnwiseError,
+    defined_at,
+)
 from turnwise.rollouts.environment import (
     Environment,
     EnvironmentType,
@@ -49,8 +56,12 @@ from turnwise.tools.tool import is_toolset
 from turnwise.tools.toolbox import Toolbox, make_toolbox
 from turnwise.trajectory import Message, Trajectory
 
+logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
+PREVIEW_CALLS = 3
+"""Number of calls, each with the deadline, of a preview: it builds the environment and sets it up,
+reads it, and closes it."""
 STALL_KEY = "rollout.stall_timeout"  # key of the deadline of a reward
 ToolSource = Callable[[], ToolFunction | Tool | Toolset]
 """Returns a trajectory's tool or toolset of `rollout.tools`, which it opens and closes; may be user
@@ -81,6 +92,7 @@ class Episode:
         """Opening messages of each player of a game; the first one's are the problem too."""
         self.toolbox = make_toolbox([], rollout)
         """The environment's tools, and those of `rollout.tools`."""
+        self.rewards = False  # whether the environment has a reward of its own
         self.steps = False  # whether the environment answers turns that call no tool
         self.measures = False  # whether the environment has metrics of its own
         self._factory = factory
@@ -95,26 +107,58 @@ class Episode:
 
     async def open(self) -> None:
         """Build the environment, set it up, and read its problem and tools."""
+        async with self._failing("the environment"):
+            await self._begin()
+        await self._open_toolsets()
+
+    async def preview(self, *, set_up: bool) -> bool:
+        """Open the environment without toolsets, and close it; return whether its problem and all
+        tools are known then. Unless `set_up`, one with a `setup` is only built.
+
+        Raises:
+            InputError: naming the row of an environment that cannot be used, or is late.
+            TrajectoryError: of the environment's own making, such as for a server that is away.
+        """
+
+        async def report(_: str, error: Exception) -> None:
+            logger.warning("%s", error)
+
+        try:
+            async with user_errors(None, f"{self.where}: the environment failed: "):
+                known = await self._begin(set_up=set_up)
+        except DeadlineError as error:
+            raise InputError(str(error)) from error
+        finally:
+            self._toolsets, unopened = [], self._toolsets
+            await self.close(report)
+        return known and not unopened
+
+    async def _begin(self, *, set_up: bool = True) -> bool:
+        """Build the environment, set it up, and read its problem and tools; return whether they are
+        read: not those of one with a `setup` unless `set_up`."""
 
         def begin() -> Awaitable[object] | None:
             """Build and read it; an async `setup` is returned, to be awaited before."""
             self.environment = self._factory(self._row)
             self._find_methods()  # `close` also where `setup` fails
             setup = own_method(self.environment, "setup")
+            if setup is not None and not set_up:
+                self._closes = None  # it expects what `setup` opens
+                return None
             opening = None if setup is None else setup()
             if inspect.isawaitable(opening):
                 return opening
             self._learn()
             return None
 
-        await self._read("the environment", begin)
-        if not self.problem:  # its `setup` is async
-            await self._read("the environment", self._learn)
-        await self._open_toolsets()
+        await self._ask("the environment", self._named(begin))
+        if set_up and not self.problem:  # its `setup` is async
+            await self._ask("the environment", self._named(self._learn))
+        return bool(self.problem)
 
     def prompt(self) -> list[Message] | None:
         """Return the messages that the class knows from the row alone; None if it knows none. Call
-        this and `preview` in a thread."""
+        this in a thread."""
         if (prompt := own_method(type_of(self._factory), "prompt")) is None:
             return None
         with naming_row(self.where, self._row):
@@ -122,25 +166,23 @@ class Episode:
             what = f"{name_of(self._factory)}.prompt"
             return None if reply is None else read_messages(reply, what)
 
-    def preview(self) -> bool:
-        """Read problem and tools without `setup` and toolsets; return whether they are known."""
-        with naming_row(self.where, self._row):
-            self.environment = self._factory(self._row)
-            if own_method(self.environment, "setup") is not None:
-                return False
-            self._learn()
-        return not self._toolsets
-
     def _learn(self) -> None:
         self._find_methods()  # `setup` may have set them
-        self.problem, self.players = read_problem(self.environment)
-        self._offer(*read_tools(self.environment))
+        try:
+            problem, self.players = read_problem(self.environment)
+            tools = read_tools(self.environment)
+        except InputError as error:
+            where = defined_at(type(self.environment))
+            raise InputError(f"{error} ({where})" if where else str(error)) from error
+        self._offer(*tools)
+        self.problem = problem
 
     def _find_methods(self) -> None:
         """Find the environment's own methods; looking one up may be user code."""
         self.name = type(self.environment).__name__
         self.steps = own_method(self.environment, "step") is not None
         self.measures = own_method(self.environment, "metrics") is not None
+        self.rewards = own_method(self.environment, "reward") is not None
         self._closes = own_method(self.environment, "close")
 
     def _offer(
@@ -252,16 +294,28 @@ class Episode:
     async def _call(
         self, what: str, function: Callable[..., Foreign], *arguments: object, own: bool = True
     ) -> Foreign:
+        """Call a function as `_ask` does; whatever it raises fails the trajectory."""
+        async with self._failing(what):
+            value = await self._ask(what, function, *arguments, own=own)
+        return value
+
+    async def _ask(
+        self, what: str, function: Callable[..., Foreign], *arguments: object, own: bool = True
+    ) -> Foreign:
         """Call a function of the environment's `own`, in its thread if it is plain, or another."""
+        return await call_user_code(
+            function,
+            *arguments,
+            name=f"{what} of {self.where}",
+            seconds=self._rollout.environment_timeout,
+            key="rollout.environment_timeout",
+            thread=self._thread if own else None,
+        )
+
+    @asynccontextmanager
+    async def _failing(self, what: str) -> AsyncIterator[None]:
         try:
-            return await call_user_code(
-                function,
-                *arguments,
-                name=f"{what} of {self.where}",
-                seconds=self._rollout.environment_timeout,
-                key="rollout.environment_timeout",
-                thread=self._thread if own else None,
-            )
+            yield
         except TrajectoryError:
             raise
         except DeadlineError as error:
@@ -274,13 +328,15 @@ class Episode:
 
     async def _read(self, what: str, read: Callable[[], _T]) -> _T:
         """Read what the environment gave, which may run its code; an error names the row."""
+        value: _T = await self._call(what, self._named(read))
+        return value
 
+    def _named(self, read: Callable[[], _T]) -> Callable[[], _T]:
         def named() -> _T:
             with naming_row(self.where, self._row):
                 return read()
 
-        value: _T = await self._call(what, named)
-        return value
+        return named
 
 
 async def rewards_of(value: object, who: str, trajectory: Trajectory, seconds: float) -> Rewards:
@@ -297,11 +353,18 @@ async def rewards_of(value: object, who: str, trajectory: Trajectory, seconds: f
 
 
 @asynccontextmanager
-async def playing(episode: Episode, clock: StallClock, report: Report) -> AsyncIterator[Episode]:
-    """Open an episode for the length of an `async with` block; it is always closed."""
+async def playing(
+    episode: Episode,
+    clock: StallClock,
+    report: Report,
+    turn: AbstractAsyncContextManager[object] | None = None,
+) -> AsyncIterator[Episode]:
+    """Open an episode, within its `turn` if it has one, for the length of an `async with` block; it
+    is always closed."""
     try:
         with waiting(episode.where, "environment"), clock.held():
-            await episode.open()
+            async with turn or nullcontext():
+                await episode.open()
         yield episode
     finally:
         with clock.held():

@@ -52,10 +52,9 @@ from turnwise.rollouts.environment import (
     EnvironmentType,
     Rewards,
     name_of,
-    naming_row,
     read_rewards,
 )
-from turnwise.rollouts.episode import Episode, Report, ToolSource
+from turnwise.rollouts.episode import PREVIEW_CALLS, Episode, Report, ToolSource
 from turnwise.rollouts.problems import Problem
 from turnwise.rollouts.row_images import holds_images
 from turnwise.tools import Tool, ToolFunction
@@ -70,6 +69,7 @@ _ENDING_SECONDS = 5.0  # time for a process whose connection is closed to end
 _OPENING_CALLS = 4  # maximum number of calls, each with the deadline, that open an episode
 _CUT_CHARS = 100
 """Number of characters by which a toolbox's note of what it left out exceeds its limit at most."""
+CRASHED = "environment_crashed"  # reason of a trajectory whose environment's process ended
 _REASONS = {"environment_error", "environment_timeout", "reward_error", "close_error"}
 """Reasons that a process may give. The environment's own are counted under the first: their number
 is not limited, and some of a run's reasons do more than to fail one trajectory."""
@@ -113,6 +113,7 @@ class Opened(TypedDict):
     schemas: list[_Schema]
     steps: bool
     measures: bool
+    rewards: bool
 
 
 class _Called(TypedDict):
@@ -213,7 +214,7 @@ class EnvironmentProcesses:
                 why = f"did not start: {reason}"
             else:
                 why = f"cannot be imported in a process of its own, which {_ended(code)}"
-            raise TrajectoryError("environment_crashed", f"the environment {why}") from error
+            raise TrajectoryError(CRASHED, f"the environment {why}") from error
         return talk, control
 
 
@@ -269,7 +270,7 @@ class RemoteEpisode(Episode):
                 with suppress(TimeoutError, OSError, ValueError):
                     code = await asyncio.wait_for(status.readline(), GRACE_SECONDS)
                     how = _ended(os.waitstatus_to_exitcode(int(code)))
-                self._end("environment_crashed", how)
+                self._end(CRASHED, how)
 
         self._reading = asyncio.create_task(read_answers())
         asking.write(self._problem)
@@ -307,17 +308,16 @@ class RemoteEpisode(Episode):
         except (AnswerError, RecursionError) as error:
             raise self._end(REPLY, str(error)) from None
 
-    def _ask_alone(self, kind: TypeAdapter[_T], method: str) -> _T:
-        """Ask a process that is started for this one question; call it from a thread."""
-
-        async def asked() -> _T:
-            try:
-                await self.connect(*self._processes.start())
-                return await self.ask(kind, method, alone=True)
-            finally:
-                self.kill()
-
-        return asyncio.run(asked())
+    async def _ask_alone(
+        self, kind: TypeAdapter[_T], method: str, *arguments: object, calls: int = 1
+    ) -> _T:
+        """Ask a process that is started for this one question, which takes a number of calls."""
+        try:
+            await self.connect(*await run_in_thread(self._processes.start))
+            seconds = calls * self._rollout.environment_timeout
+            return await self.ask(kind, method, *arguments, seconds=seconds, alone=True)
+        finally:
+            self.kill()
 
     def _end(self, reason: str, how: str) -> TrajectoryError:
         self.kill()
@@ -331,14 +331,21 @@ class RemoteEpisode(Episode):
                 writer.close()
 
     def prompt(self) -> list[Message] | None:
-        return self._ask_alone(PROMPT, "prompt")
+        return asyncio.run(self._ask_alone(PROMPT, "prompt"))
 
-    def preview(self) -> bool:
-        if (known := self._ask_alone(PREVIEW, "preview")) is None:
+    async def preview(self, *, set_up: bool) -> bool:
+        try:
+            known = await self._ask_alone(PREVIEW, "preview", set_up, calls=PREVIEW_CALLS)
+        except DeadlineError as error:
+            raise InputError(str(error)) from error
+        except TrajectoryError as error:
+            if error.reason in (CRASHED, REPLY):
+                raise InputError(str(error)) from error
+            raise
+        if known is None:
             return False
         vars(self).update(known)
-        with naming_row(self.where, self._row):
-            self._offer([])
+        await self._ask("the tools", self._named(lambda: self._offer([])))
         return not self._toolsets
 
     def _make_toolbox(self, tools: Sequence[ToolFunction | Tool]) -> Toolbox:

@@ -12,20 +12,23 @@ from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from turnwise.config import RewardConfig, RolloutConfig
+from turnwise.config import LOOP_NAMES, RewardConfig, RolloutConfig
 from turnwise.core.aio import together
 from turnwise.core.deadlines import StallClock
 from turnwise.core.optional import Foreign, load_object
 from turnwise.core.run_files import RunFiles
 from turnwise.core.user_code import call_user_code, user_errors
 from turnwise.core.watchdog import waiting
-from turnwise.errors import InputError, TrajectoryError
+from turnwise.errors import InputError, TrajectoryError, defined_at
 from turnwise.rollouts.environment import (
     BEYOND_LIMIT,
+    EnvironmentType,
     Rewards,
     is_list,
+    name_of,
     read_reward,
     shown,
+    type_of,
 )
 from turnwise.rollouts.episode import STALL_KEY, Episode, rewards_of
 from turnwise.rollouts.judge import Judge
@@ -93,7 +96,8 @@ class RewardManager:
         max_steps: int = 0,
         files: RunFiles | None = None,
     ) -> None:
-        self._seconds = (rollout or RolloutConfig()).stall_timeout
+        self._rollout = rollout or RolloutConfig()
+        self._seconds = self._rollout.stall_timeout
         self._parts: list[_Part] = []
         for entry in parts or [RewardConfig()]:
             key = next((key for key in REWARD_KINDS if getattr(entry, key, None)), "environment")
@@ -101,7 +105,7 @@ class RewardManager:
             function: Callable[..., Foreign] | None = None
             judge: Judge | None = None
             if entry.judge is not None:
-                judge = Judge(entry.judge, entry.label, rollout or RolloutConfig(), files)
+                judge = Judge(entry.judge, entry.label, self._rollout, files)
                 kind = kind._replace(compares=entry.judge.compare)
             elif key not in ("model", "environment"):
                 setting = f"rollout.rewards.{key}"
@@ -223,6 +227,20 @@ class RewardManager:
         for part in self._parts:
             if part.judge is not None and (why := part.judge.lacks(row)):
                 raise InputError(f"{where}: {why}; it has: {', '.join(map(str, row))}")
+
+    def check_environment(self, episode: Episode, environment: EnvironmentType) -> None:
+        """Raise InputError if the environment's own reward is needed, and a previewed episode of it
+        has none; not where its agent, or a loop of the user's, may set the reward."""
+        rollout = self._rollout
+        if episode.rewards or rollout.agent_rewards or rollout.loop not in LOOP_NAMES:
+            return
+        if any(part.kind is REWARD_KINDS["environment"] for part in self._own):
+            where = defined_at(type_of(environment))
+            raise InputError(
+                f"{episode.where}: the environment {name_of(environment)}{where and f' ({where})'} "
+                "has no reward: give it a method reward(self, trajectory), or list other rewards "
+                "only in rollout.rewards"
+            )
 
     def lacks(self, trajectory: Trajectory) -> bool:
         """Return whether no part applies to a judged trajectory: all optional ones were None."""

@@ -12,8 +12,8 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -59,7 +59,7 @@ from turnwise.rollouts.environment import (
     own_method,
     type_of,
 )
-from turnwise.rollouts.episode import Episode, playing
+from turnwise.rollouts.episode import PREVIEW_CALLS, Episode, playing
 from turnwise.rollouts.group import NO_REWARD, TOO_LONG, Group
 from turnwise.rollouts.loops import load_loop
 from turnwise.rollouts.problems import Problem
@@ -78,6 +78,7 @@ logger = logging.getLogger(__name__)
 _BY_REQUESTS = ("agent", "chat_scheduler")
 _READING = ("tool_calling", "self_play")
 """Loops in which the model reads results of tools as messages."""
+_CHECK_SECONDS = 60.0  # time for a check of a row beyond the calls of its environment
 _LEFT_OUT = 10_000  # number of problems with too long a prompt that are remembered
 
 
@@ -119,29 +120,59 @@ class Stage:
         self._measures = measured and not written
         self.played = False  # whether a trajectory has been finished
         self._checked = False
-        """Whether the template shows the first problem's messages, and tools and results of our own
-        loops."""
+        """Whether the first problem was checked: its environment was set up, there is a reward, and
+        the template shows its messages, and tools and results of our own loops."""
+
+        self._opened = self._processes is not None
+        """Whether an environment was opened in this process, if they are opened here."""
+
+    @asynccontextmanager
+    async def turn(self, alone: asyncio.Lock) -> AsyncIterator[None]:
+        """Wait until an environment may be opened here: the first one is opened alone, whatever
+        becomes of it, because packages that it imports for the first time may import one another.
+        Of two threads that enter such packages by different modules, one sees a part of a module.
+        """
+        if not self._opened:
+            async with alone:
+                if not self._opened:
+                    try:
+                        yield
+                    finally:
+                        self._opened = True
+                    return
+        yield
 
     def episode(self, problem: Problem) -> Episode:
         if self._processes is not None:
             return RemoteEpisode(self._processes, problem, self.rollout, self._tools)
         return Episode(self._environment, problem, self.rollout, self._tools)
 
-    def check(self, problem: Problem) -> int | None:
-        """Build a problem's environment and prompt; call this from a thread.
+    def check(self, problem: Problem, rewards: RewardManager) -> int | None:
+        """Build a problem's environment and prompt, and close it; call this from a thread. The
+        first one is set up too, and must have a reward, unless `rewards` need none.
 
-        Returns the prompt's tokens; None if the environment has a `setup`, which is not called, or
-        an agent writes the prompts. InputError names the row with unusable fields or tools, or too
-        long a prompt, and what the chat template leaves out of the first one.
+        Returns the prompt's tokens; None if it is known only when tools are opened, or by a `setup`
+        that is not called here, or an agent writes the prompts. InputError names the row with
+        unusable fields or tools, or too long a prompt, and what the chat template leaves out of the
+        first one.
         """
 
         def measure() -> int | None:
-            episode = self.episode(problem)
-            if not episode.preview():
+            episode, first = self.episode(problem), not self._checked
+            try:
+                known = asyncio.run(episode.preview(set_up=first))
+            except TrajectoryError as error:  # what fails here may work in the run
+                logger.warning("%s is checked when it is played: %s", problem.id, error)
+                return None
+            if first:
+                rewards.check_environment(episode, self._environment)
+            self._opened = True
+            if not known:
+                self._checked = True
                 return None
             messages, schemas = episode.problem, episode.toolbox.schemas
             offered, loop = self._offered(schemas), self.rollout.loop
-            if not self._checked and loop not in _BY_REQUESTS:
+            if first and loop not in _BY_REQUESTS:
                 try:
                     check_messages(self._template, messages)
                     if offered and loop in LOOP_NAMES:
@@ -152,11 +183,12 @@ class Stage:
                     raise InputError(f"{problem.id}: {error}") from error
                 if stop := missing_stop(self._config, self._template):
                     logger.warning("%s", stop)
-                self._checked = True
+            self._checked = True
             return self._length(problem.id, messages, offered) if self._measures else None
 
-        seconds = self.rollout.environment_timeout
-        length = call_and_wait(measure, name=self._name, seconds=seconds)
+        # Each call of the environment has its own deadline; its process is started before.
+        seconds = (PREVIEW_CALLS + 2) * self.rollout.environment_timeout + _CHECK_SECONDS
+        length = call_and_wait(measure, name=f"the check of {self._name}", seconds=seconds)
         if length is not None and length <= self._longest and (reason := self._too_long(length)):
             raise InputError(f"{problem.id}: {reason}")
         return length
@@ -180,7 +212,7 @@ class Stage:
             if length is not None:
                 self._admit(problem.id, length)
         except TrajectoryError as error:
-            return str(error)
+            return str(error) if error.reason == TOO_LONG else ""
         except Exception:
             return ""  # its trajectories fail too, and are counted
         return ""
@@ -313,6 +345,7 @@ class Runner:
         self.slots = Slots(config.rollout.concurrency, -(-step // config.rollout.processes))
         """Slots of trajectories; see `Scheduler.grow`."""
         self._loading = asyncio.Lock()
+        self._opening = asyncio.Lock()  # held while the first environment of a stage is opened
 
     def with_environment(self, environment: EnvironmentType, loop: AgentLoop) -> "Runner":
         """Return a runner for another environment and loop that shares all, slots included, but
@@ -348,7 +381,7 @@ class Runner:
     def check(self, problem: Problem) -> int | None:
         """Check what can be known of a row before anything is started; see `Stage.check`."""
         self.rewards.check_row(problem.id, problem.row)
-        return self._stage(problem).check(problem)
+        return self._stage(problem).check(problem, self.rewards)
 
     def within_prompt_limit(self, problems: Sequence[Problem]) -> list[Problem]:
         """Check all problems; return those with a prompt of at most `data.max_prompt_tokens`."""
@@ -515,7 +548,8 @@ class Runner:
             cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
             await self.files.log_error(reason, name, cause, problem.environment)
 
-        async with playing(stage.episode(problem), clock, report) as episode:
+        turn = stage.turn(self._opening)
+        async with playing(stage.episode(problem), clock, report, turn) as episode:
             calls: list[TurnTimes] = []
             run.group.calls[trajectory.sample_index] = calls
             context = RolloutContext(

@@ -22,7 +22,7 @@ from pydantic_core import from_json
 
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
-from turnwise.errors import InputError
+from turnwise.errors import InputError, defined_at
 from turnwise.tools.tool import ToolFunction
 
 _LOG = logging.getLogger(__name__)
@@ -182,9 +182,10 @@ def _note_gaps(
 
 
 def _refused(function: ToolFunction, why: str) -> InputError:
+    where = defined_at(function)
     return InputError(
-        f"tool {function.__name__} cannot be offered to the model: {why}; give each argument a "
-        "type hint that JSON can hold"
+        f"tool {function.__name__}{where and f' ({where})'} cannot be offered to the "
+        f"model: {why}; give each argument a type hint that JSON can hold"
     )
 
 
