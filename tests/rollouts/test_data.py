@@ -82,7 +82,7 @@ def test_a_programs_dataset_gives_the_rows_of_its_file() -> None:
     assert given_rows(splits) is splits
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "parquet", "saved", "folder"])
+@pytest.mark.parametrize("kind", ["jsonl", "written", "parquet", "saved", "folder"])
 def test_a_row_has_no_keys_of_another_rows_messages_calls_and_tools(
     tmp_path: Path, kind: str
 ) -> None:
@@ -91,6 +91,10 @@ def test_a_row_has_no_keys_of_another_rows_messages_calls_and_tools(
     if kind == "jsonl":
         path = path.with_suffix(".jsonl")
         path.write_text("".join(json.dumps(row) + "\n" for row in CALLS))
+    elif kind == "written":
+        path = path.with_suffix(".jsonl")
+        Dataset.from_list(CALLS).to_json(path)
+        assert "null" in path.read_text()
     elif kind == "saved":
         Dataset.from_list(CALLS).save_to_disk(path)
     else:
@@ -107,6 +111,37 @@ def test_a_row_has_no_keys_of_another_rows_messages_calls_and_tools(
         assert "null" not in text
         expected = template.render(given["messages"][:-1], tools=given["tools"])
         assert template.render(asked[0], tools=asked[1]) == expected
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "written", "parquet", "saved"])
+def test_a_null_that_is_a_value_stays_in_every_form(tmp_path: Path, kind: str) -> None:
+    own = {
+        "messages": talk("weather", city="Oslo"),
+        "tools": [tool("weather", "city")],
+        "state": {"x": None, "y": 0, "below": [{"role": "admin", "until": None}, None]},
+        "answer": None,
+    }
+    own["messages"][1]["tool_calls"][0]["function"]["arguments"]["city"] = None  # it is required
+    path = tmp_path / "rows.jsonl"
+    dataset = Dataset.from_list([own])
+    if kind == "jsonl":
+        path.write_text(json.dumps(own) + "\n")
+    elif kind == "written":
+        dataset.to_json(path)
+    elif kind == "saved":
+        dataset.save_to_disk(path)
+    else:
+        dataset.to_parquet(path := path.with_suffix(".parquet"))
+    assert list(load_rows(str(path), split="train")) == [own]
+
+
+@pytest.mark.parametrize("arguments", [{"x": None, "y": 0}, {}])
+def test_a_null_that_a_line_of_json_says_stays(tmp_path: Path, arguments: dict[str, Any]) -> None:
+    row = {"messages": talk("move", **arguments)}
+    row["messages"][1]["content"] = None
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(row) + "\n")
+    assert list(load_rows(str(path), split="train")) == [row]
 
 
 @pytest.mark.parametrize(

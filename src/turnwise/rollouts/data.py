@@ -33,6 +33,7 @@ from turnwise.rollouts.environment import (
 )
 from turnwise.rollouts.problems import Joined, JoinedProblems, Lazy, Problems, Row
 from turnwise.rollouts.row_images import holds_images, with_own_paths, with_urls
+from turnwise.rollouts.table_rows import is_of_table, own_keys
 
 _SAVED = ("state.json", "dataset_dict.json")
 """Files in a folder of `save_to_disk`: one split, or several."""
@@ -216,6 +217,8 @@ def _read_jsonl(path: Path, limit: int | None) -> Sequence[Row]:
             ) from None
         if not isinstance(row, dict):
             raise InputError(f"{path}, line {number}: a row must be a JSON object")
+        if b"null" in line and is_of_table(row):
+            row = own_keys(row)
         return with_own_paths(row, path.parent) if b'"image' in line else row
 
     return _rows_at(path, islice(places(), limit), parse)
@@ -313,7 +316,7 @@ def _read_parquet(path: Path, limit: int | None) -> Sequence[Row]:
         raise InputError(f"{what}: {first_line(error)}") from error
 
     def read(index: int) -> Row:
-        return with_own_paths(_own_keys(table.slice(index, 1).to_pylist()[0]), path.parent)
+        return with_own_paths(own_keys(table.slice(index, 1).to_pylist()[0]), path.parent)
 
     return Lazy(table.num_rows, read)
 
@@ -347,9 +350,9 @@ def _read_dataset(path: str, split: str, subset: str | None) -> Sequence[Row]:
             raise InputError(f"data: {path} has no split {split}; it has: {', '.join(dataset)}")
         dataset = dataset[split]
     if "Image(" not in repr(dataset.features):
-        return Lazy(len(dataset), lambda index: _own_keys(dataset[index]))
+        return Lazy(len(dataset), lambda index: own_keys(dataset[index]))
     table = dataset.with_format("arrow")  # files of images as they are, as in Parquet files
-    return Lazy(len(dataset), lambda index: _own_keys(table[index].to_pylist()[0]))
+    return Lazy(len(dataset), lambda index: own_keys(table[index].to_pylist()[0]))
 
 
 def given_rows(rows: Iterable[Row]) -> Iterable[Row]:
@@ -357,18 +360,6 @@ def given_rows(rows: Iterable[Row]) -> Iterable[Row]:
     if type(rows).__module__.partition(".")[0] != "datasets" or isinstance(rows, Mapping):
         return rows
     if not isinstance(rows, Sized):
-        return map(_own_keys, rows)  # streamed
+        return map(own_keys, rows)  # streamed
     dataset = cast("Sequence[Row]", rows)  # indexed like a sequence
-    return Lazy(len(dataset), lambda index: _own_keys(dataset[index]))
-
-
-def _own_keys(row: Row) -> Row:
-    """Return a row without null keys of records in it (messages, calls, descriptions of tools):
-    Arrow gives each record the keys of all others."""
-
-    def without_null(value: object) -> object:
-        if isinstance(value, dict):
-            return {key: without_null(below) for key, below in value.items() if below is not None}
-        return [without_null(below) for below in value] if isinstance(value, list) else value
-
-    return {name: without_null(value) for name, value in row.items()}
+    return Lazy(len(dataset), lambda index: own_keys(dataset[index]))
