@@ -77,7 +77,7 @@ CALLS = {
     "llama4_json": _LLAMA,
     "llama4_pythonic": "[add(a=1)]",
     "longcat": f"<longcat_tool_call>\n{_OBJECT}\n</longcat_tool_call>",
-    "mimo": _FUNCTION,
+    "mimo": _FUNCTION.replace("\n1\n", "1"),
     "minicpm5": '<function name="add"><param name="a">1</param></function>',
     "minimax_m2": (
         '<minimax:tool_call>\n<invoke name="add">\n<parameter name="a">1</parameter>\n</invoke>\n'

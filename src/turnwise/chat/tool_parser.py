@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from turnwise.chat import gemma4
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError
 
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 
 _SHORTEST_PART = 4
 """Minimum number of characters of a mark that counts as begun at the end of a text."""
+_MAX_CALLS, _MAX_NESTED, _MAX_SPACE = 200, 200, 2_000
+"""Maximum number of marks of calls, of brackets within each other, and of spaces in a row, in one
+turn: with more, the time of some of vLLM's parsers grows with the square of the turn or faster."""
 _SPACE = re.compile(r"([\[{(:,])\s+")
 """Space that a call without a mark may have after its punctuation."""
 
@@ -38,6 +42,9 @@ class ToolFormat:
     complete, or the parser itself waits for the end."""
     bare: Callable[[str], str] | None = None
     """Function that returns the beginning of a tool's call, where no mark precedes calls."""
+    value_ends: tuple[str, ...] = ()
+    """Mark at the end of a value, then the marks that may follow it; () where values are JSON. At a
+    mark that a value quotes, parsers cut it."""
     shape: str = "it again, complete and in the format that you were given"
     """Form of a call, as the advice to the model names it."""
 
@@ -54,6 +61,20 @@ class ToolFormat:
         if arguments:
             return self._has_another_call(text, openings, arguments)
         return self._begins_a_call(text, openings)
+
+    def takes_too_long(self, text: str) -> bool:
+        """Return whether a text has more of something than parsers can take in time."""
+        marks = {*self.begins, self.each} - {""}
+        if any(text.count(mark) > _MAX_CALLS for mark in marks):
+            return True
+        if any(len(run) > _MAX_SPACE for run in re.findall(r"\s+", text)):
+            return True
+        depth = 0
+        for bracket in re.findall(r"[\[\]{}]", text):
+            depth = depth + 1 if bracket in "[{" else max(0, depth - 1)
+            if depth > _MAX_NESTED:
+                return True
+        return False
 
     def _begins_a_call(self, text: str, openings: Sequence[str]) -> bool:
         """Return whether a text without a call that was read begins one."""
@@ -88,7 +109,17 @@ class ToolFormat:
         # More calls begin than were read, or fewer end than begin.
         if begun > len(arguments):
             return True
+        if self.value_ends and self._cuts_a_value(text, arguments):
+            return True
         return bool(self.ends) and len(re.findall(self.ends, text)) < max(1, begun)
+
+    def _cuts_a_value(self, text: str, arguments: Sequence[str]) -> bool:
+        """Return whether more values end in a text than were read, or one ends within itself."""
+        end, *marks = self.value_ends
+        after = text.split(end)[1:]
+        if len(after) > sum(len(json.loads(call)) for call in arguments if is_object(call)):
+            return True
+        return not all(rest.lstrip().startswith(tuple(marks)) for rest in after if rest.strip())
 
 
 def _without_space(text: str) -> str:
@@ -104,33 +135,64 @@ def is_object(arguments: str) -> bool:
         return False
 
 
+def _typed(arguments: str, schema: object) -> str:
+    """Return arguments with the types that the tool's schema names, in place of the texts of them
+    that some parsers leave."""
+    if not is_object(arguments) or not isinstance(schema, dict):
+        return arguments
+    known = schema.get("properties")
+    given = json.loads(arguments)
+    typed = (
+        {key: _of_type(value, known.get(key)) for key, value in given.items()} if known else given
+    )
+    return arguments if typed == given else json.dumps(typed, ensure_ascii=False)
+
+
+def _of_type(value: object, schema: object) -> object:
+    if not isinstance(value, str) or not isinstance(schema, dict) or gemma4.takes_texts(schema):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError):
+        return value
+
+
 def _python_call(tool: str) -> str:
     return f"[{tool}("
 
 
-def _tagged(name: str, ends: str = "") -> ToolFormat:
-    return ToolFormat((f"<{name}>",), ends=ends)
+def _tagged(name: str, ends: str = "", value_ends: tuple[str, ...] = ()) -> ToolFormat:
+    return ToolFormat((f"<{name}>",), ends=ends, value_ends=value_ends)
 
 
 def _tagged_object(name: str) -> ToolFormat:
     return replace(_tagged(name), shape="one JSON object with name and arguments")
 
 
-def _section(section: str, call: str, ends: str = "") -> ToolFormat:
-    return ToolFormat((section, call), call, ends)
+def _section(
+    section: str, call: str, ends: str = "", value_ends: tuple[str, ...] = ()
+) -> ToolFormat:
+    return ToolFormat((section, call), call, ends, value_ends=value_ends)
 
 
 def _dsml(section: str, space: str = "") -> ToolFormat:
     tag = f"｜DSML｜{space}invoke"
-    return _section(f"<｜DSML｜{section}", f"<{tag} ", re.escape(f"</{tag}>"))
+    value = f"｜DSML｜{space}parameter"
+    value_ends = (f"</{value}>", f"<{value}", f"</{tag}>")
+    return _section(f"<｜DSML｜{section}", f"<{tag} ", re.escape(f"</{tag}>"), value_ends)
 
 
 def _functions(tag: str) -> ToolFormat:
-    return _section(f"<{tag}>", "<function=", "</function>")
+    value_ends = ("</parameter>", "<parameter=", "</function>")
+    return _section(f"<{tag}>", "<function=", "</function>", value_ends)
 
 
 _DEEPSEEK = _section("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
-_HUNYUAN = ToolFormat(("<tool_calls", "<tool_call"), "<tool_call>", "</tool_call(:[^>]*)?>")
+_PAIRS = ("</arg_value>", "<arg_key>", "</tool_call")
+_INVOKED = ("</parameter>", "<parameter", "</invoke>")
+_HUNYUAN = ToolFormat(
+    ("<tool_calls", "<tool_call"), "<tool_call>", "</tool_call(:[^>]*)?>", value_ends=_PAIRS
+)
 _LLAMA = ToolFormat(("<|python_tag|>",), bare=lambda tool: '{"name":' + json.dumps(tool))
 _MINIMAX = "]<]minimax[>["
 
@@ -141,13 +203,13 @@ FORMATS: dict[str, ToolFormat] = {
     "deepseek_v32": _dsml("function_calls>"),
     "deepseek_v4": _dsml("tool"),
     "deepseek_v41": _dsml(" calls>", " "),
-    "dots": _section("<dots_function_call>", "<invoke ", "</invoke>"),
+    "dots": _section("<dots_function_call>", "<invoke ", "</invoke>", _INVOKED),
     "ernie45": _tagged_object("tool_call"),
     "functiongemma": ToolFormat(("<start_function_call>",), ends=r"\}"),
     "gemma4": ToolFormat(("<|tool_call>",), ends=re.escape("<tool_call|>")),
     "gigachat3": ToolFormat(("<|function_call|>", "function call<|role_sep|>")),
-    "glm45": _tagged("tool_call", "</tool_call>"),
-    "glm47": _tagged("tool_call", "</tool_call>"),
+    "glm45": _tagged("tool_call", "</tool_call>", _PAIRS),
+    "glm47": _tagged("tool_call", "</tool_call>", _PAIRS),
     "granite": ToolFormat(("<|tool_call|>", "<tool_call>"), ends=r"\]"),
     "granite-20b-fc": _tagged_object("function_call"),
     "granite4": _tagged_object("tool_call"),
@@ -162,25 +224,37 @@ FORMATS: dict[str, ToolFormat] = {
     ),
     "internlm": ToolFormat(("<|action_start|>",)),
     "jamba": _tagged("tool_calls"),
-    "k2_horizon": _section("<ifm|tool_calls>", "<ifm|tool_call>"),
+    "k2_horizon": _section(
+        "<ifm|tool_calls>",
+        "<ifm|tool_call>",
+        value_ends=("</ifm|arg_value>", "<ifm|arg_key>", "</ifm|tool_call>"),
+    ),
     "kimi_k2": _section(
         "<|tool_calls_section_begin|>", "<|tool_call_begin|>", r"<\|tool_call_end\|>|\}\s*$"
     ),
-    "kimi_k3": ToolFormat(("<|open|>tools<|sep|>",), "<|open|>call"),
+    "kimi_k3": ToolFormat(
+        ("<|open|>tools<|sep|>",),
+        "<|open|>call",
+        value_ends=("<|close|>argument<|sep|>", "<|open|>argument", "<|close|>call"),
+    ),
     "lfm2": ToolFormat(("<|tool_call_start|>",)),
-    "ling3": _tagged("tool_call", "</tool_call>"),
+    "ling3": _tagged("tool_call", "</tool_call>", _PAIRS),
     "llama3_json": _LLAMA,
     "llama4_json": _LLAMA,
     "llama4_pythonic": ToolFormat(("<|python_start|>",), bare=_python_call),
     "longcat": _tagged_object("longcat_tool_call"),
     "mimo": _functions("tool_call"),
-    "minicpm5": ToolFormat(("<function name",)),
-    "minimax_m2": _section("<minimax:tool_call>", "<invoke name=", "</invoke>"),
+    "minicpm5": ToolFormat(("<function name",), value_ends=("</param>", "<param ", "</function>")),
+    "minimax_m2": _section("<minimax:tool_call>", "<invoke name=", "</invoke>", _INVOKED),
     "minimax_m3": ToolFormat(
         (f"{_MINIMAX}<tool_call>",), f"{_MINIMAX}<invoke", re.escape(f"{_MINIMAX}</invoke>")
     ),
     "mistral": ToolFormat(("[TOOL_CALLS]",), ends=r"[}\]]\s*$"),
-    "muse_glimmer": _section("<atem:function_calls>", "<atem:invoke"),
+    "muse_glimmer": _section(
+        "<atem:function_calls>",
+        "<atem:invoke",
+        value_ends=("</atem:parameter>", "<atem:parameter", "</atem:invoke>"),
+    ),
     "olmo3": _tagged("function_calls"),
     "phi4_mini_json": ToolFormat(("functools[",)),
     "plamo3": _section(
@@ -188,13 +262,17 @@ FORMATS: dict[str, ToolFormat] = {
         "<|plamo:begin_tool_request:plamo|>",
         r"<\|plamo:end_tool_arguments:plamo\|>",
     ),
-    "poolside_v1": _tagged("tool_call"),
+    "poolside_v1": _tagged("tool_call", value_ends=_PAIRS),
     "pythonic": ToolFormat((), bare=_python_call),
     "qwen3_coder": _functions("tool_call"),
     "qwen3_json": _tagged_object("tool_call"),
     "qwen3_xml": _functions("tool_call"),
     "seed_oss": _functions("seed:tool_call"),
-    "step3": ToolFormat(("<｜tool_calls_begin｜>",), "<｜tool_call_begin｜>"),
+    "step3": ToolFormat(
+        ("<｜tool_calls_begin｜>",),
+        "<｜tool_call_begin｜>",
+        value_ends=("</steptml:parameter>", "<steptml:parameter", "</steptml:invoke>"),
+    ),
     "step3p5": _functions("tool_call"),
     "xlam": ToolFormat(("[TOOL_CALLS]", "<tool_call>"), bare=_LLAMA.bare),
 }
@@ -298,6 +376,9 @@ class ToolParser:
         or return a part of it. A call without any arguments has the arguments {}.
         """
         content, calls = text, list[ToolCall]()
+        tools = [schema["function"]["name"] for schema in schemas]
+        if self._format.takes_too_long(text):
+            return ParsedText(text, [], malformed=self._format.unreadable(text, tools, ()))
         if not self._start or self._start in text:
             request = self._request_type(messages=[], tools=list(schemas) or None)
             try:
@@ -309,8 +390,18 @@ class ToolParser:
                 ToolCall(c.function.name, c.function.arguments.strip() or "{}")
                 for c in found.tool_calls
             ]
+            if self._format.value_ends or self._name == "gemma4":
+                parameters = {
+                    each["function"]["name"]: each["function"].get("parameters") or {}
+                    for each in schemas
+                }
+                if self._name == "gemma4":
+                    read = [(call.name, call.arguments) for call in calls]
+                    typed = gemma4.with_types(text, read, parameters)
+                else:
+                    typed = [_typed(c.arguments, parameters.get(c.name)) for c in calls]
+                calls = [ToolCall(call.name, t) for call, t in zip(calls, typed, strict=True)]
             content = (found.content or "") if calls else text
-        tools = [schema["function"]["name"] for schema in schemas]
         arguments = [call.arguments for call in calls]
         if not all(map(is_object, arguments)) or self._format.unreadable(text, tools, arguments):
             return ParsedText(text, [], malformed=True)
