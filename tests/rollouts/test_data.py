@@ -1,5 +1,6 @@
 """Rows of every kind of file and dataset, and what is said of those that cannot be read."""
 
+import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -162,7 +163,12 @@ def test_rows_come_in_order_as_plain_values_up_to_the_limit(
     ("name", "text", "message"),
     [
         ("rows.jsonl", b'{"a": 1}\n{', "line 2: not JSON .*; each line holds one whole object"),
-        ("rows.json", b'[\n{"a": 1}\n]', "line 1: not JSON .*; each line holds one whole object"),
+        ("rows.json", b'[\n{"a": 1},\n]', "line [23]: not JSON .*; the file holds one array"),
+        ("rows.json", b'[{"a": 1}, 2]', "row 2 of its array: a row must be a JSON object"),
+        ("rows.json", b'{\n"a": 1}', "line 1: not JSON .*; each line holds one whole object"),
+        ("rows.jsonl.gz", b'{"a": 1}', "cannot be read: .*gzip"),
+        ("rows.jsonl.gz", gzip.compress(b'{"a": 1}')[:-9], "cannot be unpacked"),
+        ("rows.jsonl.gz", gzip.compress(b'{"a": 1}\n{'), "line 2: not JSON"),
         ("rows.jsonl", b'{"a": 1}\n\n[1]', "line 3: a row must be a JSON object"),
         ("rows.jsonl", b"[" * 100_000, "line 1: not JSON"),
         ("rows.jsonl", b"", "has no rows"),
@@ -186,7 +192,46 @@ def test_a_file_that_does_not_fit_is_named(
         load_rows(str(path), split="train")
 
 
-@pytest.mark.parametrize(("name", "comma"), [("rows.csv", ","), ("rows.tsv", "\t")])
+@pytest.mark.parametrize("eager_bytes", [2**22, 0])
+def test_packed_files_arrays_and_patterns_give_their_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eager_bytes: int
+) -> None:
+    monkeypatch.setattr(data, "_EAGER_BYTES", eager_bytes)
+    lines = [json.dumps(row).encode() + b"\n" for row in ROWS]
+    (tmp_path / "array.json").write_text("\ufeff\n" + json.dumps(ROWS, indent=2))
+    (tmp_path / "packed.jsonl.gz").write_bytes(gzip.compress(b"".join(lines)))
+    (tmp_path / "table.csv.gz").write_bytes(gzip.compress(b"a,b\n1,2\n"))
+    for number in (1, 0, 2):
+        (tmp_path / f"part-{number}.jsonl").write_bytes(b"".join(lines[2 * number :][:2]))
+    (tmp_path / "part-3.txt").write_text("no data")
+    for name in ("array.json", "packed.jsonl.gz", "part-*", "part-*.jsonl", "**/part-?.jsonl"):
+        assert list(load_rows(str(tmp_path / name), split="train")) == ROWS, name
+        assert list(load_rows(str(tmp_path / name), split="train", limit=3)) == ROWS[:3], name
+    assert list(load_rows(str(tmp_path / "table.csv.gz"), split="train")) == [{"a": "1", "b": "2"}]
+    with pytest.raises(InputError, match=r"no data file matches .*none-\*\.jsonl"):
+        load_rows(str(tmp_path / "none-*.jsonl"), split="train")
+
+
+def test_a_slice_of_a_saved_dataset_is_that_of_a_dataset_on_the_hub(tmp_path: Path) -> None:
+    splits = str(save_splits(tmp_path / "splits"))
+    for split, expected in {
+        "train[:2]": ROWS[:2],
+        "train[20%:60%]": ROWS[1:3],
+        "train[-1:]": ROWS[-1:],
+        "test[:1]+train[:1]": [ROWS[0], ROWS[0]],
+    }.items():
+        assert list(load_rows(splits, split=split)) == expected, split
+    single = str(save_dataset(tmp_path / "single"))
+    assert list(load_rows(single, split="train[:2]")) == ROWS[:2]
+    with pytest.raises(
+        InputError, match=r"has no split train\[x:y\]: .*; it has: .*train \(5 rows\)"
+    ):
+        load_rows(splits, split="train[x:y]")
+
+
+@pytest.mark.parametrize(
+    ("name", "comma"), [("rows.csv", ","), ("rows.csv", ";"), ("rows.tsv", "\t")]
+)
 @pytest.mark.parametrize("eager_bytes", [2**22, 0])
 def test_a_table_gives_rows_of_texts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, comma: str, eager_bytes: int

@@ -168,3 +168,38 @@ def test_nothing_is_held_for_engines_that_are_not_there(
         TrainerRank(make_config(output_dir=str(tmp_path)))
     TrainerRank(supervised_config(make_config(output_dir=str(tmp_path))))
     assert not [*tmp_path.glob("*/weights")]
+
+
+def test_conversations_of_sharegpt_are_rows(reader: RowReader) -> None:
+    (row,) = solutions(1)
+    by_role = {"user": "human", "assistant": "gpt", "tool": "observation", "system": "system"}
+    turns: list[dict[str, Any]] = []
+    for message in row["messages"]:
+        turn = {"from": by_role[message["role"]], "value": message["content"]}
+        if calls := message.get("tool_calls"):
+            functions = [call["function"] for call in calls]
+            said = [f | {"arguments": _object(f["arguments"])} for f in functions]
+            turn = {"from": "function_call", "value": json.dumps(said)}
+        turns.append(turn)
+    tools = json.dumps([TOOL_SCHEMA["function"]])
+    shared = {"conversations": turns, "tools": tools, "system": ""}
+    expected = read(reader, row)
+    assert [t.completion_token_ids for t in read(reader, shared).turns] == [
+        turn.completion_token_ids for turn in expected.turns
+    ]
+    same = {"conversations": row["messages"], "tools": row["tools"]}
+    assert read(reader, same) == expected
+    masked = [*turns[:-1], {**turns[-1], "train": False}]
+    assert len(read(reader, {**shared, "conversations": masked}).turns) < len(expected.turns)
+    spoken = [{"from": "narrator", "value": "Once."}, *turns]
+    assert refusal(reader, {"conversations": spoken}) == (
+        "malformed",
+        "conversations: turn 1 is from 'narrator', which is none of human, user, gpt, assistant, "
+        "chatgpt, model, function_call, observation, tool, function_response, system",
+    )
+    called = [turns[0], {"from": "function_call", "value": "calculate(1)"}]
+    assert refusal(reader, {"conversations": called})[0] == "malformed"
+
+
+def _object(arguments: Any) -> Any:
+    return json.loads(arguments) if isinstance(arguments, str) else arguments

@@ -153,10 +153,10 @@ class RowsConfig(Section):
     """Rows for training and evaluation of one environment."""
 
     path: str | None = None
-    """Training rows: a .jsonl, .csv, .tsv or .parquet file, a folder written by `save_to_disk`, the
-    name of a Hugging Face dataset, `environment` for the rows that the environment makes, or a run
-    folder for the trajectories of its steps (`turnwise sft`). All values of a .csv or .tsv file are
-    read as text."""
+    """Training rows: a .jsonl, .json, .csv, .tsv or .parquet file (also .jsonl.gz), a pattern of
+    several (data/*.jsonl), a folder written by `save_to_disk`, the name of a Hugging Face dataset,
+    `environment` for the rows that the environment makes, or a run folder for the trajectories of
+    its steps (`turnwise sft`). All values of a .csv or .tsv file are read as text."""
     filter: Annotated[str, AfterValidator(_checked_filter)] | None = None
     """Condition that a row of data.path has to meet to be used, such as `reward >= 1`: an
     expression of Python, in which the fields of the row are variables. A row of which it cannot be
@@ -172,9 +172,9 @@ class RowsConfig(Section):
     """Configuration name of a Hugging Face dataset, such as `main` for GSM8K; null uses its
     default."""
     split: str = "train"
-    """Split of data.path when it is a Hugging Face dataset."""
+    """Split of data.path when it is a Hugging Face dataset, or a slice of one: train[:10%]."""
     eval_split: str = "test"
-    """Split of data.eval_path when it is a Hugging Face dataset."""
+    """Split of data.eval_path when it is a Hugging Face dataset, or a slice of one: test[:100]."""
     limit: PositiveInt | None = None
     """Number of rows to use from the start of data.path, of those that meet data.filter; null uses
     all."""

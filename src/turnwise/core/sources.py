@@ -4,6 +4,7 @@ Without a network, Hugging Face's own libraries retry for half a minute; here on
 `_SECONDS` decides whether they use the Hub or only its cache.
 """
 
+import glob
 import os
 import re
 import sys
@@ -18,6 +19,7 @@ from turnwise.core.gguf import find_gguf, resolve_model
 from turnwise.errors import InputError
 
 DATA_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")  # suffixes of the names of data files
+PACKED = ".gz"  # suffix behind theirs, of one that gzip packed
 WORKER = "worker:"
 """Beginning of a `data.path` or `rollout.agent` that is the command of an agent's worker."""
 ENVIRONMENT = "environment"  # a `data.path` of rows that the environment makes
@@ -73,15 +75,33 @@ def check_data(path: str, key: str = "data") -> None:
     if path.startswith(WORKER) or path == ENVIRONMENT:
         return
     file = Path(path).expanduser()
-    if file.is_dir() or (file.exists() and file.suffix in DATA_FILES):
+    if file.is_dir() or (file.exists() and data_suffix(file)) or data_files(path):
         return
-    if file.suffix in DATA_FILES:
+    if glob.has_magic(path) and not file.exists():
+        raise InputError(f"{key}: no data file matches {path} ({', '.join(DATA_FILES)}, or .gz)")
+    if data_suffix(file):
         raise InputError(f"{key}: there is no data file {path}")
     kinds = f"{', '.join(DATA_FILES)}, a folder of a dataset, or a Hugging Face name"
     if file.exists():
         raise InputError(f"{key}: {path} is not a kind of file that can be read ({kinds})")
     if not may_be_on_hub(path):
         raise InputError(f"{key}: there is no {path} ({kinds})")
+
+
+def data_suffix(file: Path) -> str:
+    """Return the suffix of a data file, which gzip may have packed; "" of any other file."""
+    suffix = Path(file.stem).suffix if file.suffix == PACKED else file.suffix
+    return suffix if suffix in DATA_FILES else ""
+
+
+def data_files(path: str) -> list[Path]:
+    """Return the data files that a pattern such as `data/*.jsonl` names, in the order of their
+    paths; none if the path is no pattern, or the name of something that exists."""
+    pattern = os.path.expanduser(path)
+    if not glob.has_magic(pattern) or os.path.exists(pattern):
+        return []
+    found = map(Path, sorted(glob.glob(pattern, recursive=True)))
+    return [file for file in found if data_suffix(file) and not file.is_dir()]
 
 
 def may_be_on_hub(name: str) -> bool:

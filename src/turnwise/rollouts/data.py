@@ -7,10 +7,12 @@ smaller files are read at once.
 
 import codecs
 import csv
+import gzip
 import json
 import os
 import sys
 import tempfile
+import zlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from contextlib import contextmanager, suppress
@@ -22,7 +24,16 @@ from typing import TextIO, cast
 from turnwise.config import Config
 from turnwise.core.files import numbered
 from turnwise.core.optional import Foreign, optional
-from turnwise.core.sources import DATA_FILES, ENVIRONMENT, WORKER, check_data, why_offline
+from turnwise.core.sources import (
+    DATA_FILES,
+    ENVIRONMENT,
+    PACKED,
+    WORKER,
+    check_data,
+    data_files,
+    data_suffix,
+    why_offline,
+)
 from turnwise.errors import InputError, first_line, translate_unwritable
 from turnwise.rollouts.agents import worker_tasks
 from turnwise.rollouts.environment import (
@@ -40,7 +51,7 @@ _SAVED = ("state.json", "dataset_dict.json")
 _EAGER_ROWS = 10_000
 """Maximum number of rows that are made at once; more are made when they are asked for."""
 _EAGER_BYTES = 2**22  # maximum size of a file that is read at once
-_DELIMITERS = {".csv": ",", ".tsv": "\t"}
+_UNPACKED_BYTES = 2**20  # unpacked at once
 
 
 def load_rows(
@@ -56,11 +67,12 @@ def load_rows(
     one (`data.filter`).
 
     Args:
-        path: A .jsonl or .json (one object a line), .csv, .tsv or .parquet file; a folder that a
+        path: A .jsonl or .json (one object a line, or one array), .csv, .tsv or .parquet file,
+            also packed by gzip (.jsonl.gz), or a pattern of several (data/*.jsonl); a folder that a
             dataset's `save_to_disk` wrote; a folder of data files or a dataset's name on the Hub; a
             run folder, for the trajectories of its steps; or `worker: COMMAND`, for the tasks that
             an agent's worker lists.
-        split: Split of a dataset that has several.
+        split: Split of a dataset that has several, or a slice, such as `train[:10%]`.
         subset: Configuration name of a dataset on the Hub.
         agent_env: `rollout.agent_env`, for an agent's worker.
 
@@ -75,11 +87,12 @@ def load_rows(
     rows: Sequence[Row]
     if path.startswith(WORKER):
         rows = worker_tasks(path.removeprefix(WORKER).strip(), agent_env)
-    elif file.suffix in DATA_FILES and not file.is_dir():
-        with _naming_file(file):
-            rows = _READERS[file.suffix](file, limit if condition is None else None)
+    elif files := data_files(path) or ([file] if data_suffix(file) and not file.is_dir() else []):
+        most = limit if condition is None else None
+        parts = [_read_file(each, most) for each in files]
+        rows = parts[0] if len(parts) == 1 else Joined(parts)
     elif steps := numbered(file / "trajectories", "step", ".jsonl"):
-        rows = Joined([_read_jsonl(step, None) for step in steps])
+        rows = Joined([_read_file(step, None) for step in steps])
     else:
         rows = _read_dataset(path, split, subset)
     if not rows:
@@ -198,10 +211,47 @@ def _naming_file(path: Path) -> Iterator[None]:
         raise InputError(f"the data file {path} cannot be read: {error}") from error
 
 
-def _read_jsonl(path: Path, limit: int | None) -> Sequence[Row]:
+def _read_file(path: Path, limit: int | None) -> Sequence[Row]:
+    """Return the first rows of a data file; what gzip packed is read from a temporary file."""
+    with _naming_file(path):
+        read = _READERS[data_suffix(path)]
+        if path.suffix != PACKED:
+            return read(path, limit, path)
+        with tempfile.NamedTemporaryFile(suffix=path.stem) as unpacked, gzip.open(path) as packed:
+            try:
+                for part in iter(partial(packed.read, _UNPACKED_BYTES), b""):
+                    with translate_unwritable(Path(unpacked.name)):
+                        unpacked.write(part)
+            except (EOFError, zlib.error) as error:
+                raise InputError(f"the data file {path} cannot be unpacked: {error}") from error
+            unpacked.flush()
+            return read(path, limit, Path(unpacked.name))  # and keeps it open
+
+
+def _read_json(path: Path, limit: int | None, own: Path) -> Sequence[Row]:
+    """Read one array of rows, whole, or lines."""
+    with own.open("rb") as file:
+        if not file.read(64).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+            return _read_jsonl(path, limit, own)
+    try:
+        rows = json.loads(own.read_text(encoding="utf-8-sig"))[:limit]
+    except (json.JSONDecodeError, RecursionError) as error:
+        reason = getattr(error, "msg", "nested too deeply")
+        raise InputError(
+            f"{path}, line {getattr(error, 'lineno', 1)}: not JSON ({reason}); the file holds one "
+            "array of objects, or one whole object on each line"
+        ) from None
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, dict):
+            raise InputError(f"{path}, row {number} of its array: a row must be a JSON object")
+    cleaned = (own_keys(row) if is_of_table(row) else row for row in rows)
+    return [with_own_paths(row, path.parent) for row in cleaned]
+
+
+def _read_jsonl(path: Path, limit: int | None, own: Path) -> Sequence[Row]:
     def places() -> Iterator[tuple[int, int, int]]:
         end = 0
-        with path.open("rb") as lines:
+        with own.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 start, end = end, end + len(line)
                 if line.strip():
@@ -221,13 +271,17 @@ def _read_jsonl(path: Path, limit: int | None) -> Sequence[Row]:
             row = own_keys(row)
         return with_own_paths(row, path.parent) if b'"image' in line else row
 
-    return _rows_at(path, islice(places(), limit), parse)
+    return _rows_at(path, own, islice(places(), limit), parse)
 
 
-def _read_csv(path: Path, limit: int | None) -> Sequence[Row]:
-    """Read rows whose fields the first line names; every value is text. All are checked at once."""
+def _read_csv(path: Path, limit: int | None, own: Path) -> Sequence[Row]:
+    """Read rows whose fields the first line names; every value is text. All are checked at once.
+    Where its first line has no comma, a .csv is separated as spreadsheets of many countries do."""
     csv.field_size_limit(sys.maxsize)
-    reader = partial(csv.reader, delimiter=_DELIMITERS[path.suffix], strict=True)
+    with own.open(encoding="utf-8-sig") as file:
+        header, marks = file.readline(), "\t" if data_suffix(path) == ".tsv" else ",;\t"
+    mark = next((mark for mark in marks if mark in header), marks[0])
+    reader = partial(csv.reader, delimiter=mark, strict=True)
     names, end = list[str](), 0
 
     def lines_of(file: TextIO) -> Iterator[str]:
@@ -238,9 +292,9 @@ def _read_csv(path: Path, limit: int | None) -> Sequence[Row]:
 
     def places() -> Iterator[tuple[int, int, int]]:
         nonlocal end
-        with path.open("rb") as beginning:
+        with own.open("rb") as beginning:
             end = len(codecs.BOM_UTF8) * beginning.read(3).startswith(codecs.BOM_UTF8)
-        with path.open(encoding="utf-8-sig", newline="") as file:
+        with own.open(encoding="utf-8-sig", newline="") as file:
             lines = reader(lines_of(file))
             try:
                 names.extend(next(lines, []))
@@ -265,18 +319,26 @@ def _read_csv(path: Path, limit: int | None) -> Sequence[Row]:
         row = dict(zip(names, values, strict=True))
         return with_own_paths(row, path.parent) if "image" in names else row
 
-    return _rows_at(path, islice(places(), limit), parse)
+    return _rows_at(path, own, islice(places(), limit), parse)
 
 
 def _rows_at(
-    path: Path, places: Iterable[tuple[int, int, int]], parse: Callable[[int, bytes], Row]
+    path: Path,
+    own: Path,
+    places: Iterable[tuple[int, int, int]],
+    parse: Callable[[int, bytes], Row],
 ) -> Sequence[Row]:
     """Return the rows at places: line, first byte, and the one after the last. Those of a large
-    file are parsed when they are asked for."""
+    file are parsed when they are asked for.
+
+    Args:
+        path: The data file, as errors name it.
+        own: The same, or the one to which it was unpacked.
+    """
     found = array("Q")
     for place in places:
         found.extend(place)
-    file = os.open(path, os.O_RDONLY)  # open for as long as the run
+    file = os.open(own, os.O_RDONLY)  # open for as long as the run
 
     def read(index: int) -> Row:
         number, start, end = found[3 * index : 3 * index + 3]
@@ -284,7 +346,7 @@ def _rows_at(
             return parse(number, os.pread(file, end - start, start))
 
     rows = Lazy(len(found) // 3, read)
-    if path.stat().st_size > _EAGER_BYTES:
+    if os.fstat(file).st_size > _EAGER_BYTES:
         return rows
     try:
         return list(rows)
@@ -292,7 +354,7 @@ def _rows_at(
         os.close(file)
 
 
-def _read_parquet(path: Path, limit: int | None) -> Sequence[Row]:
+def _read_parquet(path: Path, limit: int | None, own: Path) -> Sequence[Row]:
     arrow = optional("pyarrow", "data", f"the Parquet file {path}")  # half a second to import
     parquet = optional("pyarrow.parquet", "data", f"the Parquet file {path}")
 
@@ -309,8 +371,8 @@ def _read_parquet(path: Path, limit: int | None) -> Sequence[Row]:
             return arrow.ipc.open_stream(arrow.memory_map(unpacked.name)).read_all()
 
     try:
-        with parquet.ParquetFile(path) as file:
-            table = file.read() if path.stat().st_size <= _EAGER_BYTES else mapped(file)
+        with parquet.ParquetFile(own) as file:
+            table = file.read() if own.stat().st_size <= _EAGER_BYTES else mapped(file)
     except (OSError, arrow.ArrowException) as error:
         what = f"the data file {path} is not a whole Parquet file"
         raise InputError(f"{what}: {first_line(error)}") from error
@@ -321,8 +383,8 @@ def _read_parquet(path: Path, limit: int | None) -> Sequence[Row]:
     return Lazy(table.num_rows, read)
 
 
-_READERS: dict[str, Callable[[Path, int | None], Sequence[Row]]] = dict(
-    zip(DATA_FILES, (_read_jsonl, _read_jsonl, _read_csv, _read_csv, _read_parquet), strict=True)
+_READERS: dict[str, Callable[[Path, int | None, Path], Sequence[Row]]] = dict(
+    zip(DATA_FILES, (_read_jsonl, _read_json, _read_csv, _read_csv, _read_parquet), strict=True)
 )
 
 
@@ -330,8 +392,9 @@ def _read_dataset(path: str, split: str, subset: str | None) -> Sequence[Row]:
     folder = Path(path).expanduser()
     offline = "" if folder.is_dir() else why_offline()
     datasets = optional("datasets", "data", f"the dataset {path}")  # a second to import
+    is_saved = any((folder / name).is_file() for name in _SAVED)
     try:
-        if any((folder / name).is_file() for name in _SAVED):
+        if is_saved:
             dataset = datasets.load_from_disk(folder)
         else:
             dataset = datasets.load_dataset(path, subset, split=split)
@@ -346,13 +409,29 @@ def _read_dataset(path: str, split: str, subset: str | None) -> Sequence[Row]:
             f"loaded: {first_line(error)}"
         ) from error
     if isinstance(dataset, dict):
-        if split not in dataset:
+        if split.partition("[")[0] not in dataset and "+" not in split:
             raise InputError(f"data: {path} has no split {split}; it has: {', '.join(dataset)}")
-        dataset = dataset[split]
+        dataset = _selected(dataset, split, path)
+    elif is_saved and "[" in split:
+        dataset = _selected({split.partition("[")[0]: dataset}, split, path)
     if "Image(" not in repr(dataset.features):
         return Lazy(len(dataset), lambda index: own_keys(dataset[index]))
     table = dataset.with_format("arrow")  # files of images as they are, as in Parquet files
     return Lazy(len(dataset), lambda index: own_keys(table[index].to_pylist()[0]))
+
+
+def _selected(splits: Mapping[str, Foreign], split: str, path: str) -> Foreign:
+    """Return a split, or what a slice such as `test[:10%]` selects, as `load_dataset` does."""
+    datasets = optional("datasets", "data", f"the dataset {path}")
+    sizes = {name: len(dataset) for name, dataset in splits.items()}
+    try:
+        parts = datasets.ReadInstruction.from_spec(split).to_absolute(sizes)
+        chosen = [splits[part.splitname].select(range(part.from_, part.to)) for part in parts]
+    except (ValueError, AssertionError, IndexError) as error:
+        has = ", ".join(f"{name} ({size:,} rows)" for name, size in sizes.items())
+        why = first_line(error)
+        raise InputError(f"data: {path} has no split {split}: {why}; it has: {has}") from error
+    return chosen[0] if len(chosen) == 1 else datasets.concatenate_datasets(chosen)
 
 
 def given_rows(rows: Iterable[Row]) -> Iterable[Row]:

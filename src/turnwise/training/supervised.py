@@ -1,8 +1,9 @@
 """Supervised training's samples: rows of data as trajectories, of which every sampled token is
 trained with advantage 1.
 
-A row is a conversation (`messages`, and `tools` if it has some), a trajectory of Turnwise, or a
-training trace of OpenEnv. From stored ids nothing is rendered. A written conversation gets the ids
+A row is a conversation (`messages`, or ShareGPT's `conversations`, and `tools` if it has some), a
+trajectory of Turnwise, or a training trace of OpenEnv. From stored ids nothing is rendered. A
+written conversation gets the ids
 that a rollout would have had: each assistant's turn is what the model would sample after the prompt
 of that turn, and prompts are continued by the bridge. So masks follow from the ids, with any chat
 template, and never from searching a rendered text; where the bridge begins a branch, so does the
@@ -24,6 +25,7 @@ from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollouts import Problem
 from turnwise.training.row_flags import check_row, is_trained, without_flags
 from turnwise.training.samples import SampleBatch, add_trajectory
+from turnwise.training.sharegpt import with_messages
 from turnwise.trajectory import ChatTemplate, Image, Message, Trajectory, audit
 from turnwise.trajectory.bridge import answer_end, sampled_text
 from turnwise.trajectory.chat_template import Tools
@@ -76,16 +78,17 @@ class RowReader:
             InputError: when it is a conversation, and the tokenizer has no chat template.
         """
         row, name = problem.row, problem.id
-        if not {"messages", "turns"} & row.keys():
+        if not {"messages", "conversations", "turns"} & row.keys():
             raise TrajectoryError(
                 "unknown_form",
-                "a row has messages, or the turns of a trajectory or a trace; this one has "
-                f"{', '.join(row)}",
+                "a row has messages, or conversations, or the turns of a trajectory or a trace; "
+                f"this one has {', '.join(row)}",
             )
         if self._template.missing and "turns" not in row:
             raise InputError(self._template.missing)
         try:
             if "turns" not in row:
+                row = with_messages(row)
                 check_row(row)
                 made = demonstrate(self._template, row["messages"], tools_of(row), name=name)
             elif "problem_id" in row:
