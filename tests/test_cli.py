@@ -323,6 +323,31 @@ def test_config_prints_every_key_with_its_meaning(file: Path) -> None:
 
 
 def test_config_without_a_file_prints_the_defaults() -> None:
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["sampling.n=1"], "advantage grpo compares the trajectories of a group, and sampling.n 1"),
+        (["sampling.use_beam_search=true"], "sampling.use_beam_search: answers that a search"),
+        (["rollout.tool_parser=hermez"], "not 'hermez'; did you mean hermes?"),
+        (["training.attention=flash"], "training.attention should be one of auto, eager, "),
+        (["rollout.loop=agent"], "rollout: loop agent needs agent: package.module:function, a"),
+        (["model.adapter=a/b"], "model.adapter: training does not start from an adapter"),
+        (["weights.transport=tests.test_cli:Nothing"], "tests.test_cli has no Nothing"),
+        (["algorithm.loss=tests.test_cli:Nothing"], "tests.test_cli has no Nothing"),
+        (
+            ["algorithm.loss=dpo", "algorithm.mask_truncated=true"],
+            "algorithm.loss dpo compares trajectories and needs all of their tokens",
+        ),
+    ],
+)
+def test_config_refuses_what_a_run_refuses_without_a_model(
+    file: Path, overrides: list[str], message: str
+) -> None:
+    done = in_process("config", file, "model.path=no/model", *overrides)
+    assert message in " ".join(done.stderr.split())
+    assert (done.exit_code, done.stdout) == (2, "")
+
+
     done = in_process("config")
     assert done.exit_code == 0
     assert yaml.safe_load(done.stdout)["training"]["steps"] == 100
@@ -446,7 +471,7 @@ def test_an_error_that_nobody_expected_is_one_sentence_too(
         ("environment=tests.rollouts.test_loops:UntypedDesk", "tool tool cannot be offered"),
         ("environment=examples.gsm8k.environment:Gsm8k", "train.jsonl:1"),
         ("model.max_length=16", "does not fit the context of 16"),
-        ("rollout.tool_parser=hermez", "vLLM has no tool parser 'hermez'"),
+        ("rollout.tool_parser=hermez", "rollout.tool_parser should be one of "),
         ("engine.vllm_args={no_such: 1}", "no_such"),
         ("engine.kv_cache_gib=0.00001", "No available memory for the cache blocks"),
         ("ray_address=127.0.0.1:1", "Ray cannot be reached at 127.0.0.1:1"),

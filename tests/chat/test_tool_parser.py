@@ -73,7 +73,7 @@ def test_it_logs_nothing_even_where_logging_was_set_up_since(
 
 
 def test_an_unknown_format_is_refused(tokenizer: Any) -> None:
-    with pytest.raises(InputError, match="no tool parser 'hermez'"):
+    with pytest.raises(InputError, match=r"one of .*, not 'hermez'; did you mean hermes"):
         ToolParser("hermez", tokenizer)
 
 

@@ -11,6 +11,8 @@ import logging
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from turnwise.chat import gemma4
@@ -289,6 +291,24 @@ def format_of(name: str, parser: object = None) -> ToolFormat:
     return ToolFormat(tuple(mark for mark in marks if isinstance(mark, str) and mark))
 
 
+def check_parser_name(name: str) -> None:
+    """Raise an `InputError` for a name that no parser of vLLM has; only a name that is not in
+    `FORMATS`, as a plug-in's, imports vLLM, if it is installed."""
+    if name in FORMATS:
+        return
+    if find_spec("vllm") is None:
+        raise _unknown(name)
+    silence(name)
+
+
+def _unknown(name: str) -> InputError:
+    close = get_close_matches(name, FORMATS, 1)
+    meant = f"; did you mean {close[0]}?" if close else "; hermes fits Qwen models"
+    return InputError(
+        f"rollout.tool_parser should be one of {', '.join(FORMATS)}, not {name!r}{meant}"
+    )
+
+
 def silence(name: str) -> "Callable[[Tokenizer], Any]":
     """Return vLLM's parser class of a format, or raise InputError, and switch its logging off: it
     logs a traceback for each call that it cannot read. (vLLM resets log levels, not filters.)"""
@@ -297,9 +317,7 @@ def silence(name: str) -> "Callable[[Tokenizer], Any]":
     try:
         parser: Callable[[Tokenizer], Any] = vllm.ToolParserManager.get_tool_parser(name)
     except KeyError:
-        raise InputError(
-            f"rollout.tool_parser: vLLM has no tool parser {name!r}; hermes fits Qwen models"
-        ) from None
+        raise _unknown(name) from None
     logging.getLogger(parser.__module__).addFilter(_drop)
     return parser
 

@@ -24,6 +24,7 @@ from turnwise.core.user_code import import_user_code
 from turnwise.errors import TurnwiseError, visible
 from turnwise.run import commands
 from turnwise.training import checkpoint
+from turnwise.training.checks import check_trainable
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -379,17 +380,8 @@ async def config(
         raise typer.BadParameter("changes apply to a FILE: turnwise config FILE key.sub=value")
     loaded = None if file is None else load_config(file, overrides or ())
     if loaded is not None:
-        await run_in_thread(lambda: _check_group(loaded))
+        await run_in_thread(check_trainable, loaded)
     sys.stdout.write(explain_config(loaded))
-
-
-def _check_group(config: Config) -> None:
-    """Refuse what a run refuses before it reads anything."""
-    from turnwise.training.algorithms import make_algorithm  # seconds to import
-    from turnwise.training.samples import check_group_size
-
-    commands.check_sampled(config)
-    check_group_size(config, make_algorithm(config.algorithm))
 
 
 @command_of(app)

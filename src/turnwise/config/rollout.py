@@ -33,6 +33,8 @@ _LOOP_KEYS = {
     "sampler": "package.module:name, a RolloutSampler",
 }
 """Loops with a key of their own name, and what it names."""
+AGENT = "package.module:function, a command, worker: COMMAND, or the URL of an endpoint"
+"""What `rollout.agent` names."""
 Loop = Annotated[str, named("loop", LOOP_NAMES)]
 AgentSamplingRule = Literal["override", "override_all", "context", "refuse"]
 SANDBOXES = ("auto", "sandlock", "bubblewrap", "docker", "podman", "none")
@@ -381,6 +383,8 @@ class RolloutConfig(Section):
                         f"{name}: its timeout ({code.timeout:g}) must be shorter than tool_timeout "
                         f"({self.tool_timeout:g})"
                     )
+        if self.loop == "agent" and not self.agent:
+            yield f"loop agent needs agent: {AGENT}"
         for name, kind in _LOOP_KEYS.items():
             given: str | None = getattr(self, name)
             if given and self.loop != name:

@@ -213,7 +213,7 @@ class Config(Section):
                     f"environments: the name {name!r} must have letters, digits, _ and - only: "
                     "problems, metrics and files are named by it"
                 )
-            for key in ("chat_scheduler", "sampler"):
+            for key in ("agent", "chat_scheduler", "sampler"):
                 if entry.loop == key and not getattr(self.rollout, key):
                     yield f"environments.{name}.loop {key} needs rollout.{key}"
         limit, most = self.rollout.context.limit, self.model.max_length

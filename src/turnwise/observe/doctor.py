@@ -347,11 +347,10 @@ class ConfigChecks:
         return Finding("environment", "ok", "; ".join(said))
 
     def algorithm(self) -> Finding:
-        from turnwise.training.algorithms import make_algorithm
-        from turnwise.training.samples import check_group_size
+        from turnwise.training.checks import check_trainable
 
         parts, n = self.config.algorithm, self.config.sampling.n
-        check_group_size(self.config, make_algorithm(parts))
+        check_trainable(self.config)
         said = f"{parts.advantage.name} and {parts.loss.name}, groups of {n}"
         return Finding("algorithm", "ok", said)
 

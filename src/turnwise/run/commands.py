@@ -25,6 +25,7 @@ from turnwise.engine.adapters import EngineAdapters
 from turnwise.errors import CompleteError, InputError, TrainerError
 from turnwise.serving.openai.address import listen
 from turnwise.training import checkpoint
+from turnwise.training.checks import check_sampled
 from turnwise.trajectory import ExactnessReport, Trajectory
 
 if TYPE_CHECKING:
@@ -128,15 +129,6 @@ def check_sources(config: Config, *data: str | None) -> None:
     EngineAdapters.of(config)
 
 
-def check_sampled(config: Config) -> None:
-    """Raise an `InputError` if training would get answers that were not sampled."""
-    if config.sampling.use_beam_search:
-        raise InputError(
-            "sampling.use_beam_search: answers that a search found were not sampled, and cannot be "
-            "trained on; set it in eval.sampling alone"
-        )
-
-
 def all_problems(
     config: Config, inputs: ProgramInputs
 ) -> "tuple[Sequence[Problem], Sequence[Problem]]":
@@ -187,7 +179,7 @@ async def train(
         from turnwise.training.supervised import supervised_config
 
         config = supervised_config(config)
-    check_sampled(config)
+    check_sampled(config)  # the others import more
     resume = None if run is None else await _resumable(run, config, supervised)
     check_sources(config, *inputs.paths(config))
     for key, other in config.other_models().items():

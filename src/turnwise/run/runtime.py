@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from turnwise.chat.template import load_tokenizer
+from turnwise.chat.tool_parser import check_parser_name
 from turnwise.config import Config, SamplingConfig
 from turnwise.core.aio import run_in_thread, task_group, together
 from turnwise.core.json_types import JsonObject
@@ -21,9 +22,8 @@ from turnwise.core.optional import load_object
 from turnwise.core.ray import watching_ray
 from turnwise.core.user_code import call_user_code, import_user_code
 from turnwise.core.watchdog import waiting
-from turnwise.engine.adapters import EngineAdapters
 from turnwise.engine.protocol import Generator
-from turnwise.errors import ExactnessError, InputError
+from turnwise.errors import ExactnessError
 from turnwise.rollouts import Group, Problem, Runner
 from turnwise.rollouts.agents import import_chat_scheduler
 from turnwise.rollouts.environment import EnvironmentType
@@ -44,14 +44,14 @@ from turnwise.run.teachers import Teachers, check_teachers
 from turnwise.serving.manager import AsyncLLMServerManager
 from turnwise.serving.placement import gpu_share
 from turnwise.training.algorithms import make_algorithm
+from turnwise.training.checks import check_trainable
 from turnwise.training.samples import (
     SampleBatch,
-    check_group_size,
     make_samples,
     recent_versions,
 )
 from turnwise.training.trainer_group import TrainerGroup
-from turnwise.weights.sync import WeightSync, check_transport
+from turnwise.weights.sync import WeightSync
 
 if TYPE_CHECKING:
     from turnwise.training.lora import ModelName
@@ -121,7 +121,9 @@ async def open_runtime(
         environment: Makes an environment from a row; None uses the configuration's.
     """
     if training := folder is not None:
-        _check_trainable(config)
+        check_trainable(config)
+    else:
+        check_parser_name(config.rollout.tool_parser)
     begin_imports(config)
     with progress.part("loading the tokenizer"):
         runner = await _load_runner(config, first, environment, training)
@@ -184,18 +186,6 @@ async def _start_rewards(config: Config, runner: Runner, progress: Display) -> N
         runner.rewards.models = await start_reward_models(config)
 
 
-def _check_trainable(config: Config) -> None:
-    if config.model.adapter is not None:
-        raise InputError(
-            "model.adapter: training does not start from an adapter; merge it into a model first"
-        )
-    if config.serving.adapters and EngineAdapters.of(config).trained is None:
-        raise InputError(
-            "serving.adapters: training replaces the weights under the adapters, unless it trains "
-            "an adapter itself (model.lora.rank) and weights.lora is adapter"
-        )
-
-
 async def _load_runner(
     config: Config,
     first: Problem | Sequence[Problem] | None,
@@ -210,8 +200,6 @@ async def _load_runner(
         for problem in [first] if isinstance(first, Problem) else first or ():
             runner.check(problem)
         if training:
-            check_group_size(config, make_algorithm(config.algorithm))
-            check_transport(config)
             check_teachers(config, tokenizer)
         return runner
 

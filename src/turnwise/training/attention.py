@@ -48,6 +48,18 @@ def use_packed_attention(model: PreTrainedModel, name: str = "auto") -> bool:
     return is_packed(model)
 
 
+def check_attention_name(name: str) -> None:
+    """Raise an `InputError` for a `training.attention` that Transformers does not know. One with a
+    slash names a kernel of the Hub."""
+    others = (key for key in AttentionInterface().valid_keys() if key != _NAME and "|" not in key)
+    known = ["auto", "eager", *others]
+    if name not in known and "/" not in name:
+        raise InputError(
+            f"training.attention should be one of {', '.join(known)}, or a kernel of the Hugging "
+            f"Face Hub, not {name!r}"
+        )
+
+
 def is_packed(model: PreTrainedModel) -> bool:
     return attention_of(model) == _NAME
 

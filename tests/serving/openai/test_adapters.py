@@ -240,9 +240,9 @@ async def test_the_folder_of_an_adapter_samples_on_top_of_its_base_model(
 def test_training_refuses_adapters_that_its_updates_would_not_fit(
     make_config: Callable[..., Config], adapters: dict[str, str]
 ) -> None:
-    from turnwise.run.runtime import _check_trainable
+    from turnwise.training.checks import check_adapters
 
     with pytest.raises(InputError, match=r"serving.adapters: training replaces the weights"):
-        _check_trainable(make_config(serving={"adapters": adapters}))
+        check_adapters(make_config(serving={"adapters": adapters}))
     with pytest.raises(InputError, match=r"model.adapter: training does not start from an adapter"):
-        _check_trainable(make_config(model={"path": adapters["terse"]}))
+        check_adapters(make_config(model={"path": adapters["terse"]}))
