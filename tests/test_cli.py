@@ -27,6 +27,7 @@ from turnwise.cli.command import Command as _Command
 from turnwise.config import Config, dump_config
 from turnwise.config.base import NEEDED_KEYS
 from turnwise.core import interrupt
+from turnwise.core.sources import stands_for_model
 from turnwise.errors import InputError
 from turnwise.trajectory import Trajectory, read_jsonl
 
@@ -322,7 +323,6 @@ def test_config_prints_every_key_with_its_meaning(file: Path) -> None:
     assert yaml.safe_load(done.stdout)["training"]["steps"] == 77
 
 
-def test_config_without_a_file_prints_the_defaults() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -348,6 +348,7 @@ def test_config_refuses_what_a_run_refuses_without_a_model(
     assert (done.exit_code, done.stdout) == (2, "")
 
 
+def test_config_without_a_file_prints_the_defaults() -> None:
     done = in_process("config")
     assert done.exit_code == 0
     assert yaml.safe_load(done.stdout)["training"]["steps"] == 100
@@ -491,11 +492,44 @@ def test_bad_input_is_one_sentence_and_leaves_nothing_running(
 
 
 def test_a_model_stands_for_a_file_where_a_command_needs_no_more(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    for given in (str(tmp_path), "org/model-1b"):
+    model, adapter, gguf = tmp_path / "model", tmp_path / "adapter", tmp_path / "one.gguf"
+    for folder, name in ((model, "config.json"), (adapter, "adapter_config.json")):
+        folder.mkdir()
+        (folder / name).write_text('{"base_model_name_or_path": "org/base"}')
+    gguf.write_bytes(b"GGUF")
+    assert stands_for_model(str(adapter))
+    for given in (str(model), str(gguf), "org/model-1b"):
         config = cli_commands._file_or_model(given, ["serving.port=0"], NEEDED_KEYS)
         assert (config.model.path, config.serving.port) == (given, 0)
     with pytest.raises(InputError, match=r"there is no configuration file gone\.yaml"):
         cli_commands._file_or_model("gone.yaml", [], NEEDED_KEYS)
+    with pytest.raises(InputError, match="there is no configuration file confg"):
+        cli_commands._file_or_model("confg", [], NEEDED_KEYS)
+    with pytest.raises(InputError, match=r"there is no configuration file runs/gone\.yaml"):
+        cli_commands._file_or_model("runs/gone.yaml", [], NEEDED_KEYS)
     with pytest.raises(InputError, match="is a folder, not a configuration file"):
         cli_commands._file_or_model(str(tmp_path.parent), [], NEEDED_KEYS)
+
+
+def test_a_tinker_server_takes_a_model_or_a_file_as_other_commands_do(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[tuple[object, ...]] = []
+
+    def refuse(*given: object) -> Config:
+        asked.append(given)
+        raise InputError("read")
+
+    monkeypatch.setattr("turnwise.tinker.backend.server_config", refuse)
+    for given in (["org/model", "seed=1"], ["x.yaml", "seed=1"], ["--model", "org/model"]):
+        assert in_process("tinker", *given).exit_code == 2
+    assert asked == [
+        ("org/model", None, ["seed=1"]),
+        (None, Path("x.yaml"), ["seed=1"]),
+        ("org/model", None, []),
+    ]
+
+
+def test_doctor_names_the_key_of_rows_that_are_not_there(file: Path) -> None:
+    done = in_process("doctor", file, "data.eval_path=gone.jsonl")
+    assert "data.eval_path: there is no data file gone.jsonl" in done.stdout

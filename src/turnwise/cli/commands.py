@@ -19,7 +19,7 @@ from turnwise.config.explain import explain_config
 from turnwise.core import logs
 from turnwise.core.aio import run_in_thread
 from turnwise.core.deadlines import deadline
-from turnwise.core.sources import may_be_on_hub
+from turnwise.core.sources import stands_for_model
 from turnwise.core.user_code import import_user_code
 from turnwise.errors import TurnwiseError, visible
 from turnwise.run import commands
@@ -37,11 +37,11 @@ Source = Annotated[Path, typer.Argument(metavar="SOURCE", help="A JSON Lines fil
 Target = Annotated[Path, typer.Argument(metavar="TARGET", help="The JSON Lines file to write.")]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
 Step = Annotated[int | None, typer.Option(help="The step; default: the last one.")]
-_CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
 FileOrModel = Annotated[
     str,
     typer.Argument(
-        metavar="FILE", help="A YAML configuration, or a model: its folder or Hugging Face name."
+        metavar="FILE",
+        help="A YAML configuration, or a model: its folder, GGUF file or Hugging Face name.",
     ),
 ]
 ConfigFile = Annotated[Path, typer.Argument(metavar="FILE", help="A YAML configuration.")]
@@ -187,13 +187,10 @@ async def _train(
 
 
 def _file_or_model(file: str, overrides: Sequence[str] | None, optional: Collection[str]) -> Config:
-    """Return the configuration of a file, or the defaults with a model: a folder of one or, where
-    there is no such file, a Hugging Face name."""
-    path = Path(file)
-    is_name = not path.exists() and path.suffix not in _CONFIG_SUFFIXES and may_be_on_hub(file)
-    if is_name or (path / "config.json").is_file():
+    """Return the configuration of a file, or the defaults with the model that it stands for."""
+    if stands_for_model(file):
         return make_config({"model": {"path": file}}, overrides or (), optional=optional)
-    return load_config(path, overrides or (), optional=optional)
+    return load_config(file, overrides or (), optional=optional)
 
 
 @command_of(app, "eval")
@@ -277,6 +274,9 @@ async def tinker(
 ) -> None:
     """Serve programs that are written for Tinker's SDK: train and sample adapters of a model."""
     changes = [*(overrides or ()), *([] if port is None else [f"serving.port={port}"])]
+    if model is None and config is None and changes and "=" not in changes[0]:
+        given = changes.pop(0)
+        model, config = (given, None) if stands_for_model(given) else (None, Path(given))
     from turnwise.tinker import backend  # seconds to import
 
     chosen = command.of(await run_in_thread(lambda: backend.server_config(model, config, changes)))

@@ -181,6 +181,16 @@ class Config(Section):
             }
         )
 
+    def row_paths(self) -> dict[str, str]:
+        """Return the paths that are set for rows, training rows and held-out ones, by key."""
+        found: dict[str, str | None] = {}
+        for name, part in self.parts().items():
+            section = f"environments.{name}.data" if name else "data"
+            found |= {f"{section}.eval_sets.{of}": each for of, each in part.data.eval_sets.items()}
+            found |= {f"{section}.eval_path": part.data.eval_path}
+            found |= {f"{section}.path": part.data.path}
+        return {key: path for key, path in found.items() if path is not None}
+
     def other_models(self) -> dict[str, str]:
         """Return the paths that are set for models other than the policy, by key."""
         models = {"algorithm.kl.model.path": self.algorithm.kl.model.path}

@@ -20,6 +20,8 @@ from turnwise.errors import InputError
 
 DATA_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")  # suffixes of the names of data files
 PACKED = ".gz"  # suffix behind theirs, of one that gzip packed
+_MODEL_FILES = ("config.json", "adapter_config.json")  # one of which a model's folder has
+_CONFIG_SUFFIXES = (".yaml", ".yml", ".json")  # suffixes of the names of configurations
 WORKER = "worker:"
 """Beginning of a `data.path` or `rollout.agent` that is the command of an agent's worker."""
 ENVIRONMENT = "environment"  # a `data.path` of rows that the environment makes
@@ -34,6 +36,16 @@ def check_model(path: str, key: str = "model.path") -> None:
     GGUF file is converted here, once, before other processes need it."""
     files = "config.json, weights and tokenizer, a GGUF file"
     _check(path, "config.json", key, "model", files, gguf=True)
+
+
+def stands_for_model(text: str) -> bool:
+    """Return whether an argument that may be a file of another kind means a model: a folder of one
+    or of an adapter, a GGUF file, or, where there is no such file, organisation/name."""
+    place = Path(text).expanduser()
+    if find_gguf(text) is not None or any((place / name).is_file() for name in _MODEL_FILES):
+        return True
+    is_file = place.exists() or place.suffix in _CONFIG_SUFFIXES
+    return "/" in text and not is_file and may_be_on_hub(text)
 
 
 def check_tokenizer(path: str) -> None:

@@ -292,10 +292,10 @@ class ConfigChecks:
     def data(self) -> Finding:
         from turnwise.rollouts.data import load_heldout, load_training
 
+        for key, path in self.config.row_paths().items():
+            check_data(path, key)
         counts = []
         for name, part in self.config.parts().items():
-            for path in filter(None, (part.data.path, *part.data.heldout.values())):
-                check_data(path)
             counts.append(f"{f'{name}: ' if name else ''}{len(load_training(part)):,} rows")
             if part.data.heldout:
                 counts.append(f"{len(load_heldout(part)):,} held out")

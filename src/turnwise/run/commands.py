@@ -115,12 +115,7 @@ FROM_CONFIG = ProgramInputs()  # inputs that leave everything to the configurati
 
 def check_sources(config: Config, *data: str | None) -> None:
     """Check that the model and data can exist, before anything slow is imported."""
-    keys = dict[str | None, str]()  # by what they name
-    for name, part in config.parts().items():
-        section = f"environments.{name}.data" if name else "data"
-        sets = {f"{section}.eval_sets.{of}": path for of, path in part.data.eval_sets.items()}
-        found = {f"{section}.path": part.data.path, f"{section}.eval_path": part.data.eval_path}
-        keys |= {path: key for key, path in (sets | found).items()}
+    keys = {path: key for key, path in config.row_paths().items()}
     for path in filter(None, data):
         check_data(path, keys.get(path, "data"))
     check_model(config.model.path)
