@@ -403,7 +403,8 @@ def test_what_is_wrong_on_its_face_is_one_sentence_and_leaves_nothing(
 @pytest.mark.parametrize("command", ["train", "eval", "rollout"])
 def test_data_that_is_nowhere_is_one_sentence(file: Path, command: str) -> None:
     done = in_process(command, file, "data.path=few.csv", "data.eval_path=few.csv")
-    assert (done.exit_code, done.stderr) == (2, "turnwise: there is no data file few.csv\n")
+    assert done.exit_code == 2
+    assert done.stderr == "turnwise: data.eval_path: there is no data file few.csv\n"
 
 
 def test_eval_needs_no_training_data(file: Path) -> None:
@@ -469,7 +470,7 @@ def test_an_error_that_nobody_expected_is_one_sentence_too(
         ("engine.swap_space=4", "engine.swap_space is not supported"),
         ("data.path=/no/rows.jsonl", "there is no data file /no/rows.jsonl"),
         ("environment=tests.test_cli:Nothing", "tests.test_cli has no Nothing"),
-        ("environment=tests.rollouts.test_loops:UntypedDesk", "tool tool cannot be offered"),
+        ("environment=tests.rollouts.test_loops:UntypedDesk", "cannot be offered to the model"),
         ("environment=examples.gsm8k.environment:Gsm8k", "train.jsonl:1"),
         ("model.max_length=16", "does not fit the context of 16"),
         ("rollout.tool_parser=hermez", "rollout.tool_parser should be one of "),
