@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,9 +15,11 @@ from tests.trajectory.published import (
     eos_of,
     template_of,
 )
+from turnwise.config import Config
 from turnwise.errors import TrajectoryError
+from turnwise.rollouts import Problem
 from turnwise.training.row_flags import FLAGS, check_row
-from turnwise.training.supervised import demonstrate, tools_of
+from turnwise.training.supervised import RowReader, demonstrate, tools_of
 from turnwise.trajectory import ChatTemplate, Message, Trajectory, audit, bridge
 
 ASKED: Message = {"role": "user", "content": "How much is 2 + 2?"}
@@ -200,9 +203,20 @@ def test_quoted_special_tokens_end_no_turn() -> None:
     assert reason_of(template, stopping) == "stops_early", "sampling would stop there"
 
 
+@pytest.mark.parametrize("key", ["reasoning_content", "reasoning", "thinking"])
+@pytest.mark.parametrize("name", ["gptoss", "qwen3", "glm4moe", "qwen3_6"])
+def test_reasoning_may_have_any_of_its_names(name: str, key: str) -> None:
+    template = published(name)
+    made = demonstrate(template, [ASKED, said("It is 4.", **{key: "I add."})])
+    (text,) = texts(template, made)
+    assert "I add." in text
+
+
 def test_what_the_template_changes_is_refused() -> None:
     qwen = chat_template("qwen2_5", "bpe")
     assert reason_of(qwen, [ASKED, said("4", reasoning="I add.")]) == "content_changed"
+    with pytest.raises(TrajectoryError, match=r"'I add\.' of message 2, which is reasoning apart"):
+        demonstrate(qwen, [ASKED, said("4", reasoning="I add.")])
     cuts = template_of(
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content[:30] }}<|im_end|>\n"
         "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -235,3 +249,19 @@ def test_tools_and_results_that_the_prompt_does_not_show_are_refused() -> None:
         "message_dropped",
         "content_changed",
     )
+
+
+def test_rows_that_teach_to_think_nothing_are_warned_of_once(
+    make_config: Callable[..., Config],
+) -> None:
+    for name, warns in (("qwen3", 1), ("glm4moe", 1), ("qwen3_6", 1), ("qwen2_5", 0)):
+        warned: list[str] = []
+        reader = RowReader(make_config(), published(name), warned.append)
+        for number in (1, 2):
+            reader.read(Problem(f"rows:{number}", {"messages": PLAIN}))
+        assert len(warned) == warns, name
+        assert all(text.startswith("rows:1 has an answer without reasoning") for text in warned)
+        thinking = RowReader(make_config(), published(name), warned.append)
+        row = {"messages": [ASKED, said("<think>\nI add.\n</think>\n\nIt is 4.")]}
+        thinking.read(Problem("rows:1", row))
+        assert len(warned) == warns, name

@@ -80,7 +80,7 @@ class SupervisedLoop(Loop):
         template = load_template(config, load_tokenizer(config))
         if why := missing_stop(config, template):
             progress.warn(why)
-        self._reader = RowReader(config, template)
+        self._reader = RowReader(config, template, progress.warn)
         self._rows, self._heldout = len(problems), heldout
         self._stream = make_stream(config, problems)
         self._files = RunFiles(folder.path)

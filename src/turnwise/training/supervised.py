@@ -12,7 +12,9 @@ or hides something, for instance, or whose turns nothing ends.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+import logging
+import re
+from collections.abc import Callable, Iterator, Sequence
 
 from turnwise.chat.images import read_parts
 from turnwise.chat.messages import plain
@@ -32,8 +34,13 @@ from turnwise.trajectory.chat_template import Tools
 from turnwise.trajectory.left_out import check_tools
 from turnwise.trajectory.training_trace import from_training_trace
 
+logger = logging.getLogger(__name__)
+
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 """Keys in which a message may have reasoning apart from its content."""
+_PROBE = "reasoning 7a3e90c4"
+_THINKS_NOTHING = re.compile(r"\s*(?:<think>)?\s*</think>")
+"""Beginning of an answer whose block of reasoning is empty."""
 
 
 def supervised_config(config: Config) -> Config:
@@ -63,9 +70,16 @@ def supervised_config(config: Config) -> Config:
 
 
 class RowReader:
-    """Makes trajectories of rows; safe to use from several threads at once."""
+    """Makes trajectories of rows; safe to use from several threads at once.
 
-    def __init__(self, config: Config, template: ChatTemplate) -> None:
+    Args:
+        warn: Says once, in a sentence, that rows teach the model to think nothing.
+    """
+
+    def __init__(
+        self, config: Config, template: ChatTemplate, warn: Callable[[str], None] = logger.warning
+    ) -> None:
+        self._warn: Callable[[str], None] | None = warn
         self._template = template
         self._most = config.model.max_length
         self._known = len(template.tokenizer)
@@ -91,6 +105,7 @@ class RowReader:
                 row = with_messages(row)
                 check_row(row)
                 made = demonstrate(self._template, row["messages"], tools_of(row), name=name)
+                self._warn_of_no_thoughts(made)
             elif "problem_id" in row:
                 made = Trajectory.from_tree(row)
             else:
@@ -100,6 +115,16 @@ class RowReader:
             # Its values have other types than its keys promise.
             why = str(error) if isinstance(error, InputError) else repr(error)
             raise TrajectoryError("malformed", why) from error
+
+    def _warn_of_no_thoughts(self, made: Trajectory) -> None:
+        texts = (self._template.decode_all(turn.completion_token_ids[:16]) for turn in made.turns)
+        if self._warn is not None and any(map(_THINKS_NOTHING.match, texts)):
+            warn, self._warn = self._warn, None
+            warn(
+                f"{made.problem_id} has an answer without reasoning, for which the template writes "
+                "an empty block, so that such rows teach the model to think nothing: give messages "
+                "reasoning_content, or turn reasoning off in model.template_args"
+            )
 
     def _checked(self, trajectory: Trajectory) -> Trajectory:
         report = audit(trajectory)
@@ -151,7 +176,7 @@ def demonstrate(
             message with `weight` 0, or another flag of `row_flags`, is context; the others are
             trained. What follows the last assistant's message is left out.
     """
-    said = [_checked(message) for message in messages]
+    said = [_with_reasoning(template, _checked(message)) for message in messages]
     asked = [index for index, message in enumerate(said) if message["role"] == "assistant"]
     trained = {i for i in asked if is_trained(messages[i], f"message {i + 1}")}
     if not trained:
@@ -214,6 +239,31 @@ def _checked(message: Foreign) -> Message:
     return made
 
 
+def _with_reasoning(template: ChatTemplate, message: Message) -> Message:
+    """Return a message whose reasoning has the key that the template reads, if it reads another."""
+    own = next((key for key in _REASONING if message.get(key)), None)
+    if own is None or message["role"] != "assistant":
+        return message
+    shown = [key for key in _REASONING if _shows(template, key)]
+    if not shown or own in shown:
+        return message
+    rest = {key: value for key, value in message.items() if key not in _REASONING}
+    return {**rest, shown[0]: message[own]}
+
+
+def _shows(template: ChatTemplate, key: str) -> bool:
+    """Return whether the template shows what an assistant's message has at a key."""
+    if (known := template.seams.get(("shows", key))) is None:
+        asked: list[Message] = [{"role": "user", "content": "Why?"}]
+        said: Message = {"role": "assistant", "content": "So.", key: _PROBE}
+        try:
+            made = template.render_text([*asked, said], add_generation_prompt=False)
+        except Exception:  # a template may raise anything
+            made = ""
+        known = template.seams[("shows", key)] = _PROBE in made
+    return bool(known)
+
+
 def _turn(
     template: ChatTemplate, messages: Sequence[Message], index: int, tools: Tools | None
 ) -> tuple[list[int], list[int]]:
@@ -232,8 +282,11 @@ def _turn(
     shown = "".join(text.split())
     for spellings in _parts(turn):
         if not any("".join(spelling.split()) in shown for spelling in spellings):
-            lost = f"{spellings[0]!r} of {where}"
-            raise TrajectoryError("content_changed", f"the template leaves out, or changes, {lost}")
+            lost, hint = f"{spellings[0]!r} of {where}", ""
+            if spellings[0] in map(turn.get, _REASONING):
+                hint = ", which is reasoning apart from the content"
+            why = f"the template leaves out, or changes, {lost}{hint}"
+            raise TrajectoryError("content_changed", why)
     prompt, whole = template.encode(opening), template.encode(opening + text)
     sampled = whole[len(prompt) :]
     if whole[: len(prompt)] != prompt:
