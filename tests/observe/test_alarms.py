@@ -1,11 +1,14 @@
 """Alarms, from lines of metrics.jsonl."""
 
+import json
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from turnwise.config import Config, ModelConfig, RolloutConfig, TrainingConfig
-from turnwise.observe.alarms import alarm_finder, find_alarms
+from turnwise.config import Config, ModelConfig, RolloutConfig, TrainingConfig, dump_config
+from turnwise.observe.alarms import alarm_finder, alarms_of_run, find_alarms
 
 HEALTHY: dict[str, Any] = {
     "reward_mean": 0.5,
@@ -115,3 +118,18 @@ def test_steps_without_some_metrics_raise_nothing() -> None:
 
 def test_a_threshold_that_is_met_is_no_alarm() -> None:
     assert find_alarms(run(*[{"groups_without_signal": 4}] * 5), make()) == []
+
+
+@pytest.mark.parametrize("name", ["tool_errors", "slow_worker"])
+def test_a_command_in_an_alarm_names_the_run(name: str, tmp_path: Path) -> None:
+    rows = run(*[{}] * 5, *[BAD[name]] * 9)
+    config = make().model_copy(update={"output_dir": "my runs", "name": "a"})
+    (alarm,) = find_alarms(rows, config)
+    assert re.search(r"`turnwise (show|trace timeline) 'my runs/a'", alarm.message)
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    (moved / "config.yaml").write_text(dump_config(config))
+    (moved / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (alarm,) = alarms_of_run(moved)
+    assert f" {moved}" in alarm.message
+    assert "RUN" not in alarm.message

@@ -2,6 +2,7 @@ import io
 import logging
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from turnwise.observe.conversations import Overview, show
 from turnwise.observe.doctor import Finding, print_finding
 from turnwise.observe.metrics import StepMetrics
 from turnwise.run import display as module
-from turnwise.run.display import Display, why_untrained
+from turnwise.run.display import Display, show_result, why_untrained
 from turnwise.trajectory import Trajectory
 
 STEP = {
@@ -230,3 +231,15 @@ def test_a_line_names_the_results_of_each_environment() -> None:
         display.step(metrics)
     assert "reward 0.500 (shop 0.750, sums 0.250)" in out.getvalue()
     assert "held-out accuracy (reward ≥ 0.75) 0.500 (shop 1.000)" in out.getvalue()
+
+
+def test_the_end_of_a_run_names_its_audit_and_folder_and_why_nothing_was_trained() -> None:
+    console = Console(file=io.StringIO(), width=20)
+    assert isinstance(console.file, io.StringIO)
+    idle = STEP | {"trained_tokens": 0, "groups_without_signal": 4, "stale_groups": 0}
+    folder = Path("runs/a [b]")
+    show_result(console, "100 % of 9", folder, folder / "reward.png", [idle])
+    first, *rest = console.file.getvalue().splitlines()
+    assert first.startswith("nothing was trained: 4 groups without signal")
+    assert "the problems may be too easy or too hard" in first
+    assert rest == ["100 % of 9", "run folder runs/a [b]", "picture    runs/a [b]/reward.png"]

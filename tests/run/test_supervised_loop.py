@@ -1,6 +1,7 @@
 """The loop of supervised training, with the real trainer in this process."""
 
 import asyncio
+import io
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -207,7 +208,7 @@ async def test_the_command_goes_on_after_the_trainer_died(
     monkeypatch.setattr(supervised, "watching_ray", opened)
     monkeypatch.setattr(supervised, "start_policy", started)
     monkeypatch.setitem(globals(), "LocalRank", Mortal)
-    console, rows = Console(quiet=True), solutions(12)
+    console, rows = Console(file=io.StringIO(), width=400), solutions(12)
     inputs = commands.ProgramInputs(rows=rows[:8], eval_rows=rows[8:])
     config = config.model_copy(update={"data": type(config.data)()})
     done = await commands.train(config, console, inputs=inputs, supervised=True)
@@ -215,6 +216,9 @@ async def test_the_command_goes_on_after_the_trainer_died(
     assert [row["step"] for row in done.metrics] == [0, 1, 2, 3, 4]
     assert done.exactness.percent == 100.0
     assert done.checkpoint == done.folder / "checkpoints/step-0004"
+    assert isinstance(console.file, io.StringIO)
+    said = console.file.getvalue()
+    assert said.endswith(f"{done.exactness}\nrun folder {done.folder}\n"), "programs see it too"
 
     longer = config.training.model_copy(update={"steps": 5})
     more = config.model_copy(update={"training": longer})

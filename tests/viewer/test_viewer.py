@@ -4,6 +4,8 @@ import base64
 import hashlib
 import json
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +20,7 @@ from turnwise.observe.metrics import StepMetrics
 from turnwise.run.token_values import write_columns
 from turnwise.training.reports import RECORDED
 from turnwise.trajectory import Trajectory, write_jsonl
+from turnwise.viewer import server
 from turnwise.viewer.run_files import (
     RunFiles,
     find_tokenizer,
@@ -380,3 +383,32 @@ def test_the_prompts_and_answers_of_judges_are_there(client: TestClient, folder:
     page = folder / "page.html"
     assert CliRunner().invoke(commands, ["view", str(folder), "--export", str(page)]).exit_code == 0
     assert ATTACK not in page.read_text()
+
+
+def test_a_run_that_no_process_plays_has_ended(folder: Path) -> None:
+    assert not RunFiles(folder, "demo").describe()["running"]
+    elsewhere = folder / "logs" / "stacks" / "another-host-1.txt"
+    elsewhere.parent.mkdir(parents=True)
+    elsewhere.write_text("driver\nstarted 5\n")
+    assert RunFiles(folder, "demo").describe()["running"], "another machine's may live"
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs node")
+@pytest.mark.parametrize(
+    ("values", "labels"),
+    [
+        ("[0.9998, 0.9999, 1, 1.0001]", ["0.9998", "0.9999", "1", "1.0001"]),
+        ("[1000.2, 1000.4]", ["1000.2", "1000.4"]),
+        ("ticks(0, 1, false)", ["0", "0.5", "1"]),
+        ("[1e-5, 1e-4]", ["1.0e-5", "1.0e-4"]),
+    ],
+)
+def test_the_ticks_of_an_axis_have_labels_that_differ(values: str, labels: list[str]) -> None:
+    chart = Path(server.__file__).with_name("static") / "chart.js"
+    script = f"import {{labelsOf, ticks}} from {json.dumps(str(chart))};"
+    script += f"console.log(JSON.stringify(labelsOf({values})))"
+    command = ["node", "--input-type=module", "-e", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    shown = json.loads(done.stdout)
+    assert len(set(shown)) == len(shown)
+    assert [label for label in labels if label not in shown] == []

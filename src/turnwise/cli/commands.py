@@ -61,10 +61,6 @@ Overrides = Annotated[
         ],
     ),
 ]
-_NO_SIGNAL = (
-    "; the problems may be too easy or too hard for this model, or the reward may not tell its "
-    "answers apart"
-)
 _ON_LINUX = (
     *("train", "sft", "pipeline", "eval", "rollout", "serve", "scale", "doctor", "stuck"),
     "tinker",
@@ -108,7 +104,8 @@ async def train(
     resume: Resume = None,
 ) -> None:
     """Train a model; everything about the run goes to its folder."""
-    await _train(_config_of(command, file, overrides, resume), resume)
+    config = _config_of(command, file, overrides, resume)
+    await commands.train(config, Console(), resume)
 
 
 def _config_of(
@@ -137,8 +134,7 @@ async def sft(
 ) -> None:
     """Train on the rows of data.path themselves: conversations, trajectories or traces."""
     config = _config_of(command, file, overrides, resume, optional=("environment",))
-    result = await commands.train(config, Console(), resume, supervised=True)
-    print_text(f"{result.exactness}\nrun folder {result.folder}")
+    await commands.train(config, Console(), resume, supervised=True)
 
 
 @command_of(app)
@@ -169,21 +165,8 @@ async def pipeline(
         print_error(f"turnwise: {file}: {note}", style="yellow")
     run = commands.run_folder(config)
     saved = checkpoint.list_checkpoints(checkpoint.checkpoints_of(run))
-    await _train(config, run if read.resumes and saved else None, inputs)
-
-
-async def _train(
-    config: Config,
-    resume: Path | None = None,
-    inputs: commands.ProgramInputs = commands.FROM_CONFIG,
-) -> None:
-    from turnwise.run.display import why_untrained
-
-    result = await commands.train(config, Console(), resume, inputs)
-    if why := why_untrained(result.metrics):
-        no_signal = any(row.get("groups_without_signal") for row in result.metrics)
-        print_text(f"nothing was trained: {why}{_NO_SIGNAL if no_signal else ''}", style="yellow")
-    print_text(f"{result.exactness}\nrun folder {result.folder}\npicture    {result.picture}")
+    resume = run if read.resumes and saved else None
+    await commands.train(config, Console(), resume, inputs)
 
 
 def _file_or_model(file: str, overrides: Sequence[str] | None, optional: Collection[str]) -> Config:

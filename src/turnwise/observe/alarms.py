@@ -1,6 +1,7 @@
 """Alarms: one sentence, once in a run, when its metrics pass a threshold of section `alarms`."""
 
 import json
+import shlex
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from turnwise.config.base import NEEDED_KEYS
 from turnwise.core.json_types import JsonObject
 
 _MEAN = "<mean>"  # place of the mean in a sentence
+_RUN = "<run>"  # place of the run's folder in a command
 _NEGLIGIBLE_DIFF = 1e-3  # log-prob difference below which growth does not matter
 
 
@@ -32,9 +34,9 @@ class Share(NamedTuple):
     sentence: str  # the alarm's, with `_MEAN` for the mean over the last steps
 
 
-def find_alarms(rows: Iterable[JsonObject], config: Config) -> list[Alarm]:
+def find_alarms(rows: Iterable[JsonObject], config: Config, run: Path | None = None) -> list[Alarm]:
     """Return all alarms of a run, in the order of their steps, from its lines of metrics.jsonl."""
-    find = alarm_finder(config)
+    find = alarm_finder(config, run)
     return [alarm for row in rows for alarm in find(row)]
 
 
@@ -44,11 +46,16 @@ def alarms_of_run(run: Path) -> list[Alarm]:
     if not path.exists():
         return []
     config = load_config(run / "config.yaml", optional=NEEDED_KEYS)
-    return find_alarms(map(json.loads, path.read_text().splitlines()), config)
+    return find_alarms(map(json.loads, path.read_text().splitlines()), config, run)
 
 
-def alarm_finder(config: Config) -> Callable[[JsonObject], list[Alarm]]:
-    """Return a function that returns the alarms that the next line of metrics.jsonl raises."""
+def alarm_finder(config: Config, run: Path | None = None) -> Callable[[JsonObject], list[Alarm]]:
+    """Return a function that returns the alarms that the next line of metrics.jsonl raises.
+
+    Args:
+        run: Folder of the run, for the commands in sentences; None is the configuration's.
+    """
+    folder = shlex.quote(str(run or Path(config.output_dir, config.name)))
     rows, raised, steps = list[JsonObject](), set[str](), config.alarms.steps
 
     def messages() -> Iterator[tuple[str, str]]:
@@ -69,7 +76,10 @@ def alarm_finder(config: Config) -> Callable[[JsonObject], list[Alarm]]:
         rows.append(row)
         found = {name: said for name, said in messages() if name not in raised}
         raised.update(found)
-        return [Alarm(name.partition(" ")[0], row["step"], said) for name, said in found.items()]
+        return [
+            Alarm(name.partition(" ")[0], row["step"], said.replace(_RUN, folder))
+            for name, said in found.items()
+        ]
 
     return find
 
@@ -98,7 +108,7 @@ def _shares(row: JsonObject, config: Config) -> Iterator[tuple[str, Share]]:
     called = events.get("tool_call", 0) + events.get("tool_malformed", 0)
     said = (
         f"{_MEAN} of the tool calls fail (in the last step {_listed(failed)}): read what was "
-        "called with `turnwise show RUN`, and the tools' tracebacks in errors.log"
+        f"called with `turnwise show {_RUN}`, and the tools' tracebacks in errors.log"
     )
     yield "tool_errors", Share(alarms.tool_errors, _share(sum(failed.values()), called), said)
     counts = {k: n for k, n in row.get("dropped", {}).items() if k != "no_reward"}  # no failure
@@ -190,7 +200,7 @@ def flat_steps(rows: Sequence[JsonObject], config: Config) -> str:
     return (
         f"the mean reward has not risen for {count} steps ({before:.3f}, then {after:.3f}): if it "
         "is not as high as it can be, try another training.learning_rate, or read trajectories "
-        "with `turnwise show RUN`"
+        f"with `turnwise show {_RUN}`"
     )
 
 
@@ -212,7 +222,7 @@ def slow_worker(rows: Sequence[JsonObject], config: Config) -> str:
             return (
                 f"{name} samples {speed:,.3g} tokens/s in a turn, {share:.0%} of what the other "
                 "workers do: look for other programs on its machine or GPU, and at its turns "
-                "with `turnwise trace timeline RUN FILE`"
+                f"with `turnwise trace timeline {_RUN} FILE`"
             )
     return ""
 

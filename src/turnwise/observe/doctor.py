@@ -372,11 +372,13 @@ class ConfigChecks:
     def logprobs(self) -> Finding:
         """Check that the trainer's log-probs are the model's own, in each layout."""
         import torch
+        from transformers.utils.logging import disable_progress_bar
 
         from turnwise.training.layout_check import agreed_layouts, check_policy, possible_layouts
         from turnwise.training.loading import POLICY, dtype_of
         from turnwise.training.memory import model_size
 
+        disable_progress_bar()  # that of the weights would cut the table
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         room = torch.cuda.mem_get_info()[0] if device.type == "cuda" else _LARGEST
         room = min(room, psutil.virtual_memory().available) // 2

@@ -181,6 +181,7 @@ async def train(
         check_model(other, key)
     with ExitStack() as stack, _display(config, console, config.training.steps) as display:
         with display.part(_LOADING):
+            from turnwise.run.display import show_result
             from turnwise.run.run_dir import RunDir, find_resume
 
             data = await call_user_code(
@@ -207,7 +208,10 @@ async def train(
                 display.warn(f"{error}; restart {attempt + 1} of {config.training.restarts}")
             finally:
                 await run_in_thread(folder.metrics.close)
-    return TrainingResult(folder.path, list(folder.metrics.rows), exactness)
+    result = TrainingResult(folder.path, list(folder.metrics.rows), exactness)
+    picture = None if supervised else result.picture
+    show_result(console, str(exactness), result.folder, picture, result.metrics)
+    return result
 
 
 async def _play(

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TypeVar
 
 from rich.console import Console
@@ -18,6 +19,10 @@ from turnwise.trajectory import Trajectory
 
 _QUIET_SECONDS = 10.0  # silence of the start, without a terminal, that ends with a line
 _QUIET_STEP_SECONDS = 60.0  # the same after the first step
+_NO_SIGNAL = (
+    "; the problems may be too easy or too hard for this model, or the reward may not tell its "
+    "answers apart"
+)
 _Result = TypeVar("_Result")
 
 
@@ -221,6 +226,28 @@ def why_untrained(steps: Sequence[JsonObject]) -> str:
     if stale:
         reasons.append(f"{stale:,} groups too old (training.max_staleness)")
     return ", ".join(reasons) or "no group has two trajectories to compare (sampling.n, dropped)"
+
+
+def show_result(
+    console: Console,
+    exactness: str,
+    folder: Path,
+    picture: Path | None,
+    steps: Sequence[JsonObject],
+) -> None:
+    """Print what a run has come to: its audit, its folder, and, if it sampled, its picture and why
+    nothing was trained, where that is so."""
+
+    def line(text: str, style: str | None = None) -> None:
+        console.print(visible(text), style=style, highlight=False, markup=False, soft_wrap=True)
+
+    if picture is not None and (why := why_untrained(steps)):
+        no_signal = any(row.get("groups_without_signal") for row in steps)
+        line(f"nothing was trained: {why}{_NO_SIGNAL if no_signal else ''}", "yellow")
+    line(exactness)
+    line(f"run folder {folder}")
+    if picture is not None:
+        line(f"picture    {picture}")
 
 
 async def show_part(display: Display, name: str, work: Callable[[], Awaitable[_Result]]) -> _Result:

@@ -9,6 +9,7 @@ that the viewer reads, and the tokenizer.
 import hashlib
 import json
 import re
+import sys
 import tempfile
 import threading
 import zipfile
@@ -107,9 +108,14 @@ class RunFiles:
         self._lock = threading.Lock()
 
     def describe(self) -> JsonObject:
-        """Return the run's name, place and files of trajectories."""
+        """Return the run's name, place and files of trajectories, and whether it may go on."""
         files = {name: path.stat().st_size for name, path in self.files().items()}
-        return {"name": self.name, "path": str(self.path), "files": files}
+        running = True
+        if sys.platform == "linux":  # where runs are; elsewhere the folder may be another machine's
+            from turnwise.core.stacks import may_be_running
+
+            running = may_be_running(self.path)
+        return {"name": self.name, "path": str(self.path), "files": files, "running": running}
 
     def rows(self, after: str = "") -> JsonObject:
         """Return the whole lines of metrics.jsonl after a place ("": all), and the place after

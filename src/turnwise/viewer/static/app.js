@@ -60,8 +60,9 @@ async function watch() {
     try {
       runs = (await fetchNow("/api/runs")).runs;
       await view?.refresh?.(runs);
-      live.textContent = "watching";
-      live.className = "live on";
+      const running = runs.some((run) => run.running);
+      live.textContent = running ? "watching" : "ended";
+      live.className = running ? "live on" : "live";
     } catch (error) {
       live.textContent = error.message;
       live.className = "live error";

@@ -28,7 +28,10 @@ export function chart({ title, unit, series, alarms, log, low, high, most, open 
   const scale = log ? Math.log10 : (value) => value;
   let bottom = Math.min(...all.map((point) => scale(point[1])), ...(low === undefined ? [] : [low]));
   let top = Math.max(...all.map((point) => scale(point[1])), ...(high === undefined ? [] : [high]));
-  if (bottom === top) [bottom, top] = [bottom - Math.abs(bottom || 1) * 0.1, top + Math.abs(top || 1) * 0.1];
+  if (bottom === top) {
+    const room = Math.abs(top || 1) * 0.1;
+    [bottom, top] = [bottom === low ? bottom : bottom - room, top + room];
+  }
   if (most !== undefined) top = Math.min(top, most);
   if (log) [bottom, top] = [Math.floor(bottom), Math.ceil(top)];
   const x = (step) => LEFT + ((step - first) / Math.max(1, last - first)) * (WIDTH - LEFT - 8);
@@ -37,11 +40,7 @@ export function chart({ title, unit, series, alarms, log, low, high, most, open 
   const warned = marked.map((alarm) => ` Alarm${alarm.run ? ` of ${alarm.run}` : ""} at step ${alarm.step}: ${alarm.message}.`).join("");
   const image = svg("svg", { viewBox: `0 0 ${WIDTH} ${HEIGHT}`, role: "img", tabindex: "0",
     "aria-label": `${title}: ${drawn.map((one) => `${one.label} from ${short(one.points[0][1])} at step ${one.points[0][0]} to ${short(one.points.at(-1)[1])} at step ${one.points.at(-1)[0]}`).join("; ")}.${warned} Arrow keys read steps.` });
-  for (const part of ticks(bottom, top, log)) {
-    const at = y(log ? 10 ** part : part);
-    image.append(svg("line", { class: "grid", x1: LEFT, x2: WIDTH - 8, y1: at, y2: at }),
-      svg("text", { x: LEFT - 6, y: at + 4, "text-anchor": "end" }, short(log ? 10 ** part : part)));
-  }
+  addGrid(image, ticks(bottom, top, log).map((part) => (log ? 10 ** part : part)), y);
   for (const step of new Set([first, steps[Math.floor((steps.length - 1) / 2)], last])) {
     image.append(svg("text", { x: x(step), y: HEIGHT - 4, "text-anchor": step === last && last !== first ? "end" : step === first ? "start" : "middle" }, step));
   }
@@ -135,6 +134,24 @@ function range(start, end, every) {
   return found;
 }
 
+function addGrid(image, values, y) {
+  const labels = labelsOf(values);
+  values.forEach((value, index) => {
+    const at = y(value);
+    image.append(svg("line", { class: "grid", x1: LEFT, x2: WIDTH - 8, y1: at, y2: at }),
+      svg("text", { x: LEFT - 6, y: at + 4, "text-anchor": "end" }, labels[index]));
+  });
+}
+
+// Labels of the ticks of an axis, with as many digits as tell them apart.
+export function labelsOf(values) {
+  let labels = values.map(short);
+  for (let digits = 4; digits <= 10 && new Set(labels).size < labels.length; digits += 1) {
+    labels = values.map((value) => String(Number(value.toPrecision(digits))));
+  }
+  return labels;
+}
+
 // Bars, one for each step, divided by name; `value` returns the part of a row with a name.
 export function barChart({ title, unit, rows, names, value, part }) {
   const of = (row, name) => value(row, name) ?? 0;
@@ -142,11 +159,7 @@ export function barChart({ title, unit, rows, names, value, part }) {
     "aria-label": `${title}: ${names.map((name) => `${name} ${short(rows.reduce((sum, row) => sum + of(row, name), 0) / rows.length)} ${part} on average`).join("; ")}` });
   const top = Math.max(...rows.map((row) => names.reduce((sum, name) => sum + of(row, name), 0)));
   const height = (size) => (size / top) * (HEIGHT - TOP - BOTTOM);
-  for (const tick of ticks(0, top, false)) {
-    const at = HEIGHT - BOTTOM - height(tick);
-    image.append(svg("line", { class: "grid", x1: LEFT, x2: WIDTH - 8, y1: at, y2: at }),
-      svg("text", { x: LEFT - 6, y: at + 4, "text-anchor": "end" }, short(tick)));
-  }
+  addGrid(image, ticks(0, top, false), (tick) => HEIGHT - BOTTOM - height(tick));
   const width = (WIDTH - LEFT - 8) / rows.length;
   rows.forEach((row, index) => {
     let base = HEIGHT - BOTTOM;
