@@ -73,8 +73,14 @@ def test_a_container_has_no_network_and_all_limits(
         session.close()
     run = (engine / "log").read_text().splitlines()[0]
     for option in (
-        *("--network=none", "--memory=128m", "--memory-swap=128m", "--pids-limit=9"),
-        *("--read-only", "--cap-drop=ALL", "--security-opt=no-new-privileges", "--pull=never"),
+        *("--network=none", "--memory=128m", "--memory-swap=128m", "--pids-limit=10"),
+        *(
+            "--init",
+            "--read-only",
+            "--cap-drop=ALL",
+            "--security-opt=no-new-privileges",
+            "--pull=never",
+        ),
         *(
             "--tmpfs=/sandbox:rw,exec,nosuid,nodev,mode=1777,size=32m",
             "--log-driver=none",

@@ -161,13 +161,14 @@ def _container(
         "memory": memory,
         "memory-swap": memory,  # no swap
         "shm-size": f"{limits.disk}m",
-        "pids-limit": str(limits.processes),
+        "pids-limit": str(limits.processes + 1),  # and the init
         "cap-drop": "ALL",
         "security-opt": "no-new-privileges",
         "user": "65534:65534",
         "entrypoint": limits.interpreter or "python3",
     }
-    command = [program, "run", "-i", "--read-only"]
+    # An init reaps what the model left in the background: each of them counts as a process.
+    command = [program, "run", "-i", "--init", "--read-only"]
     command += [f"--{key}={value}" for key, value in options.items()]
     # With --workdir, docker would make that folder first, for root alone: inner.py changes to it.
     for folder in (_INSIDE, "/tmp"):
