@@ -404,7 +404,7 @@ def test_what_is_wrong_on_its_face_is_one_sentence_and_leaves_nothing(
 def test_data_that_is_nowhere_is_one_sentence(file: Path, command: str) -> None:
     done = in_process(command, file, "data.path=few.csv", "data.eval_path=few.csv")
     assert done.exit_code == 2
-    assert done.stderr == "turnwise: data.eval_path: there is no data file few.csv\n"
+    assert done.stderr == "turnwise: data.path: there is no data file few.csv\n"
 
 
 def test_eval_needs_no_training_data(file: Path) -> None:
