@@ -89,6 +89,21 @@ class Hanging(AsyncDesk):
         await asyncio.Event().wait()
 
 
+class Cases:
+    """A toolset that nothing opens."""
+
+    async def open(self) -> list[Any]:
+        raise AssertionError("opened")
+
+    async def close(self) -> None:
+        raise AssertionError("closed")
+
+
+class Equipped(AsyncDesk):
+    def given(self) -> list[Any]:
+        return [Cases()]
+
+
 class Away(Desk):
     def setup(self) -> None:
         raise TrajectoryError("simulated_user", "the server is away")
@@ -164,6 +179,8 @@ async def test_a_failure_with_the_reason_of_a_trajectory_is_told_and_counted_in_
     assert runner.check(FIRST) is None
     assert "rows.jsonl:1 is checked when it is played: " in caplog.text
     assert "the server is away" in caplog.text
+    assert runner.check(SECOND) is None
+    assert caplog.text.count("the server is away") == 1
     if not process:
         engine, sampling = Talking(vocab_size=256), SamplingConfig(n=1, max_tokens=8)
         group = await runner.run_group(engine, FIRST, sampling, "t")
@@ -183,6 +200,15 @@ def test_an_environment_needs_no_reward_where_another_is_given(
 ) -> None:
     make(Unrewarded, **rollout).check(FIRST)
     assert Desk.calls == ["init 1", "setup", "close"]
+
+
+@pytest.mark.parametrize("process", [False, True], ids=["thread", "process"])
+def test_toolsets_stay_closed_in_a_check(
+    make: Callable[..., Runner], caplog: pytest.LogCaptureFixture, process: bool
+) -> None:
+    assert make(Equipped, environment_process=process).check(FIRST) is None
+    assert caplog.text == ""
+    assert process or Desk.calls == ["init 1", "setup", "close"]
 
 
 def one(trajectory: Trajectory, row: dict[str, Any]) -> float:

@@ -299,15 +299,15 @@ def make_rows(factory: EnvironmentType, split: str) -> Sequence[Row]:
 
 
 @contextmanager
-def naming_row(where: str, row: Row) -> Iterator[None]:
-    """Turn an error of an environment's code into one sentence that names its row; one that has the
-    reason of a failed trajectory stays what it is."""
+def naming_row(where: str, row: Row, passing: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Turn an error of an environment's code into one sentence that names its row; errors that are
+    `passing` stay what they are."""
     try:
         yield
+    except passing:
+        raise
     except InputError as error:
         raise InputError(f"{where}: {error}") from error
-    except TrajectoryError:
-        raise
     except BaseException as error:  # SystemExit too
         failure = ordinary_error(error)
         message = f"{where}: the environment failed: {describe_error(failure)}"

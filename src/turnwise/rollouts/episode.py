@@ -92,7 +92,7 @@ class Episode:
         """Opening messages of each player of a game; the first one's are the problem too."""
         self.toolbox = make_toolbox([], rollout)
         """The environment's tools, and those of `rollout.tools`."""
-        self.rewards = False  # whether the environment has a reward of its own
+        self.rewards = True  # whether the environment has a reward of its own, once that is known
         self.steps = False  # whether the environment answers turns that call no tool
         self.measures = False  # whether the environment has metrics of its own
         self._factory = factory
@@ -333,7 +333,7 @@ class Episode:
 
     def _named(self, read: Callable[[], _T]) -> Callable[[], _T]:
         def named() -> _T:
-            with naming_row(self.where, self._row):
+            with naming_row(self.where, self._row, (TrajectoryError,)):
                 return read()
 
         return named

@@ -120,8 +120,8 @@ class Stage:
         self._measures = measured and not written
         self.played = False  # whether a trajectory has been finished
         self._checked = False
-        """Whether the first problem was checked: its environment was set up, there is a reward, and
-        the template shows its messages, and tools and results of our own loops."""
+        """Whether the first problem was checked: that its environment can be set up, that there is
+        a reward, and that the template shows its messages, and tools and results of our loops."""
 
         self._opened = self._processes is not None
         """Whether an environment was opened in this process, if they are opened here."""
@@ -163,6 +163,7 @@ class Stage:
                 known = asyncio.run(episode.preview(set_up=first))
             except TrajectoryError as error:  # what fails here may work in the run
                 logger.warning("%s is checked when it is played: %s", problem.id, error)
+                self._checked = True
                 return None
             if first:
                 rewards.check_environment(episode, self._environment)
@@ -212,7 +213,7 @@ class Stage:
             if length is not None:
                 self._admit(problem.id, length)
         except TrajectoryError as error:
-            return str(error) if error.reason == TOO_LONG else ""
+            return str(error)
         except Exception:
             return ""  # its trajectories fail too, and are counted
         return ""
