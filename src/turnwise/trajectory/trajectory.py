@@ -45,8 +45,7 @@ Status = Literal["running", "completed", "length", "max_turns", "context_full"]
 
 
 def status_after(finish_reason: str) -> Status:
-    """Return the status of a trajectory that ends with a turn of this `finish_reason`, as every
-    agent loop gives it: `length` if the answer was cut off, else `completed`."""
+    """Return the status of a trajectory whose last turn has this `finish_reason`."""
     return "length" if finish_reason == "length" else "completed"
 
 
@@ -555,8 +554,7 @@ def _shallow_dict(record: Turn | Trajectory) -> JsonObject:
 
 def _sampled_parts(weight_versions: Sequence[int]) -> list[tuple[int, int]]:
     """Return the bounds of each run of sampled ids; an empty one follows forced ids at the end."""
-    parts: list[tuple[int, int]] = []
-    end = 0
+    parts, end = list[tuple[int, int]](), 0
     for forced, run in itertools.groupby(weight_versions, lambda version: version < 0):
         start, end = end, end + sum(1 for _ in run)
         parts.append((end, end) if forced else (start, end))
@@ -569,8 +567,7 @@ def _row_size(rows: bytes, count: int) -> int:
 
 def common_prefix(a: Sequence[object], b: Sequence[object]) -> int:
     """Return the length of the longest common prefix of two sequences of ids or characters."""
-    length, step = 0, 64
-    limit = min(len(a), len(b))
+    length, step, limit = 0, 64, min(len(a), len(b))
     while length < limit:
         step = min(step, limit - length)
         if a[length : length + step] == b[length : length + step]:
