@@ -603,9 +603,10 @@ def test_a_template_whose_end_of_turn_is_no_stop_is_warned_of(
         assert caplog.text.count(f"set sampling.stop_token_ids to [{end}]") == warns
     model = {**model, "chat_template": text.replace("</think>", "END")}
     Runner(make_config(environment=f"{HERE}:Desk", model=model), tokenizer).check(QUESTION)
-    assert 'ends turns with END, at which no answer ends: set sampling.stop to ["END"]' in (
-        caplog.text
-    )
+    assert (
+        "ends turns with END, which is plain text for this tokenizer, at which no answer ends: "
+        'set sampling.stop to ["END"], or choose a template for this model'
+    ) in caplog.text
 
 
 async def test_a_model_without_a_template_answers_texts(

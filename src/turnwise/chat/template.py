@@ -92,12 +92,16 @@ def missing_stop(config: Config, template: ChatTemplate) -> str:
     if found is None:
         mark = end.strip()
         known = not mark or mark in config.sampling.stop
-        set_to = f"sampling.stop to [{json.dumps(mark)}]"
+        named = f"{mark}, which is plain text for this tokenizer"
+        advice = (
+            f"sampling.stop to [{json.dumps(mark)}], or choose a template for this model, such as "
+            "the one that its tokenizer may have"
+        )
     else:
-        mark = found.group()
+        mark = named = found.group()
         token = next(index for index, text in template.special_tokens.items() if text == mark)
         known = token in template.stop_token_ids or mark in config.sampling.stop
-        set_to = f"sampling.stop_token_ids to [{token}]"
+        advice = f"sampling.stop_token_ids to [{token}]"
     if known:
         return ""
-    return f"model.chat_template ends turns with {mark}, at which no answer ends: set {set_to}"
+    return f"model.chat_template ends turns with {named}, at which no answer ends: set {advice}"

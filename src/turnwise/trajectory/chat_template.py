@@ -30,6 +30,7 @@ Tools = Sequence[JsonObject]
 _PROBE = "text 8c1d0f52"
 _GUARD = "\ufdd0"
 """Marks an escaped special token until it is encoded: a character that no text contains."""
+_SPACE = "\u2581"  # how SentencePiece writes a space
 CACHED_ENTRIES = 2**14
 """Maximum number of entries of an `IdCache`; each takes some 300 bytes besides key and ids. A
 server meets few prompts twice, so more would only fill its memory."""
@@ -272,12 +273,14 @@ class ChatTemplate:
 
     @cached_property
     def special_tokens(self) -> dict[int, str]:
-        """The tokens that ordinary text never encodes to, by id: special and added ones."""
-        added = {index: text for text, index in self.tokenizer.get_added_vocab().items()}
+        """The tokens that mark something, by id: special and added ones. Added tokens of white
+        space, such as Gemma's line breaks, mark nothing: any text is encoded to them."""
+        added = self.tokenizer.get_added_vocab().items()
+        marks = {index: text for text, index in added if text.replace(_SPACE, " ").strip()}
         special = zip(
             self.tokenizer.all_special_ids, self.tokenizer.all_special_tokens, strict=True
         )
-        return dict(special) | added
+        return dict(special) | marks
 
     @cached_property
     def special_token_pattern(self) -> re.Pattern[str]:

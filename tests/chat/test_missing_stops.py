@@ -1,0 +1,26 @@
+"""What is said of a template whose end of turn does not stop sampling."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+from tokenizers import AddedToken
+
+from turnwise.chat.template import load_template, missing_stop
+from turnwise.config import Config
+from turnwise.config.data import template_text
+
+
+def test_the_end_of_a_template_for_other_models_is_text_to_stop_at(
+    make_config: Callable[..., Config], model_path: str, tokenizer: Any
+) -> None:
+    """Gemma's tokenizer has none of the marks of hermes, and a token of each line break."""
+    made = copy.deepcopy(tokenizer)
+    made.add_tokens(AddedToken("\n", normalized=False))
+    text = template_text("hermes").replace("im_", "turn_")
+    model = {"path": model_path, "chat_template": text}
+    for stop in ([], ["<|turn_end|>"]):
+        config = make_config(model=model, sampling={"stop": stop})
+        told = missing_stop(config, load_template(config, made))
+        assert bool(told) == (not stop)
+        assert stop or 'set sampling.stop to ["<|turn_end|>"], or choose a template' in told
