@@ -11,8 +11,8 @@ from turnwise.pipeline.outputs import rewarded_groups
 from turnwise.rollouts import Group
 from turnwise.training.algorithms import Advantage, make_algorithm
 from turnwise.training.batching import make_micro_batch, plan_micro_batches
+from turnwise.training.checks import check_group_size
 from turnwise.training.samples import (
-    check_group_size,
     gives_signal,
     make_samples,
     oldest_version,

@@ -11,7 +11,8 @@ from turnwise.errors import InputError
 from turnwise.rollouts import Group
 from turnwise.training.algorithms import make_algorithm
 from turnwise.training.batching import make_micro_batch
-from turnwise.training.samples import SampleBatch, check_group_size, make_samples
+from turnwise.training.checks import check_group_size
+from turnwise.training.samples import SampleBatch, make_samples
 from turnwise.training.supervised import supervised_config
 
 ALONE = {"advantage": "none", "teacher": {"model": "t"}}

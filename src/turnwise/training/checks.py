@@ -3,9 +3,14 @@
 Commands make them before they start anything, and `turnwise config` makes them alone.
 """
 
+from typing import TYPE_CHECKING
+
 from turnwise.chat.tool_parser import check_parser_name
 from turnwise.config import Config
 from turnwise.errors import InputError
+
+if TYPE_CHECKING:
+    from turnwise.training.algorithms import Algorithm
 
 
 def check_sampled(config: Config) -> None:
@@ -23,16 +28,19 @@ def check_trainable(config: Config) -> None:
     Seconds to import; imports the user's own advantage, loss or transport, if it names any.
     """
     from turnwise.training.algorithms import make_algorithm
-    from turnwise.training.attention import check_attention_name
-    from turnwise.training.samples import check_group_size
-    from turnwise.weights.sync import check_transport
 
     check_sampled(config)
     check_parser_name(config.rollout.tool_parser)
     check_adapters(config)
     check_group_size(config, make_algorithm(config.algorithm))
-    check_attention_name(config.training.attention)
-    check_transport(config)
+    if ":" in config.weights.transport:
+        from turnwise.weights.sync import check_transport  # not on every system
+
+        check_transport(config)
+    if config.training.attention != "auto":
+        from turnwise.training.attention import check_attention_name
+
+        check_attention_name(config.training.attention)
 
 
 def check_adapters(config: Config) -> None:
@@ -47,3 +55,32 @@ def check_adapters(config: Config) -> None:
             "serving.adapters: training replaces the weights under the adapters, unless it trains "
             "an adapter itself (model.lora.rank) and weights.lora is adapter"
         )
+
+
+def check_group_size(config: Config, algorithm: "Algorithm") -> None:
+    """Check that a group contains something to compare, if the algorithm compares within groups."""
+    parts = config.algorithm
+    if config.sampling.n > 1:
+        return
+    if algorithm.loss.needs_pairs:
+        compares = f"algorithm.loss {parts.loss.name}"
+    elif parts.dynamic_sampling:
+        compares = "algorithm.dynamic_sampling"
+    elif config.data.curriculum:
+        compares = "data.curriculum"
+    else:
+        advantage, compares = algorithm.advantage, f"algorithm.advantage {parts.advantage.name}"
+        try:
+            if advantage.per_turn:
+                trains_alone = advantage.of_turns([[1.0]]) is not None
+            else:
+                trains_alone = advantage.of_groups([[1.0]])[0] is not None
+        except Exception:  # such as a standard deviation of one number, in the user's `Advantage`
+            trains_alone = False
+        if trains_alone:
+            return
+    alone = "; or set algorithm.advantage to none, to learn from the teacher alone"
+    raise InputError(
+        f"{compares} compares the trajectories of a group, and sampling.n 1 has nothing to "
+        f"compare: raise sampling.n{alone if config.teachers() else ''}"
+    )

@@ -396,35 +396,6 @@ def gives_signal(group: Group, config: Config, algorithm: Algorithm) -> bool:
     return any(has_signal([side.reward for side in same]) for same in sides)
 
 
-def check_group_size(config: Config, algorithm: Algorithm) -> None:
-    """Check that a group contains something to compare, if the algorithm compares within groups."""
-    parts = config.algorithm
-    if config.sampling.n > 1:
-        return
-    if algorithm.loss.needs_pairs:
-        compares = f"algorithm.loss {parts.loss.name}"
-    elif parts.dynamic_sampling:
-        compares = "algorithm.dynamic_sampling"
-    elif config.data.curriculum:
-        compares = "data.curriculum"
-    else:
-        advantage, compares = algorithm.advantage, f"algorithm.advantage {parts.advantage.name}"
-        try:
-            if advantage.per_turn:
-                trains_alone = advantage.of_turns([[1.0]]) is not None
-            else:
-                trains_alone = advantage.of_groups([[1.0]])[0] is not None
-        except Exception:  # such as a standard deviation of one number, in the user's `Advantage`
-            trains_alone = False
-        if trains_alone:
-            return
-    alone = "; or set algorithm.advantage to none, to learn from the teacher alone"
-    raise InputError(
-        f"{compares} compares the trajectories of a group, and sampling.n 1 has nothing to "
-        f"compare: raise sampling.n{alone if config.teachers() else ''}"
-    )
-
-
 def oldest_version(config: Config, version: int) -> int:
     """Return the oldest version whose tokens are trained, if every step made all its updates."""
     return version - (config.training.steps_of_group - 1) * config.training.versions_per_step

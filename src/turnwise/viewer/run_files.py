@@ -108,14 +108,17 @@ class RunFiles:
         self._lock = threading.Lock()
 
     def describe(self) -> JsonObject:
-        """Return the run's name, place and files of trajectories, and whether it may go on."""
+        """Return the run's name, place and files of trajectories."""
         files = {name: path.stat().st_size for name, path in self.files().items()}
-        running = True
-        if sys.platform == "linux":  # where runs are; elsewhere the folder may be another machine's
-            from turnwise.core.stacks import may_be_running
+        return {"name": self.name, "path": str(self.path), "files": files}
 
-            running = may_be_running(self.path)
-        return {"name": self.name, "path": str(self.path), "files": files, "running": running}
+    def may_be_running(self) -> bool:
+        """Return whether a process may still write the run."""
+        if sys.platform != "linux":  # a run needs Linux: this is another machine's folder
+            return True
+        from turnwise.core.stacks import may_be_running  # cannot be imported elsewhere
+
+        return may_be_running(self.path)
 
     def rows(self, after: str = "") -> JsonObject:
         """Return the whole lines of metrics.jsonl after a place ("": all), and the place after

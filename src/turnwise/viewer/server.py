@@ -90,7 +90,8 @@ def make_app(runs: Mapping[str, RunFiles], token: str, port: int) -> ASGIApp:
         return Response(pages[name], media_type=_TYPES[name.rpartition(".")[2]])
 
     def list_runs(_: Request) -> Response:
-        return JSONResponse({"runs": [run.describe() for run in runs.values()]})
+        described = [run.describe() | {"running": run.may_be_running()} for run in runs.values()]
+        return JSONResponse({"runs": described})
 
     def route(path: str, read: Callable[..., object]) -> Route:
         def answer(request: Request) -> Response:  # in a thread
