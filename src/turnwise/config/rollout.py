@@ -34,7 +34,7 @@ _LOOP_KEYS = {
 }
 """Loops with a key of their own name, and what it names."""
 AGENT = "package.module:function, a command, worker: COMMAND, or the URL of an endpoint"
-"""The object that `rollout.agent` names."""
+"""Forms of `rollout.agent`, for errors."""
 Loop = Annotated[str, named("loop", LOOP_NAMES)]
 AgentSamplingRule = Literal["override", "override_all", "context", "refuse"]
 SANDBOXES = ("auto", "sandlock", "bubblewrap", "docker", "podman", "none")
