@@ -289,8 +289,9 @@ class ChatTemplate:
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern of several texts, of which the longest wins; it never matches if empty."""
-    return re.compile(_either(sorted({*texts}), _DEEPEST_GROUP) or r"(?!)")
+    """Return a pattern of several texts, of which the longest wins; without any it never matches,
+    nor does it match an empty one."""
+    return re.compile(_either(sorted({*texts} - {""}), _DEEPEST_GROUP) or r"(?!)")
 
 
 def _either(texts: Sequence[str], deeper: int) -> str:
