@@ -118,6 +118,7 @@ def test_outputs_that_are_too_old_train_nothing(seen: Seen) -> None:
     sampled = sum(map(sum, seen["first"]["loss_mask"]))
     assert 0 < again["stale_tokens"] <= sampled
     assert (again["trained_tokens"], again["weight_version"]) == (0, 1)
+    assert again["weight_update_bytes"] == 0 < seen["trained"]["weight_update_bytes"]
     (said,) = seen["warned"]
     assert said.startswith(f"{again['stale_tokens']} of {sampled} sampled tokens are not trained")
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -25,6 +25,8 @@ class Fleet:
 
 
 class Trainer:
+    version = 0
+
     async def score(self, *_: Any) -> list[list[float]]:
         raise InputError("there is no value model")
 
@@ -95,3 +97,51 @@ async def test_weights_are_sent_only_where_something_was_trained(
     step.has_new_weights = True
     await step.update_weights()
     assert engines.sent == 3
+
+
+async def test_training_that_takes_no_optimizer_step_sends_nothing_and_gives_memory_back(
+    make_config: Callable[..., Config],
+) -> None:
+    """All updates are skipped, or train the value model alone; of a failure nobody knows."""
+
+    class Learner:
+        version, fails = 7, False
+        calls: ClassVar[list[str]] = []
+
+        async def train(self, *_: Any) -> dict[str, Any]:
+            if self.fails:
+                raise InputError("it stops half-way")
+            return {}
+
+        async def publish(self) -> Any:
+            self.calls.append("publish")
+            return SimpleNamespace(version=7, sent_bytes=8, changed=None)
+
+        async def offload(self) -> int:
+            self.calls.append("offload")
+            return 2**30
+
+    class Engines(Fleet):
+        engines = ("worker-0",)
+
+        async def update_weights(self, _: Any) -> list[Any]:
+            return [SimpleNamespace(mean=0.0, largest=0.0)]
+
+    trainer = Learner()
+    runtime: Any = SimpleNamespace(manager=Engines(), policy=trainer, teachers=None)
+    config = make_config(training={"colocated": True, "offload": ["params"]})
+    step = TrainingStep(config, runtime)
+    one = Sample.of([1, 2], [0, 1], [0.0, 0.0], [-1, 0], 1.0, 0)
+    await step.update_weights()
+    await step.learn(SampleBatch(samples=[one]))
+    update = await step.update_weights()
+    assert (update["weight_update_bytes"], update["weight_version"]) == (0, 7)
+    assert update["offloaded_gib"] == 1.0
+    assert trainer.calls == ["publish", "offload", "offload"]
+    trainer.fails = True
+    with pytest.raises(InputError):
+        await step.learn(SampleBatch(samples=[one]))
+    trainer.fails = False
+    await step.learn(SampleBatch(samples=[one]))
+    await step.update_weights()
+    assert trainer.calls.count("publish") == 2

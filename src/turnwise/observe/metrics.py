@@ -200,14 +200,16 @@ class StepMetrics:
     weight_version: Annotated[int | None, Series("turnwise_weight_version")] = None
     """Weight version of the engines: the number of optimizer steps."""
     weight_update_seconds: Annotated[float | None, Series("turnwise_update_seconds")] = None
-    """Seconds to transfer the new weights to the engines and check them."""
+    """Seconds to transfer the new weights to the engines and check them; 0 if the step took no
+    optimizer step, so that there were none."""
     weight_update_bytes: Annotated[int | None, Series("turnwise_update_bytes")] = None
-    """Bytes of the update for an engine that has the version before (see weights.delta)."""
+    """Bytes of the update for an engine that has the version before (see weights.delta); 0 without
+    an optimizer step."""
     weights_changed: float | None = None
     """Share of the weights' values, as sent, that the step changed; None without weights.delta."""
     canary_diff_mean: float | None = None
     """Mean log-prob difference between engine and trainer on the canary prompt, of the worst
-    engine."""
+    engine; None if no weights were sent."""
     canary_diff_max: float | None = None
     """Largest such difference."""
     offloaded_gib: float | None = None

@@ -271,10 +271,13 @@ class TrainingStep:
             )
         metrics: JsonObject = {}
         if batch.samples:
-            self.has_new_weights = True
+            had, version = self.has_new_weights, self._policy.version
+            self.has_new_weights = True  # perhaps, if the trainer fails half-way
             with waiting("the trainer to train"):
                 async with self._trainers_turn():
                     metrics = await self._policy.train(batch.samples)
+            # A step may skip all its updates, or train the value model alone.
+            self.has_new_weights = had or self._policy.version != version
         self.versions.append(self._policy.version)
         return metrics
 
@@ -305,24 +308,27 @@ class TrainingStep:
 
     async def update_weights(self) -> JsonObject:
         """Transfer the trainer's weights to the engines and check that they arrived; nothing is
-        sent where nothing was trained since the last transfer."""
-        if not self.has_new_weights:
-            return {
+        sent if no optimizer step was taken since the last transfer. Return the metrics."""
+        if self.has_new_weights:
+            metrics = await self._send_weights()
+            self.has_new_weights = False
+        else:
+            metrics = {
                 "engines": len(self._manager.engines),
                 "weight_version": self._policy.version,
                 "weight_update_seconds": 0.0,
                 "weight_update_bytes": 0,
             }
+        if self._config.training.offload:  # training that takes no optimizer step needs memory, too
+            metrics["offloaded_gib"] = await self._policy.offload() / 2**30
+        return metrics
+
+    async def _send_weights(self) -> JsonObject:
         started = time.perf_counter()
         with waiting("the engines to load new weights"):
             published = await self._sync.publish()
             updated = await self._manager.update_weights(self._sync)
-        self.has_new_weights = False
-        lent: JsonObject = {}
-        if self._config.training.offload:
-            lent["offloaded_gib"] = await self._policy.offload() / 2**30
         return {
-            **lent,
             "engines": len(updated),
             "weight_version": published.version,
             "weight_update_seconds": time.perf_counter() - started,
