@@ -357,6 +357,13 @@ def test_config_without_a_file_prints_the_defaults() -> None:
     assert in_process("config", "training.steps=3").exit_code == 2
 
 
+def test_the_package_is_the_command() -> None:
+    """For shells in which `turnwise` is not on the path."""
+    command = [*python(), "-m", "turnwise", "--version"]
+    done = subprocess.run(command, cwd=ROOT, env=command_environment(), capture_output=True)
+    assert (done.returncode, done.stdout.decode()) == (0, f"turnwise {version('turnwise')}\n")
+
+
 def test_the_version_is_the_packages() -> None:
     done = in_process("--version")
     assert (done.exit_code, done.stdout) == (0, f"turnwise {version('turnwise')}\n")

@@ -9,6 +9,7 @@ the accuracy on held-out problems, one of them in full before and after, and the
 import argparse
 import itertools
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from turnwise.trajectory import Trajectory, read_jsonl
 
 CONFIG = Path(__file__).parent / "config.yaml"
 RUNS = Path("runs")
+TURNWISE = Path(sys.executable).with_name("turnwise")
 
 
 def main() -> int:
@@ -46,12 +48,20 @@ def main() -> int:
     print_results(RUNS / name, rows)
     print(f"   picture      {RUNS / name / 'reward.png'}")
     print(f"   {time.monotonic() - started:.0f} s in all")
+    print(f"\n5. Look at it: {how_to_view(RUNS / name)}")
     return 0
+
+
+def how_to_view(run: Path) -> str:
+    """Return the command that shows a run, as a shell finds it: `turnwise` is not on its path."""
+    program = Path(os.path.relpath(TURNWISE))
+    activate = program.with_name("activate")
+    return f"{program} view {run}   (`. {activate}` makes that `turnwise view {run}`)"
 
 
 def run_turnwise(arguments: list[str]) -> int:
     """Run a command of turnwise as a user would; returns its exit code."""
-    with subprocess.Popen([Path(sys.executable).with_name("turnwise"), *arguments]) as command:
+    with subprocess.Popen([TURNWISE, *arguments]) as command:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the command; wait for it
         return command.wait()
 

@@ -18,6 +18,7 @@ from examples.calculator.demo import (
     as_text,
     evaluation,
     free_name,
+    how_to_view,
     newly_solved,
     run_turnwise,
 )
@@ -46,6 +47,7 @@ def main() -> int:
         return code
     print_results(RUNS / name)
     print(f"\n{RUNS / name}   {(time.monotonic() - began) / 60:.1f} minutes in all")
+    print(f"Look at it: {how_to_view(RUNS / name)}")
     return 0
 
 

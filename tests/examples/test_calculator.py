@@ -1,6 +1,7 @@
 import itertools
 import json
 import re
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +11,7 @@ from transformers import AutoTokenizer
 from transformers.utils import get_json_schema
 
 from examples.calculator.conversations import conversation_text, encode, solved_conversation
-from examples.calculator.demo import print_results
+from examples.calculator.demo import how_to_view, print_results
 from examples.calculator.environment import Calculator
 from examples.calculator.phrasings import SEEN, UNSEEN
 from examples.calculator.prepare import MODEL, prepare
@@ -111,6 +112,12 @@ def test_the_demo_tells_what_changed_and_shows_a_problem_that_was_learnt(
     assert printed.count(f"The answer is {row['answer']}.") == 1
     assert "after 5 steps with 1,500 sampled tokens; evaluations sampled\n   4 more" in printed
     assert "accuracy before RL 0.500, after RL 0.975" in printed
+
+
+def test_the_demo_ends_with_a_command_that_a_shell_finds() -> None:
+    program, name, run, *_ = how_to_view(Path("runs/demo")).split()
+    assert (name, run) == ("view", "runs/demo")
+    assert Path(program).resolve() == Path(sys.executable).with_name("turnwise").resolve()
 
 
 @pytest.mark.parametrize("row", [*train_problems(50, SEED), *heldout_problems(50, SEED)])
