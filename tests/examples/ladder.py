@@ -27,7 +27,6 @@ SHORTER = {
     "{path: Qwen/Qwen3-0.6B}": f"{{path: {MODEL}, max_length: 512}}",
     "{path: Qwen/Qwen3-0.6B, dtype: bfloat16}": f"{{path: {MODEL}, max_length: 512}}",
     "n: 8, max_tokens: 512": "n: 2, max_tokens: 16",
-    "range(10)": "range(1)",
 }
 """Texts of the pages' files, and what a test runs in their place."""
 ROWS = [{"question": f"How warm is it in city {n}?", "answer": "21"} for n in range(16)]
