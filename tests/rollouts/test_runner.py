@@ -534,7 +534,7 @@ NO_RESULTS = (
         ("Bench", "chatml", {"tools_in_prompt": False}, ""),
         ("Bench", "chatml", {"loop": "single_turn"}, ""),
         ("Bench", "chatml", {"loop": f"{HERE}:RoughLoop"}, ""),
-        ("Bench", "chatml", {"loop": "agent"}, ""),
+        ("Bench", "chatml", {"loop": "agent", "agent": "http://127.0.0.1:9/"}, ""),
         ("Bench", "hermes", {}, ""),
         ("Desk", "chatml", {}, ""),
         ("Brief", NO_SYSTEM, {"loop": "single_turn"}, "leaves out messages of the role system"),
