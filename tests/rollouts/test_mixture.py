@@ -303,7 +303,7 @@ async def test_each_environment_is_played_with_its_tools_and_its_loop(
     offered = []
     for problem in first_of_each(problems):
         episode = runner._stages[problem.environment].episode(problem)
-        assert await asyncio.to_thread(episode.preview)
+        assert await episode.preview(set_up=True)
         offered.append([schema["function"]["name"] for schema in episode.toolbox.schemas])
     assert offered == [["price"], ["double"]]
     group = Group.from_dict(json.loads(json.dumps(groups[1].to_dict())))

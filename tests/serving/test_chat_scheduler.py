@@ -588,7 +588,10 @@ async def test_a_classs_trouble_costs_its_own_trajectories_and_is_counted(
 @pytest.mark.parametrize(
     ("rollout", "words"),
     [
-        ({"chat_scheduler": "a:B", "loop": "agent"}, "loop agent does not use chat_scheduler"),
+        (
+            {"chat_scheduler": "a:B", "loop": "agent", "agent": "a:b"},
+            "loop agent does not use chat_scheduler",
+        ),
         ({"loop": "chat_scheduler"}, "loop chat_scheduler needs chat_scheduler"),
         ({"chat_scheduler": "B"}, "package.module:Class, a ChatCompletionScheduler, not 'B'"),
     ],

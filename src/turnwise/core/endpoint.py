@@ -81,19 +81,25 @@ class Endpoint:
                             answer = await client.request(
                                 "POST", url, json=body, headers=self._headers, largest=largest
                             )
-                        if answer.ok:
-                            return await read(answer.body)
-                        status, said = answer.status, answer.body[:_SHOWN].decode(errors="replace")
-                        failure, away = AnswerError(f"answered {status}: {said}"), status in _AWAY
-                        if status < 500 and not away:
-                            break
-                        with suppress(ValueError):  # `Retry-After` of RFC 9110 may be a date
-                            pause = max(pause, float(answer.headers.get("retry-after", "")))
                     except AnswerError as error:
                         failure = error
                     except (HttpError, InputError) as error:  # InputError: of the URL or the key
                         failure = AnswerError(f"cannot be reached: {first_line(error)}")
                         away = isinstance(error, HttpError)
+                    else:
+                        if answer.ok:
+                            try:
+                                return await read(answer.body)
+                            except AnswerError as error:
+                                failure = error
+                        else:
+                            status, said = answer.status, answer.body[:_SHOWN]
+                            why = f"answered {status}: {said.decode(errors='replace')}"
+                            failure, away = AnswerError(why), status in _AWAY
+                            if status < 500 and not away:
+                                break
+                            with suppress(ValueError):  # `Retry-After` of RFC 9110 may be a date
+                                pause = max(pause, float(answer.headers.get("retry-after", "")))
                     left -= not away
                     if left < 0 or not self._retries or pause > self._timeout:
                         break
