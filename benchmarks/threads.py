@@ -1,4 +1,4 @@
-"""What a thread for each environment costs: `python -m benchmarks.threads [--quick]`.
+"""Cost of a thread for each environment: `python -m benchmarks.threads [--quick]`.
 
 256 environments are live at once, and each makes calls of plain functions that take 5 or 50
 microseconds, all in its own thread (`UserThread`), or each in whichever thread is idle. The figure

@@ -1,4 +1,4 @@
-"""What is said of a template whose end of turn does not stop sampling."""
+"""The warning about a template whose end of turn does not stop sampling."""
 
 import copy
 from collections.abc import Callable

@@ -111,7 +111,7 @@ LIMITS: dict[str, dict[str, Any]] = {
     "phi4_mini_json": {kind: "malformed" for kind in LISTS},
     "step3": {"tags": "malformed", "null": "null"},
 }
-"""What vLLM's parsers read otherwise, by format and kind."""
+"""Arguments that vLLM's parsers read in another way, by format and kind."""
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -37,7 +37,7 @@ LISTS = (
 
 
 class Warnings(logging.Handler):
-    """What a pipeline warns of until `end`."""
+    """The warnings of a pipeline until `end`."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

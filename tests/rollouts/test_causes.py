@@ -1,4 +1,4 @@
-"""What failed, how often and where: in the sentence that ends a run, and in errors.log."""
+"""Causes of failures, with their numbers and places: in the sentence that ends a run, and in errors.log."""
 
 import asyncio
 import json

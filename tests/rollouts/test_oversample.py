@@ -26,7 +26,7 @@ PER_STEP = 8
 
 @dataclass
 class Played:
-    """What a run of the producer did."""
+    """The record of a run of the producer."""
 
     trained: list[str] = field(default_factory=list)
     """Ids of the problems whose groups were trained, in order."""
@@ -122,7 +122,7 @@ async def played(
 def test_spare_groups_never_make_what_is_trained_too_old(
     staleness: int, oversample: float, rollout_seconds: float, train_seconds: float
 ) -> None:
-    """Where all groups take the same time, so that only spare ones could be late."""
+    """All groups take the same time, so that only spare ones could be late."""
     made = config(oversample, staleness, steps=12)
     run = run_virtually(played(made, one_stream(), lambda _: rollout_seconds, train_seconds))
     assert run.sampled_tokens == 12 * PER_STEP * 4

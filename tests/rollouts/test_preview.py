@@ -1,4 +1,4 @@
-"""What is checked before anything is started: the first row's environment is set up and closed."""
+"""The checks before anything is started: the first row's environment is set up and closed."""
 
 import asyncio
 import gc
