@@ -1,4 +1,4 @@
-"""Causes of failures, with their numbers and places: in the sentence that ends a run, and in errors.log."""
+"""Causes of failures, with their numbers and places, where a run ends and in errors.log."""
 
 import asyncio
 import json
