@@ -57,7 +57,7 @@ from benchmarks.report import Claim, show
 from benchmarks.soak.checks import change_of, counts_by_time, memory_claims, training_claims
 from benchmarks.soak.features import PROMPTS as FEATURE_PROMPTS
 from benchmarks.soak.features import SAMPLES as FEATURE_SAMPLES
-from benchmarks.soak.features import Feature, Features, features
+from benchmarks.soak.features import Feature, Features, features, make_models
 from benchmarks.soak.machine import MachineSpeed
 from benchmarks.soak.memory import Memory
 from benchmarks.soak.programs import TURNWISE, Client, Program
@@ -174,6 +174,8 @@ class Soak:
 
     def start(self) -> None:
         """Start the programs, wait until they work, and begin the load."""
+        if not self.options.no_features:
+            make_models(self.folder)
         self.training = self._program("train", "train", self.folder / "train.yaml")
         self.serving = self._program("serve", "serve", self.folder / "serve.yaml")
         self.serving.until("the server's address", self._address)
@@ -187,7 +189,6 @@ class Soak:
             self.real = real
             real.until("its first step", lambda: self.step(real) >= 1)
             self._kill_only(real, "engine")
-
         if not self.options.no_features:
             found = features(self.folder, f"{self._address()}/v1")
             self.features = Features(self.folder, found, self.programs)

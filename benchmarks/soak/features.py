@@ -59,17 +59,22 @@ class Feature:
     clients: bool = False
 
 
-def features(folder: Path, teacher: str) -> list[Feature]:
-    """Make the models, and return the features in their order.
-
-    Args:
-        teacher: Base URL of a server of the demo's model, with a context of 512 tokens.
-    """
+def make_models(folder: Path) -> None:
+    """Make the features' models: minutes on a quiet machine, a quarter of an hour under load."""
     made = folder / "features"
     prepare(made / "demo")
     eyes.make_model(made / "eyes", 0, **{"training.steps": UPDATES})
     recall.run(made / "recall", 0, UPDATES)
     prepare_retool(made / "retool", updates=UPDATES, train=400, heldout=10)
+
+
+def features(folder: Path, teacher: str) -> list[Feature]:
+    """Return the features in their order, with the models that `make_models` made there.
+
+    Args:
+        teacher: Base URL of a server of the demo's model, with a context of 512 tokens.
+    """
+    made = folder / "features"
     demo = (
         *("train", EXAMPLES / "calculator/config.yaml", f"model.path={made / 'demo/model'}"),
         *(f"data.path={made / 'demo/train.jsonl'}", "data.eval_path=null", *KEYS),
