@@ -265,6 +265,7 @@ class Session:
             messages=new,
             adapter=adapter,
             experts=completion.experts,
+            allowed=completion.allowed,
             distribution=sampling.distribution,
             untrained=sampling.untrained,
         )
@@ -282,6 +283,7 @@ class Session:
             + len(completion.token_ids) * _SAMPLED_TOKEN_BYTES
             + len(new) * _POINTER_BYTES
             + len(turn.experts)
+            + sum(map(len, {*turn.allowed}))
             + len(turn.added_logprobs or ()) * _LOGPROB_BYTES
         )
         for each in turn.images:

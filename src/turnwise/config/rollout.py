@@ -270,10 +270,17 @@ class RolloutConfig(Section):
     agent_rewards: bool = False
     """Let an agent read and reward its own session (GET and POST .../reward); its reward replaces
     the environment's. If false, an agent has no access to its reward."""
+    agent_branches: Annotated[str, named("rule", ("all", "longest"), "package.module:function")] = (
+        "all"
+    )
+    """Branches of an agent's session that are trained, where it asked the model more than its one
+    conversation (a title, a summary, a sub-agent): all, the longest (of most sampled tokens), or
+    those for which function(trajectory, branches) returns True in a list of bools. Tokens of no
+    such branch are context; the event left_out_branch counts the others."""
     agent_sampling: AgentSamplingRule = "override"
     """Requests of an agent or chat scheduler with sampling parameters of their own. Temperature,
-    top_p, top_k and min_p are the turn's, and it is trained under them. The rest cannot be trained
-    exactly: greedy answers, grammars (response_format, strict tools, tool_choice), penalties,
+    top_p, top_k, min_p and grammars (response_format, strict tools, tool_choice) are the turn's,
+    and it is trained under them. The rest cannot be trained exactly: greedy answers, penalties,
     biases, min_tokens, logits processors. There `sampling` applies instead (override), or the turn
     is sampled as asked and is context that is not trained (context), or the request gets 400
     (refuse). override_all samples every turn by `sampling`. Events count what was asked for."""

@@ -78,6 +78,8 @@ class Request(NamedTuple):
     urgent: bool = False
     """Whether the engine computes it before all that wait, and in the place of one that runs if it
     has no room: for what the fleet itself asks, such as the check of a weight update."""
+    record_allowed: bool = False
+    """Whether the last chunk has the ids that the request's grammar allowed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +116,8 @@ class Chunk:
     of prompt and completion but the last."""
     stored_tokens: int = 0
     """Prompt tokens that the request added to the prefix cache; known when `cached_tokens` is."""
+    allowed: Sequence[bytes] = ()
+    """In the last chunk of a request with a grammar, `Turn.allowed` of the whole completion."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +148,8 @@ class Completion:
     alternatives: Alternatives = field(default_factory=list)
     """As in `Chunk`."""
     prompt_alternatives: Alternatives = field(default_factory=list)
+    """As in `Chunk`."""
+    allowed: Sequence[bytes] = ()
     """As in `Chunk`."""
 
     def __post_init__(self) -> None:
@@ -302,6 +308,7 @@ def completion_of(chunks: Sequence[Chunk], request_id: str) -> Completion:
         whole.experts,
         whole.alternatives,
         whole.prompt_alternatives,
+        whole.allowed,
     )
 
 

@@ -27,6 +27,7 @@ from turnwise.engine.adapters import (
     EngineAdapters,
     key_of,
 )
+from turnwise.engine.grammar_replay import GrammarReplay
 from turnwise.engine.logits_processors import (
     ADAPTER,
     EXTRA_ARG,
@@ -65,7 +66,7 @@ from turnwise.errors import (
 if TYPE_CHECKING:
     from prometheus_client import Metric
 
-    from turnwise.internals.vllm import AsyncLLM, MultiModalInput
+    from turnwise.internals.vllm import AsyncLLM, MultiModalInput, SamplingParams
 
 _T = TypeVar("_T")
 _POLL_SECONDS = 0.01
@@ -155,6 +156,7 @@ class VllmEngine:
         self._llm = start(model.path, arguments, bool(engine.metrics))
         self._streams = TokenStreams(self._llm, self._clock)
         self._images = ImageInputs(self._llm, engine.images_per_prompt)
+        self._grammars = GrammarReplay(self._llm)
 
     async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
         params, calls = sampling_params(request.sampling, request.seed), list[Call]()
@@ -184,6 +186,8 @@ class VllmEngine:
                 names = {*self._always, *map(name_of, calls)}
                 if self._extended and not names <= self._unforced:
                     made = self._marked(made, request.id, names)
+                if request.record_allowed and params.structured_outputs:
+                    made = self._with_allowed(made, request, params)
                 async with aclosing(made) as chunks:
                     async for chunk in chunks:
                         if any(logprob != logprob for logprob in chunk.logprobs):  # not a number
@@ -272,6 +276,23 @@ class VllmEngine:
             f"{who}: no token has a probability: the model's logits are not numbers, or a logits "
             "processor left none",
         )
+
+    async def _with_allowed(
+        self, made: AsyncGenerator[Chunk, None], request: Request, params: "SamplingParams"
+    ) -> AsyncGenerator[Chunk, None]:
+        """Add the ids that a grammar allowed to the last chunk of a completion."""
+        sampled = list[int]()
+        async with aclosing(made) as chunks:
+            async for chunk in chunks:
+                sampled += chunk.token_ids
+                if chunk.finish_reason not in (None, "abort"):
+                    tasks = await self._llm.get_supported_tasks()
+                    async with self._deadline(f"replaying {request.id}'s grammar", self._timeout):
+                        allowed = await run_in_thread(
+                            self._grammars.allowed, request, params, sampled, tasks
+                        )
+                    chunk = replace(chunk, allowed=allowed)
+                yield chunk
 
     async def _marked(
         self, made: AsyncGenerator[Chunk, None], request_id: str, names: set[str]
@@ -525,6 +546,7 @@ class VllmEngine:
         return [m for m in REGISTRY.collect() if m.name.startswith(VLLM_METRICS)]
 
     async def shutdown(self) -> None:
+        self._grammars.close()
         self._llm.shutdown()
         # vLLM calls it again from `__del__`, at the interpreter's end without the modules it needs.
         self._llm.shutdown = lambda timeout=None: None

@@ -7,7 +7,7 @@ this file, which applies the patches.
 
 import gc
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from multiprocessing.context import BaseContext
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -57,6 +57,7 @@ from vllm.outputs import CompletionOutput, RequestOutput, WeightVersionSpan
 from vllm.platforms import current_platform
 from vllm.renderers import BaseRenderer
 from vllm.sampling_params import BeamSearchParams, RequestOutputKind
+from vllm.tasks import SupportedTask
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.tokenizers.hf import get_cached_tokenizer
 from vllm.tool_parsers import ToolParserManager
@@ -87,6 +88,7 @@ from vllm.v1.sample import sampler
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor
 from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from vllm.v1.serial_utils import run_method
+from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
@@ -145,6 +147,33 @@ def divert_outputs(
     own = processor.process_outputs, processor.propagate_error
     processor.process_outputs, processor.propagate_error = receive, fail
     return own
+
+
+def allowed_bits(
+    manager: StructuredOutputManager, made: EngineCoreRequest, token_ids: Sequence[int]
+) -> Iterator[bytes]:
+    """Yield the bits of the ids that a request's grammar allows at each id of its completion, as
+    the scheduler gives them to the sampler; nothing without a grammar. It takes a compilation, and
+    some microseconds for each id."""
+    request = Request.from_engine_core_request(made, None)
+    grammar = request.structured_output_request
+    if grammar is None:
+        return
+    manager.grammar_init(request)
+    grammar.grammar = grammar._grammar.result()
+    for token in token_ids:
+        yield manager.grammar_bitmask({made.request_id: request}, [made.request_id], {})[
+            0
+        ].tobytes()
+        request.append_output_token_ids(token)
+        manager.accept_tokens(request, [token])
+
+
+internal(StructuredOutputManager, "grammar_init", "self", "request")
+_names = ("self", "requests", "structured_output_request_ids", "scheduled_spec_decode_tokens")
+internal(StructuredOutputManager, "grammar_bitmask", *_names)
+internal(StructuredOutputManager, "accept_tokens", "self", "request", "new_token_ids")
+internal(StructuredOutputManager, "clear_backend", "self")
 
 
 def read_outputs(llm: AsyncLLM) -> None:

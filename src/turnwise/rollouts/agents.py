@@ -40,6 +40,7 @@ from turnwise.core.untrusted import (
 from turnwise.core.user_code import call_user_code, import_user_code, user_errors
 from turnwise.core.watchdog import waiting
 from turnwise.errors import DeadlineError, InputError, TrajectoryError
+from turnwise.rollouts.agent_branches import leave_out_branches
 from turnwise.rollouts.agent_loop import RolloutContext
 from turnwise.rollouts.environment import Environment, load_object
 from turnwise.rollouts.problems import Row
@@ -390,6 +391,9 @@ class HttpAgentLoop:
         if not context.trajectory.turns:
             message = f"the agent of {context.request_id} sampled nothing"
             raise TrajectoryError("agent_silent", message)
+        await leave_out_branches(
+            context.trajectory, rollout.agent_branches, rollout.environment_timeout
+        )
 
     async def _run_agent(
         self, agent: str, context: RolloutContext, session: Session, base_url: str, model: str

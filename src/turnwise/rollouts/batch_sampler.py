@@ -178,6 +178,7 @@ class SamplerLoop:
                 weight_versions=[version if trained else FORCED for version, trained in own],
                 finish_reason=done.finish_reason if kept == len(done.token_ids) else "stop",
                 experts=done.experts[: row * (start + kept - 1)],
+                allowed=done.allowed[:kept],
             )
             context.fork_reason = None
             context.record(call.prompt, part, call.times)

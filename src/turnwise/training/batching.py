@@ -18,6 +18,7 @@ import torch
 
 from turnwise.config import TrainingConfig
 from turnwise.training.algorithms import Tokens
+from turnwise.training.allowed import Allowed
 from turnwise.training.context import ContextGroup
 from turnwise.training.sample import Array, Sample
 from turnwise.trajectory import Distribution, Image
@@ -283,6 +284,8 @@ class Columns:
     distributions: tuple[tuple[Distribution, torch.Tensor], ...] = ()
     """Distributions that targets of this rank were drawn from, each with the numbers of its
     targets, counted from 0; the others were drawn under the run's `sampling`."""
+    allowed: Allowed | None = None
+    """Ids that grammars allowed at the targets of this rank; None without a grammar."""
     others_see: bool = False
     """Whether columns of the same optimizer step, maybe on other ranks, have images."""
 
@@ -358,6 +361,7 @@ class Columns:
                 for number, kind in enumerate(kinds, start=1)
                 if len(at_K := np.flatnonzero(kind_N[own_N] == number))
             ),
+            Allowed.of(samples, own_N, device) if any(s.allowed for s in samples) else None,
             others_see,
         )
 

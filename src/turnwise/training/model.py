@@ -26,6 +26,7 @@ from turnwise.chat.vision import ModelImages
 from turnwise.config import SamplingConfig
 from turnwise.core.optional import Foreign
 from turnwise.errors import InputError
+from turnwise.training.allowed import Allowed
 from turnwise.training.attention import attending
 from turnwise.training.batching import Columns
 from turnwise.training.context import ContextGroup
@@ -163,7 +164,7 @@ class Scorer(nn.Module):
             return _values_N(backbone_of(self.model), self.head, columns, self.images)
         gradient = self._entropy_gradient and torch.is_grad_enabled()
         if sampling is not None:
-            columns = replace(columns, distributions=())
+            columns = replace(columns, distributions=(), allowed=None)
         sampling = sampling or self._sampling
         return score_columns(self.model, columns, sampling, gradient, self.images)
 
@@ -294,9 +295,9 @@ def score_columns(
     distribution of their own under `sampling`."""
     # Padding needs no attention mask: it is on the right, and attention is causal.
     hidden_NH = hidden_before(backbone_of(model), columns, images)
-    targets_N, drawn = columns.targets_N, columns.distributions
+    targets_N, drawn, allowed = columns.targets_N, columns.distributions, columns.allowed
     if not drawn:
-        scores = score_hidden(model, hidden_NH, targets_N, sampling, entropy_gradient)
+        scores = score_hidden(model, hidden_NH, targets_N, sampling, entropy_gradient, allowed)
         return columns.whole(scores[0]), columns.whole(scores[1])
     other_N = torch.ones_like(targets_N, dtype=torch.bool)
     for _, at_K in drawn:
@@ -305,7 +306,10 @@ def score_columns(
     parts: list[tuple[SamplingConfig | Distribution, torch.Tensor]] = [*drawn]
     parts += [(sampling, rest_K)] if len(rest_K) else []
     found = [
-        score_hidden(model, hidden_NH[at_K], targets_N[at_K], own, entropy_gradient)
+        score_hidden(
+            *(model, hidden_NH[at_K], targets_N[at_K], own, entropy_gradient),
+            None if allowed is None else allowed[at_K],
+        )
         for own, at_K in parts
     ]
     back_N = torch.cat([at_K for _, at_K in parts]).argsort()
@@ -319,9 +323,10 @@ def score_hidden(
     targets_N: torch.Tensor,
     sampling: SamplingConfig | Distribution,
     entropy_gradient: bool = False,
+    allowed: Allowed | None = None,
 ) -> Scores:
     """Score tokens by the last hidden states at the positions before them; targets [N, K] are K
-    tokens for each position.
+    tokens for each position, which were drawn from the ids that `allowed` has, if it is given.
 
     Where they are many, the logits are computed in chunks, and again for the backward pass, so that
     no [B, T, V] tensor exists.
@@ -332,7 +337,10 @@ def score_hidden(
         compute = partial(checkpoint, _score, use_reentrant=False)
     parts = [slice(start, start + rows) for start in range(0, max(1, len(targets_N)), rows)]
     chunks = [
-        compute(model, hidden_NH[part], targets_N[part], sampling, entropy_gradient)
+        compute(
+            *(model, hidden_NH[part], targets_N[part], sampling, entropy_gradient),
+            None if allowed is None else allowed[part],
+        )
         for part in parts
     ]
     logprobs, entropies = zip(*chunks, strict=True)
@@ -413,9 +421,14 @@ def _score(
     targets_N: torch.Tensor,
     sampling: SamplingConfig | Distribution,
     entropy_gradient: bool,
+    allowed: Allowed | None,
 ) -> Scores:
     targets_NK = targets_N if targets_N.dim() == 2 else targets_N[:, None]
-    logits_NV = _processed(logits_of(model, hidden_NH), targets_NK, sampling)
+    logits_NV = logits_of(model, hidden_NH)
+    if allowed is not None:  # the engine applies a grammar before all else
+        outside_NV = allowed.outside_NV(targets_NK, logits_NV.shape[-1])
+        logits_NV = logits_NV.masked_fill(outside_NV, float("-inf"))
+    logits_NV = _processed(logits_NV, targets_NK, sampling)
     if entropy_gradient:
         total_N = torch.logsumexp(logits_NV, dim=-1)
         logprobs_NK = logits_NV.gather(-1, targets_NK) - total_N[:, None]

@@ -53,6 +53,8 @@ class Sample:
     distributions: Mapping[int, Distribution] = field(default_factory=dict)
     """Distributions that the tokens of calls were drawn from, by the call's index; those of other
     calls were drawn under the run's `sampling`."""
+    allowed: Mapping[int, bytes] = field(default_factory=dict)
+    """By position, the `Turn.allowed` of trained tokens that a grammar restricted."""
 
     @classmethod
     def of(
@@ -72,6 +74,7 @@ class Sample:
         teacher_weights: tuple[float, float] = (0.0, 0.0),
         images: Sequence[PlacedImage] = (),
         distributions: Mapping[int, Distribution] | None = None,
+        allowed: Mapping[int, bytes] | None = None,
     ) -> "Sample":
         """Make a sample of lists of one length, with the advantage of all tokens or of each; by
         default it has one call, and its sequence is a pair and a trajectory by itself."""
@@ -96,6 +99,7 @@ class Sample:
             teacher_weights,
             tuple(images),
             distributions or {},
+            allowed or {},
         )
 
     @classmethod

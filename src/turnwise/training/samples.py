@@ -227,6 +227,7 @@ def add_trajectory(
             teacher_logprobs=taught[number] if taught else None,
             teacher_weights=(0.0, 0.0) if teacher is None else teacher.weights,
             distributions=own,
+            allowed=branch.allowed if as_sampled else {},
         )
         if sample.trained:
             batch.samples.append(sample)

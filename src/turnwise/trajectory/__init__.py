@@ -1,5 +1,6 @@
 """Trajectories of exact token ids, and the bridge from one turn to the next."""
 
+from turnwise.trajectory.allowed import allowed_bits, pack_allowed
 from turnwise.trajectory.audit import ExactnessReport, audit
 from turnwise.trajectory.bridge import Bridge, bridge
 from turnwise.trajectory.chat_template import ChatTemplate
@@ -31,8 +32,10 @@ __all__ = [
     "Status",
     "Trajectory",
     "Turn",
+    "allowed_bits",
     "audit",
     "bridge",
+    "pack_allowed",
     "read_jsonl",
     "replace_prefix_tokens",
     "status_after",

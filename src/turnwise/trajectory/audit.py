@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, fields
 
 from turnwise.core.json_types import JsonObject
 from turnwise.trajectory.images import PlacedImage
-from turnwise.trajectory.trajectory import Branch, Trajectory, Turn, checksums, fingerprint
+from turnwise.trajectory.records import checksums, fingerprint
+from turnwise.trajectory.trajectory import Branch, Trajectory, Turn
 
 
 @dataclass(slots=True)
@@ -214,7 +215,7 @@ def _differences(
         engines = turn.record[0]
         return [f"its prompt of {length} tokens is not the one of {engines} that the engine had"]
     made = turn.completion_token_ids, turn.logprobs, turn.weight_versions
-    if fingerprint((), *made, images, turn.distribution)[2] != turn.record[2]:
+    if fingerprint((), *made, images, turn.distribution, turn.allowed)[2] != turn.record[2]:
         what = "images, sampled tokens, log-probs, versions or sampling parameters"
         return [f"its {what} are not those recorded"]
     return []

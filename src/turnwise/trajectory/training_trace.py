@@ -17,6 +17,7 @@ from pathlib import Path
 
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, TrajectoryError, translate_unwritable
+from turnwise.trajectory.allowed import sets_of
 from turnwise.trajectory.distribution import Distribution
 from turnwise.trajectory.files import read_jsonl, write_jsonl
 from turnwise.trajectory.images import (
@@ -31,6 +32,7 @@ from turnwise.trajectory.trajectory import Trajectory
 
 SCHEMA_VERSION = 1
 _OURS = "turnwise"
+_SAMPLING = ("distribution", "untrained", "allowed")
 _OF_TRAJECTORY = tuple(
     item.name
     for item in fields(Trajectory)
@@ -59,7 +61,7 @@ def to_training_trace(trajectory: Trajectory) -> JsonObject:
             ours["same_call"] = True
         if seen := placed(prompt):
             ours["images"] = [[each.image.hash, each.start, each.length] for each in seen]
-        ours |= {name: plain[name] for name in ("distribution", "untrained") if name in plain}
+        ours |= {name: plain[name] for name in _SAMPLING if name in plain}
         if any(logprob > 0 for logprob in turn.logprobs):
             ours["logprobs"] = turn.logprobs
         turns.append(
@@ -190,6 +192,7 @@ def _add_turn(
         adapter=ours.get("adapter", ""),
         messages=(turn.get("request") or {}).get("messages") or () if ours else (),
         distribution=Distribution.of(ours.get("distribution")),
+        allowed=sets_of(ours.get("allowed"))[first:last],
         untrained=untrained,
     )
     if all(mask) and "record" in ours and tuple(ours["record"]) != made.record:

@@ -11,8 +11,6 @@ the last, which no layer has computed yet: the next turn of the conversation has
 import base64
 import itertools
 import json
-import zlib
-from array import array
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -21,6 +19,7 @@ from typing import Literal
 
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import TrajectoryError
+from turnwise.trajectory.allowed import described_sets, sets_of
 from turnwise.trajectory.distribution import Distribution
 from turnwise.trajectory.images import (
     Image,
@@ -35,6 +34,7 @@ from turnwise.trajectory.images import (
     placed,
     restored,
 )
+from turnwise.trajectory.records import checksums, fingerprint
 
 MAX_REWARD = 1e6
 """Largest absolute reward, so that squares and sums of rewards cannot overflow."""
@@ -95,9 +95,13 @@ class Turn:
     `sampling`."""
     untrained: str = ""
     """Reason why its tokens are context, and never trained; "" if they are trained."""
+    allowed: tuple[bytes, ...] = ()
+    """For each sampled token the ids that a grammar allowed there, as `pack_allowed` returns them;
+    empty without a grammar."""
 
     def __post_init__(self) -> None:
-        names = ("completion_token_ids", "logprobs", "weight_versions")
+        names = ["completion_token_ids", "logprobs", "weight_versions"]
+        names += ["allowed"] if self.allowed else []
         lengths = {name: len(getattr(self, name)) for name in names}
         if len(set(lengths.values())) != 1:
             raise TrajectoryError("inconsistent_turn", f"a turn's lengths differ: {lengths}")
@@ -129,6 +133,8 @@ class Branch:
     """T - 1 rows; empty if the engine returned none for some turn."""
     images: list[PlacedImage] = field(default_factory=list)
     """Images, in the order of their positions."""
+    allowed: dict[int, bytes] = field(default_factory=dict)
+    """By position, the `Turn.allowed` of the trained tokens that a grammar restricted."""
 
     def masked(self, mask: Sequence[int]) -> "Branch":
         """Return the branch with a response mask of which each 1 is one of its own."""
@@ -203,6 +209,7 @@ class Trajectory:
         messages: Sequence[Message] = (),
         adapter: str = "",
         experts: bytes = b"",
+        allowed: Sequence[bytes] = (),
         distribution: Distribution | None = None,
         untrained: str = "",
     ) -> Turn:
@@ -219,7 +226,7 @@ class Trajectory:
                 that, or else `new_conversation`.
             messages: The messages that led to this turn, for people.
             experts: A row for each id of prompt and completion but the last.
-            distribution: See `Turn`, as for `untrained`.
+            allowed: See `Turn`, as for `distribution` and `untrained`.
 
         Raises:
             TrajectoryError: when the lengths of ids, log-probs and versions differ.
@@ -246,6 +253,7 @@ class Trajectory:
                     messages=messages,
                     adapter=adapter,
                     experts=experts[: row * (len(prompt) + end - 1)],
+                    allowed=allowed[start:end],
                     distribution=distribution,
                     untrained=untrained,
                 )
@@ -273,7 +281,8 @@ class Trajectory:
             fork_reason,
             sums=checksums([*added, *completion_token_ids]),
             record=fingerprint(
-                *(prompt, completion_token_ids, logprobs, weight_versions, images, distribution)
+                *(prompt, completion_token_ids, logprobs, weight_versions, images),
+                *(distribution, allowed),
             ),
             messages=list(messages),
             adapter=adapter,
@@ -281,6 +290,7 @@ class Trajectory:
             images=[each for each in images if each.start >= shared],
             distribution=distribution,
             untrained=untrained,
+            allowed=tuple(allowed),
         )
         self.turns.append(turn)
         self._last_path = extended(prompt_token_ids, completion_token_ids)
@@ -471,6 +481,10 @@ class Trajectory:
             sampled = max(0, length - len(turn.added_token_ids))
             known = sampled if turn.untrained else min(trained.get(index, 0), sampled)
             context = len(added) + known
+            first = len(branch.token_ids) + len(added)
+            for k in range(known, sampled if turn.allowed else 0):
+                if turn.allowed[k]:
+                    branch.allowed[first + k] = turn.allowed[k]
             branch.token_ids.extend([*added, *turn.completion_token_ids[:sampled]])
             branch.response_mask.extend([0] * context + [1] * (sampled - known))
             branch.logprobs.extend([0.0] * context + turn.logprobs[known:sampled])
@@ -504,6 +518,8 @@ class Trajectory:
             for name in ("images", "same_call", "distribution", "untrained"):
                 if not turn[name]:
                     del turn[name]
+            if allowed := turn.pop("allowed"):
+                turn["allowed"] = described_sets(allowed)
         if images := self.images:
             tree["images"] = described(images, whole=whole)
         return json.dumps(tree, ensure_ascii=False, separators=(",", ":"), default=as_json)
@@ -527,6 +543,7 @@ class Trajectory:
                 | {"images": [PlacedImage(images[k], *at) for k, *at in turn.get("images", ())]}
                 | {"messages": restored(turn.get("messages", []), images)}
                 | {"distribution": Distribution.of(turn.get("distribution"))}
+                | {"allowed": sets_of(turn.get("allowed"))}
             )
             for turn in tree.pop("turns")
         ]
@@ -577,24 +594,3 @@ def common_prefix(a: Sequence[object], b: Sequence[object]) -> int:
         else:
             step //= 2
     return length
-
-
-def checksums(token_ids: Sequence[int]) -> tuple[int, int]:
-    """Return the sums that locate and restore one changed id: of ids, of ids times positions."""
-    return sum(token_ids), sum(i * token for i, token in enumerate(token_ids, start=1))
-
-
-def fingerprint(
-    prompt_token_ids: Sequence[int],
-    completion_token_ids: Sequence[int],
-    logprobs: Sequence[float],
-    weight_versions: Sequence[int],
-    images: Iterable[PlacedImage] = (),
-    distribution: Distribution | None = None,
-) -> tuple[int, int, int]:
-    """Return the prompt's length, the sum of its ids, and a checksum of its images, at their
-    positions, and of the sampled tokens, with the distribution that they were drawn from."""
-    sampled = "".join(f"{each.image.hash}{each.start},{each.length};" for each in images).encode()
-    sampled += array("q", [*completion_token_ids, *weight_versions]).tobytes()
-    sampled += array("d", [*logprobs, *(distribution or ())]).tobytes()
-    return len(prompt_token_ids), sum(prompt_token_ids), zlib.crc32(sampled)

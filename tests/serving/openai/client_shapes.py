@@ -71,7 +71,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
             "include": ["reasoning.encrypted_content"],
             "prompt_cache_key": "0",
         },
-        {"override_strict_tools": 1, "override_parallel_tool_calls": 1},
+        {"own_grammar": 1, "override_parallel_tool_calls": 1},
     ),
     "openai-agents": (
         RESPONSES,
@@ -94,9 +94,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
             },
         },
         {
-            "override_strict_tools": 1,
-            "override_tool_choice": 1,
-            "override_text": 1,
+            "own_grammar": 1,
             "own_sampling": 1,
         },
     ),
@@ -123,8 +121,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
             ],
         },
         {
-            "override_strict_tools": 1,
-            "override_tool_choice": 1,
+            "own_grammar": 1,
             "override_parallel_tool_calls": 1,
             "own_sampling": 1,
         },
@@ -142,7 +139,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
                 "json_schema": {"name": "Outputs", "schema": ANSWER, "strict": True},
             },
         },
-        {"override_temperature": 1, "override_response_format": 1},
+        {"override_temperature": 1, "own_grammar": 1},
     ),
     "inspect-ai": (
         CHAT,
@@ -162,7 +159,7 @@ SHAPES: dict[str, tuple[str, dict[str, Any], dict[str, int]]] = {
             "max_tokens": 32,
         },
         {
-            "override_tool_choice": 1,
+            "own_grammar": 1,
             "override_parallel_tool_calls": 1,
             "override_frequency_penalty": 1,
             "override_presence_penalty": 1,

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.serving.openai.client_shapes import ANSWER, CHAT, MESSAGES, RESPONSES, SHAPES, USER
+from tests.serving.openai.client_shapes import CHAT, MESSAGES, RESPONSES, SHAPES, USER
 from tests.serving.openai.test_http_limits import QUICK, Noting
 from turnwise.chat.session import Session
 from turnwise.config import AgentSamplingRule, Config, SamplingConfig
@@ -77,7 +77,7 @@ async def test_a_clients_request_is_answered_in_training_as_it_is(
             assert value == body.get(key, getattr(OWN, key))
     assert (turn.distribution is not None) == ("own_sampling" in events)
     if not isinstance(params, SamplingConfig):
-        assert params.structured_outputs is None
+        assert "own_grammar" in events or params.structured_outputs is None
         assert params.frequency_penalty == params.presence_penalty == 0
         assert not params.logit_bias
         assert params.thinking_token_budget is None
@@ -102,16 +102,8 @@ async def test_turns_of_one_conversation_keep_their_own_temperatures(
 FORCED: list[tuple[str, dict[str, Any], str]] = [
     (CHAT, {"messages": [USER], "temperature": 0}, "temperature"),
     (CHAT, {"messages": [USER], "min_tokens": 3}, "min_tokens"),
-    (CHAT, {"messages": [USER], "response_format": {"type": "json_object"}}, "response_format"),
-    (
-        RESPONSES,
-        {
-            "model": "any",
-            "input": [USER],
-            "text": {"format": {"type": "json_schema", "name": "a", "schema": ANSWER}},
-        },
-        "text",
-    ),
+    (CHAT, {"messages": [USER], "frequency_penalty": 0.5}, "frequency_penalty"),
+    (RESPONSES, {"model": "any", "input": [USER], "temperature": 0.0}, "temperature"),
     (MESSAGES, {"model": "any", "messages": [USER], "max_tokens": 8, "temperature": 0}, ""),
 ]
 
@@ -136,8 +128,8 @@ async def test_what_cannot_be_trained_exactly_may_be_context(
     assert audit(trajectory).masked == {"agent_sampling": len(turn.completion_token_ids)}
     params = asked_of(engine)
     assert params.temperature == body.get("temperature", 0.8)
-    if key in ("text", "response_format"):
-        assert params.structured_outputs is not None
+    if key == "frequency_penalty":
+        assert params.frequency_penalty == 0.5
 
 
 @pytest.mark.parametrize(("path", "body", "key"), FORCED)
@@ -177,8 +169,10 @@ async def test_a_teacher_elsewhere_leaves_one_distribution_to_train(
         Trajectory("p"), sampling=sampling, agent_sampling="override"
     )
     async with httpx.AsyncClient(transport=transport, base_url="http://t") as http:
-        await ask(http, session, CHAT, {"messages": [USER], "temperature": 0.5})
-    assert session.finish().events == {"override_temperature": 1}
+        asked = {"temperature": 0.5, "response_format": {"type": "json_object"}}
+        await ask(http, session, CHAT, {"messages": [USER], **asked})
+    found = session.finish().events
+    assert found == {"override_temperature": 1, "override_response_format": 1}
 
 
 async def test_what_is_replaced_is_told_once_by_key(

@@ -1,10 +1,10 @@
 """Sampling of a training session's turns, where a request asks for more than `sampling`.
 
-Temperature, top-p, top-k and min-p are a turn's own: the trainer scores its tokens under the same
-values, so that they are trained exactly. What the trainer cannot repeat, such as a grammar, is
-decided by `rollout.agent_sampling`; in training sessions that clients open themselves, whose
-trainer is not ours, everything but the run's own sampling is refused. `AgentSampling.decide` is the
-only place that decides.
+Temperature, top-p, top-k, min-p and grammars are a turn's own: the trainer scores its tokens under
+the same values, and from the ids that the grammar allowed, so that they are trained exactly. What
+the trainer cannot repeat, such as a penalty, is decided by `rollout.agent_sampling`; in training
+sessions that clients open themselves, whose trainer is not ours, everything but the run's own
+sampling is refused. `AgentSampling.decide` is the only place that decides.
 """
 
 import logging
@@ -22,9 +22,11 @@ from turnwise.trajectory import Distribution
 logger = logging.getLogger(__name__)
 
 DISTRIBUTION = Distribution._fields
-EXACT = (*DISTRIBUTION, "ignore_eos")
-"""Parameters under which tokens can be trained as they were sampled."""
 STRICT = "strict tools"
+GRAMMARS = ("response_format", "text", "structured_outputs", "tool_choice", STRICT)
+"""Parameters that restrict what is sampled by a grammar."""
+EXACT = (*DISTRIBUTION, *GRAMMARS, "ignore_eos")
+"""Parameters under which tokens can be trained as they were sampled."""
 _CALLS = "parallel_tool_calls"
 _GREEDY = 0.01
 """Temperature below which engines sample greedily, or at this temperature in its place."""
@@ -70,9 +72,9 @@ class AgentSampling:
         if wanted.mistake:
             raise RefusedParameter(next(iter(asked)), wanted.mistake)
         inexact = {name for name in asked if name not in (*EXACT, _CALLS)}
-        drawn = asked.keys() & set(DISTRIBUTION)
+        drawn, grammars = asked.keys() & set(DISTRIBUTION), asked.keys() & set(GRAMMARS)
         if not self._exact:
-            inexact |= drawn
+            inexact |= drawn | grammars
         elif "temperature" in asked and wanted.temperature < _GREEDY:
             inexact.add("temperature")
         if rule == "override_all":
@@ -95,6 +97,7 @@ class AgentSampling:
             distribution = _drawn(own, kept)
         events = tuple(f"override_{_word(name)}" for name in sorted(replaced))
         events += ("own_sampling",) if distribution is not None else ()
+        events += ("own_grammar",) if grammars - replaced else ()
         return Decision(TurnSampling(distribution, "", events), frozenset(replaced))
 
     def of_plain(
@@ -104,7 +107,7 @@ class AgentSampling:
         if vLLM's application has to answer it, or to word the refusal."""
         own = session.sampling
         asked = {} if own is None else {k: v for k, v in changes.items() if getattr(own, k) != v}
-        if not asked.keys() <= {*EXACT}:
+        if not asked.keys() <= {*EXACT}:  # a plain request has no grammar
             return None
         try:
             decision = self.decide(asked, session)

@@ -484,17 +484,13 @@ class EngineClient:
             images, ids = () if asking is None else asking.images, list(request.prompt_token_ids)
             prompt, sampling = PromptIds(ids, images) if images else ids, copy.copy(params)
             sampling.stream_interval = 1 if streamed else STREAM_INTERVAL
+            trained = False
             stream: Callable[[Request], AsyncGenerator[Chunk, None]]
             stream = partial(unbroken, self._generator)
             if context is not None:
                 session = context.session
                 stream = partial(self.service.sample, context, key)
                 trained = session.sampling is not None and not context.sampling.untrained
-                if trained and params.structured_outputs:
-                    raise InputError(
-                        "a grammar that the request does not ask for would make the tokens of this "
-                        "training session off-policy: choose another rollout.tool_parser"
-                    )
                 sampling.max_tokens = context.within(prompt, params.max_tokens)
                 if sampling.max_tokens <= 0:
                     session.context_full = True
@@ -514,6 +510,7 @@ class EngineClient:
                 Route(adapter=lora.lora_name if lora is not None else POLICY),
                 whole=not streamed,
                 images=images,
+                record_allowed=trained,
             )
             with_logprobs = params.num_logprobs is not None
             scored = params.prompt_logprobs is not None  # a session may record them unasked

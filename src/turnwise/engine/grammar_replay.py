@@ -1,0 +1,66 @@
+"""The ids that grammars allowed: vLLM's sampler does not return them, so they are made again.
+
+What a grammar allows depends only on the ids before. Once a completion has ended, its ids pass
+through the manager of grammars that vLLM's engine has, made of the same configuration.
+"""
+
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from turnwise.engine.protocol import Request
+from turnwise.errors import EngineError
+from turnwise.trajectory import pack_allowed
+
+if TYPE_CHECKING:
+    from turnwise.internals import vllm
+
+
+class GrammarReplay:
+    """The grammars of one engine, of one completion at a time."""
+
+    def __init__(self, llm: "vllm.AsyncLLM") -> None:
+        self._config = llm.vllm_config
+        self._processor = llm.input_processor
+        self._manager: vllm.StructuredOutputManager | None = None
+        self._lock = threading.Lock()
+
+    def allowed(
+        self,
+        asked: Request,
+        params: "vllm.SamplingParams",
+        token_ids: Sequence[int],
+        tasks: "tuple[vllm.SupportedTask, ...]",
+    ) -> list[bytes]:
+        """Return `Turn.allowed` of a completion; it takes a thread some milliseconds.
+
+        Args:
+            tasks: What the engine's model supports.
+        """
+        from turnwise.internals import vllm  # seconds to import
+
+        inputs = vllm.tokens_input(list(asked.prompt))
+        made = self._processor.process_inputs(
+            asked.id, inputs, params.clone(), supported_tasks=tasks
+        )
+        packed: dict[bytes, bytes] = {}
+        sets: list[bytes] = []
+        with self._lock:
+            if self._manager is None:
+                self._manager = vllm.StructuredOutputManager(self._config)
+            found = vllm.allowed_bits(self._manager, made, token_ids)
+            for token, bits in zip(token_ids, found, strict=False):  # none without a grammar
+                if not bits[token // 8] >> token % 8 & 1:
+                    raise EngineError(
+                        f"{asked.id} sampled the id {token}, which its grammar does not allow: "
+                        "the engine has another backend of grammars "
+                        "(engine.vllm_args.structured_outputs_config)"
+                    )
+                if bits not in packed:
+                    packed[bits] = pack_allowed(bits)
+                sets.append(packed[bits])
+        return sets
+
+    def close(self) -> None:
+        if self._manager is not None:
+            self._manager.clear_backend()

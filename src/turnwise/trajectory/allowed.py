@@ -1,0 +1,44 @@
+"""The ids that a grammar allowed at a sampled token, as bytes.
+
+They are a bit for each id of the vocabulary, id 0 in the lowest bit of the first byte, compressed
+by zlib; b"" is every id. Most of a completion's tokens share a few sets.
+"""
+
+import base64
+import zlib
+from collections.abc import Sequence
+
+from turnwise.core.json_types import JsonObject
+
+_MAX_BYTES = 2**20
+"""Largest set, so that a short one from a file cannot fill the memory: of 8 million ids."""
+
+
+def pack_allowed(bits: bytes) -> bytes:
+    """Return a set of ids from its bits.
+
+    Example:
+        >>> pack_allowed(bytes([255, 255]))
+        b''
+    """
+    return zlib.compress(bits, 1) if bits.strip(b"\xff") else b""
+
+
+def allowed_bits(allowed: bytes) -> bytes:
+    """Return the bits of a set that `pack_allowed` made of some."""
+    return zlib.decompressobj().decompress(allowed, _MAX_BYTES)
+
+
+def described_sets(allowed: Sequence[bytes]) -> JsonObject:
+    """Return the sets of a completion as JSON: each once, and the index of each token's."""
+    numbers: dict[bytes, int] = {}
+    tokens = [numbers.setdefault(each, len(numbers)) for each in allowed]
+    return {"sets": [base64.b64encode(each).decode() for each in numbers], "tokens": tokens}
+
+
+def sets_of(described: JsonObject | None) -> tuple[bytes, ...]:
+    """Return the sets that `described_sets` describes; none for None."""
+    if described is None:
+        return ()
+    sets = [base64.b64decode(each) for each in described["sets"]]
+    return tuple(sets[number] for number in described["tokens"])
