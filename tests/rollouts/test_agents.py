@@ -162,7 +162,7 @@ async def test_an_agents_temperatures_are_trained_as_it_asked_for_them(
         assert trajectory.events == {
             "own_sampling": 4,
             "override_temperature": 1,
-            "override_response_format": 1,
+            "own_grammar": 1,
             "override_presence_penalty": 1,
         }
         trajectory.reward = float(number % 2)
