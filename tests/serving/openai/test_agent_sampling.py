@@ -175,6 +175,19 @@ async def test_a_teacher_elsewhere_leaves_one_distribution_to_train(
     assert found == {"override_temperature": 1, "override_response_format": 1}
 
 
+async def test_a_grammar_gives_way_to_the_runs_logits_processors(
+    http: httpx.AsyncClient, server: OpenAIServer, engine: Noting
+) -> None:
+    sampling = OWN.model_copy(update={"logits_processor_args": {"script": [5, 6]}})
+    session = server.sessions.open_private(
+        Trajectory("p"), sampling=sampling, agent_sampling="override"
+    )
+    body = {"messages": [USER], "response_format": {"type": "json_object"}}
+    assert (await ask(http, session, CHAT, body)).status_code == 200
+    assert session.finish().events == {"override_response_format": 1}
+    assert getattr(asked_of(engine), "structured_outputs", None) is None
+
+
 async def test_what_is_replaced_is_told_once_by_key(
     http: httpx.AsyncClient, server: OpenAIServer, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -16,6 +16,7 @@ from turnwise.chat.prompts import RefusedParameter
 from turnwise.chat.session import AS_CONFIGURED, Session, TurnSampling
 from turnwise.config import Config, SamplingConfig
 from turnwise.core.json_types import JsonObject
+from turnwise.engine.logits_processors import written
 from turnwise.errors import InputError
 from turnwise.trajectory import Distribution
 
@@ -75,6 +76,8 @@ class AgentSampling:
         drawn, grammars = asked.keys() & set(DISTRIBUTION), asked.keys() & set(GRAMMARS)
         if not self._exact:
             inexact |= drawn | grammars
+        if written(own) or own.logits_processor_args:
+            inexact |= grammars  # vLLM fails a request whose processor leaves its grammar
         elif "temperature" in asked and wanted.temperature < _GREEDY:
             inexact.add("temperature")
         if rule == "override_all":
