@@ -177,6 +177,34 @@ def test_a_name_that_is_taken_while_a_checkpoint_is_written_stays_taken(tmp_path
     assert kept.find(STATE.address, "me").version == 1
 
 
+async def test_a_download_is_the_file_of_its_link_whatever_takes_its_place(
+    served: tuple[Client, TinkerService],
+) -> None:
+    client, service = served
+    await client.open()
+    await save(client, 1, "out", "save_weights_external")
+    [found], kept = service.checkpoints.of(owner_of(service)), service.checkpoints
+    before = (kept.folder(found) / WEIGHTS).read_bytes()
+    place = f"training_runs/{client.model}/checkpoints/external_weights/out"
+    url = (await get(client, f"{place}/external_weights_urls"))["urls"][WEIGHTS]
+    app: Any = client.http._transport
+    answered = app.app
+
+    async def overwriting(scope: Any, receive: Any, send: Any) -> None:
+        async def begun(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                saved(kept, b"other", replace(found, created="later"))
+            await send(message)
+
+        await answered(scope, receive, begun)
+
+    app.app = overwriting
+    assert (await client.http.get(url)).content == before
+    assert not list(kept.root.glob("*/held"))
+    app.app = answered
+    assert (await client.http.get(url)).status_code == 400  # its own has gone
+
+
 @pytest.mark.parametrize("linked", [True, False], ids=["links", "no links"])
 def test_held_files_stay_until_the_last_reader_has_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, linked: bool

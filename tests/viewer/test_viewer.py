@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -125,6 +126,27 @@ def test_no_path_leads_out_of_the_runs(client: TestClient, folder: Path) -> None
         "/api/runs/other/metrics",
     ):
         assert client.get(path).status_code == 404, path
+
+
+def test_links_and_pipes_in_a_run_folder_are_not_opened(client: TestClient, folder: Path) -> None:
+    """A run folder may come from somebody else; links of whole folders lead out of it too."""
+    steps = (folder / "trajectories").rename(folder.parent / "elsewhere")
+    os.symlink(steps, folder / "trajectories")
+    [run] = client.get("/api/runs").json()["runs"]
+    assert run["files"] == {}
+    assert client.get(STEP).status_code == client.get(f"{STEP}/0").status_code == 404
+    (folder / "trajectories").unlink()
+    steps.rename(folder / "trajectories")
+    assert client.get(f"{STEP}/0").status_code == 200
+    os.mkfifo(folder / "trajectories" / "step-0002.jsonl")
+    (folder / "metrics.jsonl").unlink(missing_ok=True)
+    os.mkfifo(folder / "metrics.jsonl")
+    [run] = client.get("/api/runs").json()["runs"]
+    assert list(run["files"]) == ["step-0001"]
+    assert client.get("/api/runs/demo/files/step-0002").status_code == 404
+    answer = client.get("/api/runs/demo/metrics")
+    assert answer.status_code == 422
+    assert "not a regular file" in answer.json()["detail"]
 
 
 def test_the_page_loads_only_its_own_files_and_never_makes_html_of_text(client: TestClient) -> None:

@@ -17,6 +17,7 @@ from weakref import WeakValueDictionary
 from turnwise.core.images import MAX_BYTES, MAX_IMAGES, check_image, encode, is_picture
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
+from turnwise.core.untrusted_files import read_untrusted
 from turnwise.errors import InputError
 from turnwise.trajectory import Image, Message
 from turnwise.trajectory.images import KINDS, data_url, hash_of
@@ -158,7 +159,6 @@ def _of_data_url(url: str, what: str) -> bytes:
 
 def _of_file(path: Path, what: str) -> bytes:
     try:
-        with path.open("rb") as file:
-            return file.read(MAX_BYTES + 1)
-    except (OSError, ValueError) as error:
-        raise InputError(f"{what}: {path} cannot be read: {error}") from error
+        return read_untrusted(path, MAX_BYTES)
+    except OSError as error:
+        raise InputError(f"{what}: {path} cannot be read: {error.strerror}") from error

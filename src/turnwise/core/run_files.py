@@ -14,6 +14,7 @@ from pathlib import Path
 
 from turnwise.core.aio import run_in_thread
 from turnwise.core.json_types import JsonObject
+from turnwise.core.untrusted_files import open_untrusted
 from turnwise.core.user_code import describe_user_error
 from turnwise.errors import short_path, user_traceback, visible, without_numbers
 
@@ -81,10 +82,12 @@ class RunFiles:
 
 def judgements(run: Path, keys: Collection[str] | None = None) -> Iterator[tuple[str, JsonObject]]:
     """Yield the requests to judges in a run folder, or those with some keys, after their keys."""
-    path = run / JUDGEMENTS
-    if path.is_file() and not path.is_symlink():
-        with path.open(encoding="utf-8", errors="replace") as file:
-            for line in file:
-                if keys is None or line[_KEY] in keys:
-                    with suppress(ValueError):  # a line that was never completed
-                        yield line[_KEY], json.loads(line)
+    try:
+        file = open_untrusted(run / JUDGEMENTS, run)
+    except OSError:  # also a link to another place
+        return
+    with file:
+        for line in file:
+            if keys is None or line[_KEY].decode(errors="replace") in keys:
+                with suppress(ValueError):  # a line that was never completed
+                    yield line[_KEY].decode(), json.loads(line)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from turnwise.config import Config, load_config
 from turnwise.config.base import NEEDED_KEYS
 from turnwise.core.json_types import JsonObject
+from turnwise.core.untrusted_files import open_untrusted
 
 _MEAN = "<mean>"  # place of the mean in a sentence
 _RUN = "<run>"  # place of the run's folder in a command
@@ -46,7 +47,8 @@ def alarms_of_run(run: Path) -> list[Alarm]:
     if not path.exists():
         return []
     config = load_config(run / "config.yaml", optional=NEEDED_KEYS)
-    return find_alarms(map(json.loads, path.read_text().splitlines()), config, run)
+    with open_untrusted(path) as file:
+        return find_alarms(map(json.loads, file), config, run)
 
 
 def alarm_finder(config: Config, run: Path | None = None) -> Callable[[JsonObject], list[Alarm]]:

@@ -15,12 +15,14 @@ from base64 import urlsafe_b64encode
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Final, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.responses import FileResponse, JSONResponse
+from starlette.types import Receive, Scope, Send
 
 from turnwise.core.aio import run_in_thread
 from turnwise.core.json_types import JsonObject
@@ -236,6 +238,20 @@ VERBS: Mapping[str, tuple[type[requests.BaseRequest] | None, Verb]] = {
 """Requests, if they are read at once, and verbs, by method and route."""
 
 
+class _Held(FileResponse):
+    """A file that stays until it has been sent, and is released then."""
+
+    def __init__(self, path: Path, release: Callable[[], None]) -> None:
+        super().__init__(path)
+        self._release = release
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await run_in_thread(self._release)
+
+
 class _Route(APIRoute):
     """Answers an error that is known at once."""
 
@@ -267,9 +283,8 @@ def add_routes(app: FastAPI, service: TinkerService) -> FastAPI:
         saved, name, ends = service.links.get(link, (None, "", 0.0))
         if saved is None or ends < time.monotonic():
             raise Missing("there is no such file, or its link has expired")
-        kept = service.checkpoints  # the file of that name may be another checkpoint's by now
-        await run_in_thread(kept.find, saved.address, saved.owner, saved.created)
-        return FileResponse(kept.folder(saved) / name)
+        held = await run_in_thread(service.checkpoints.hold, saved)
+        return _Held(held / name, partial(service.checkpoints.release, saved))
 
     @router.post("/forward_backward")
     async def forward_backward(request: Request) -> Response:

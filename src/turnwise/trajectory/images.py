@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 from uuid import uuid4
 
-from turnwise.core.images import FORMATS
+from turnwise.core.images import FORMATS, MAX_BYTES
 from turnwise.core.json_types import JsonObject
+from turnwise.core.untrusted_files import read_untrusted
 from turnwise.errors import TrajectoryError
 
 FOLDER = "images"
@@ -70,7 +71,7 @@ class Image:
         if self.folder is None:
             raise TrajectoryError("image_lost", f"the file of {self} is not here")
         try:
-            data = (self.folder / self.name).read_bytes()
+            data = read_untrusted(self.folder / self.name, MAX_BYTES, self.folder)
         except OSError as error:
             why = error.strerror
             raise TrajectoryError("image_lost", f"{self.folder / self.name}: {why}") from error

@@ -8,6 +8,7 @@ that the viewer reads, and the tokenizer.
 
 import hashlib
 import json
+import os
 import re
 import sys
 import tempfile
@@ -15,12 +16,13 @@ import threading
 import zipfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import cached_property
+from io import BytesIO
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 
@@ -28,15 +30,17 @@ from turnwise.chat.messages import said
 from turnwise.config.load import masked_value, read_tree
 from turnwise.core.files import numbered
 from turnwise.core.gguf import converted
+from turnwise.core.images import MAX_BYTES
 from turnwise.core.json_types import JsonObject, leaves
 from turnwise.core.run_files import judgements
-from turnwise.errors import InputError
+from turnwise.core.untrusted_files import open_untrusted, path_of, read_untrusted
+from turnwise.errors import InputError, TrajectoryError
 from turnwise.observe.alarms import alarms_of_run
 from turnwise.observe.conversations import NO_TRAJECTORY
 from turnwise.observe.timeline import TIMELINE
-from turnwise.run.token_values import read_columns
-from turnwise.trajectory import Image, Trajectory, audit
-from turnwise.trajectory.images import FILE, FOLDER
+from turnwise.run.token_values import TokenColumns, read_columns
+from turnwise.trajectory import Trajectory, audit
+from turnwise.trajectory.images import FILE, FOLDER, hash_of
 from turnwise.viewer.template_diff import Comparison, comparison
 
 RECORDING = Path(__file__).with_name("demo_runs.zip")  # the archive of the recorded runs
@@ -67,7 +71,8 @@ def read_vocabulary(path: Path | None) -> dict[int, tuple[bytes, bool]]:
     """Return the bytes of each token of a `tokenizer.json`, and whether it is an added one."""
     if path is None:
         return {}
-    tree: JsonObject = json.loads(path.read_text(encoding="utf-8"))
+    with open_untrusted(path) as file:
+        tree: JsonObject = json.load(file)
     tokens = tree["model"].get("vocab", {})
     if isinstance(tokens, list):  # Unigram: pairs of token and score
         tokens = {token: number for number, (token, _) in enumerate(tokens)}
@@ -101,16 +106,17 @@ class RunFiles:
     one that cannot be read an InputError."""
 
     def __init__(self, path: Path, name: str) -> None:
-        if not (path / "config.yaml").is_file():
-            raise InputError(f"there is no run in {path} (a folder with config.yaml)")
+        try:
+            open_untrusted(path / "config.yaml", path).close()
+        except OSError as error:
+            raise InputError(f"there is no run in {path} (a folder with config.yaml)") from error
         self.path, self.name = path, name
         self._indices: dict[str, FileIndex] = {}
         self._lock = threading.Lock()
 
     def describe(self) -> JsonObject:
         """Return the run's name, place and files of trajectories."""
-        files = {name: path.stat().st_size for name, path in self.files().items()}
-        return {"name": self.name, "path": str(self.path), "files": files}
+        return {"name": self.name, "path": str(self.path), "files": self.files()}
 
     def may_be_running(self) -> bool:
         """Return whether a process may still write the run."""
@@ -126,7 +132,7 @@ class RunFiles:
         if not _OFFSET.fullmatch(after):
             raise InputError(f"{after!r} is no place in metrics.jsonl")
         path = self.path / "metrics.jsonl"
-        data = path.read_bytes() if path.exists() else b""
+        data = self._read(path)
         start = int(after.partition("-")[0] or 0)
         reset = bool(start) and _place(data, start) != after
         start = 0 if reset else start
@@ -151,35 +157,59 @@ class RunFiles:
             return {"alarms": [], "error": str(error)}
         return {"alarms": [asdict(alarm) for alarm in found], "error": None}
 
-    def files(self) -> dict[str, Path]:
-        """Return the files of trajectories by name, such as `step-0003`: steps, then others."""
+    def files(self) -> dict[str, int]:
+        """Return the sizes of the files of trajectories by name, such as `step-0003`: steps, then
+        others."""
         found = [
             *numbered(self.path / "trajectories", "step", ".jsonl"),
             *numbered(self.path / "trajectories", "eval", ".jsonl"),
             *(self.path / f"{name}.jsonl" for name in _SEPARATE),
         ]
-        return {path.stem: path for path in found if _is_own(path)}
+        sizes: dict[str, int] = {}
+        for path in found:
+            with suppress(OSError), open_untrusted(path, self.path) as file:
+                sizes[path.stem] = os.fstat(file.fileno()).st_size
+        return sizes
+
+    def _read(self, path: Path) -> bytes:
+        """Return the bytes of a file of the run folder; b"" if there is none."""
+        with self._opened(path) or BytesIO() as file:
+            return file.read()
+
+    def _opened(self, path: Path) -> BinaryIO | None:
+        """Open a file of the run folder; None if there is none."""
+        try:
+            return open_untrusted(path, self.path)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise InputError(f"{path} cannot be read: {error.strerror}") from error
 
     def _file(self, name: str) -> Path:
-        path = self.path / ("" if name in _SEPARATE else "trajectories") / f"{name}.jsonl"
-        if not _NAME.fullmatch(name) or not _is_own(path):
+        if not _NAME.fullmatch(name):
             raise KeyError(name)
-        return path
+        return self.path / ("" if name in _SEPARATE else "trajectories") / f"{name}.jsonl"
+
+    def _open(self, name: str) -> BinaryIO:
+        """Open a file of trajectories."""
+        try:
+            return open_untrusted(self._file(name), self.path)
+        except OSError:
+            raise KeyError(name) from None
 
     def index(self, name: str) -> FileIndex:
         """Return the lines of a file of trajectories, scanned again only if it has changed."""
-        path = self._file(name)
-        stat = path.stat()
-        version = stat.st_size, stat.st_mtime_ns
-        with self._lock:
+        with self._open(name) as file, self._lock:
+            stat = os.fstat(file.fileno())
+            version = stat.st_size, stat.st_mtime_ns
             kept = self._indices.pop(name, None)
             if kept is None or kept.version != version:
                 kept, start = FileIndex(version, [], []), 0
-                for number, line in enumerate(_whole_lines(path), start=1):
+                for number, line in enumerate(_whole_lines(file), start=1):
                     try:
                         kept.summaries.append(summarise(parse(line)))
                     except NO_TRAJECTORY as error:
-                        why = f"{path}, line {number} is no trajectory: {error}"
+                        why = f"{self._file(name)}, line {number} is no trajectory: {error}"
                         raise InputError(why) from error
                     kept.ranges.append((start, len(line)))
                     start += len(line)
@@ -191,11 +221,11 @@ class RunFiles:
     def files_with(self, problem: str) -> JsonObject:
         """Return the names of the files that have trajectories of a problem."""
         start = f'{{"problem_id":{json.dumps(problem, ensure_ascii=False)},'.encode()
-        found = [
-            name
-            for name, path in self.files().items()
-            if any(line.startswith(start) for line in _whole_lines(path))
-        ]
+        found = list[str]()
+        for name in self.files():
+            with suppress(KeyError), self._open(name) as file:  # or it has gone meanwhile
+                if any(line.startswith(start) for line in _whole_lines(file)):
+                    found.append(name)
         return {"files": found}
 
     def line(self, name: str, index: int) -> bytes:
@@ -204,18 +234,23 @@ class RunFiles:
         if not 0 <= index < len(ranges):
             raise IndexError(index)
         start, length = ranges[index]
-        with self._file(name).open("rb") as file:
+        with self._open(name) as file:
             file.seek(start)
             return file.read(length)
 
     def image(self, name: str, image: str) -> bytes:
         """Return an image of a file's trajectories by its name, `HASH.FORMAT`; TrajectoryError
         when its bytes have been changed."""
-        folder = self._file(name).parent / FOLDER
-        known = FILE.fullmatch(image)
-        if known is None or not _is_own(folder / image):
+        if (known := FILE.fullmatch(image)) is None:
             raise KeyError(image)
-        return Image(known[1], known[2], 0, 0, folder=folder).read()
+        place = self._file(name).parent / FOLDER / image
+        try:
+            data = read_untrusted(place, MAX_BYTES, self.path)
+        except OSError:
+            raise KeyError(image) from None
+        if hash_of(data) != known[1]:
+            raise TrajectoryError("image_lost", f"{place} has been changed")
+        return data
 
     def search(self, name: str, text: str) -> JsonObject:
         """Return the trajectories in whose messages a text occurs, in any case."""
@@ -223,7 +258,7 @@ class RunFiles:
         plain = text.isascii() and json.dumps(text)[1:-1] == text
         found = []
         ranges = self.index(name).ranges  # once: a run may be writing to the file
-        with self._file(name).open("rb") as file:
+        with self._open(name) as file:
             for index, (start, length) in enumerate(ranges):
                 file.seek(start)
                 line = file.read(length)
@@ -253,16 +288,16 @@ class RunFiles:
     def token_values(self, name: str, index: int) -> JsonObject:
         """Return the values of a trajectory's trained tokens, if the run has them."""
         path = self.path / "training" / f"{self._file(name).stem}.safetensors"
-        if not path.is_file():
-            return {}
-        columns = read_columns(path, index)
+        columns: TokenColumns = {}
+        if (file := self._opened(path)) is not None:
+            with file:
+                columns = read_columns(path_of(file), index)
         return {key: np.nan_to_num(values).tolist() for key, values in columns.items()}
 
     def timeline(self, name: str) -> JsonObject:
         path = self.path / TIMELINE / f"{self._file(name).stem}.jsonl"
-        lines = path.read_bytes().splitlines() if path.is_file() else []
         try:
-            return {"calls": [json.loads(line) for line in lines]}
+            return {"calls": [json.loads(line) for line in self._read(path).splitlines()]}
         except ValueError as error:
             raise InputError(f"{path} cannot be read: {error}") from error
 
@@ -367,20 +402,14 @@ def parse(line: bytes) -> JsonObject:
     return tree
 
 
-def _whole_lines(path: Path) -> Iterator[bytes]:
-    with path.open("rb") as file:
-        yield from (line for line in file if line.endswith(b"\n"))  # the last may still be written
+def _whole_lines(file: BinaryIO) -> Iterator[bytes]:
+    return (line for line in file if line.endswith(b"\n"))  # the last may still be written
 
 
 def _place(data: bytes, offset: int) -> str:
     # all bytes before it: an earlier line may be amended, and keep its length
     before = hashlib.sha256(data[:offset]).hexdigest()[:16]
     return f"{offset}-{before}" if offset <= len(data) else ""
-
-
-def _is_own(path: Path) -> bool:
-    """Return whether a file is there, and part of the run folder: no link to another place."""
-    return path.is_file() and not path.is_symlink()
 
 
 def find_tokenizer(run: Path, config: Mapping[str, object]) -> Path | None:
