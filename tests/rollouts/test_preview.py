@@ -275,7 +275,7 @@ def _ring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 async def test_first_imports_of_a_package_do_not_race(
     make: Callable[..., Runner], checked: bool
 ) -> None:
-    """Processes of rollouts check no row: their first environment is opened alone."""
+    """Processes of rollouts check no row before: their first environments are opened together."""
     runner = make(Ringed)
     if checked:
         runner.check(FIRST)

@@ -37,6 +37,7 @@ from turnwise.core.aio import (
 )
 from turnwise.core.deadlines import deadline, deadline_error
 from turnwise.core.optional import Foreign
+from turnwise.core.user_imports import thread as importing
 from turnwise.errors import (
     InputError,
     TrajectoryError,
@@ -194,7 +195,11 @@ class Call(Future[_T]):
     def run(self, function: Callable[..., _T], *arguments: object) -> _T:
         """Call the function in this thread."""
         self.thread = threading.get_ident()
-        return function(*arguments)
+        before, importing.runs_user_code = importing.runs_user_code, True
+        try:
+            return function(*arguments)
+        finally:
+            importing.runs_user_code = before
 
     def cancel(self) -> bool:
         """Withdraw the call, or count it as stuck until it returns, if it has not."""
@@ -432,6 +437,7 @@ class _UserLoop:
             self.loop.stop()
 
     def _serve(self) -> None:
+        importing.runs_user_code = True
         asyncio.set_event_loop(self.loop)
         while True:
             try:

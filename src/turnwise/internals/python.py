@@ -1,17 +1,22 @@
-"""Python's own internals: multiprocessing's fork server, exit functions, C signal handlers."""
+"""Python's own internals: multiprocessing's fork server, exit functions, C signal handlers, first
+imports."""
 
 import atexit
 import ctypes
 import gc
+import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import forkserver
+from types import ModuleType
 
 from turnwise.internals import internal
 
 run_exit_functions: Callable[[], None] = internal(atexit, "_run_exitfuncs")
 """Runs what was registered with `atexit`, without the rest of the interpreter's end."""
 _server = internal(forkserver, "_forkserver")
+_bootstrap = internal(importlib, "_bootstrap")
+_find_and_load = internal(_bootstrap, "_find_and_load", "name", "import_")
 _get_handler = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_int)(("PyOS_getsig", ctypes.pythonapi))
 _set_handler = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)(
     ("PyOS_setsig", ctypes.pythonapi)
@@ -38,6 +43,22 @@ def serve_forks(listener: int, alive: int) -> None:
     # An engine collects all garbage at its end, which would copy the memory that it shares.
     setattr(gc, "unfreeze", lambda: None)  # noqa: B010
     forkserver.main(listener, alive, [])
+
+
+def surround_first_imports(begin: Callable[[], None], end: Callable[[], None]) -> None:
+    """Let every import of a module that is not loaded call `begin` before, and `end` after."""
+
+    def find(name: str, import_: Callable[..., ModuleType]) -> ModuleType:
+        begin()
+        try:
+            module: ModuleType = _find_and_load(name, import_)
+            return module
+        finally:
+            end()
+
+    # Tracebacks leave out frames of this file, and warnings skip them to name who imports.
+    find.__code__ = find.__code__.replace(co_filename=_find_and_load.__code__.co_filename)
+    _bootstrap._find_and_load = find
 
 
 @contextmanager

@@ -12,7 +12,7 @@ import asyncio
 import inspect
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import TypeVar, cast
 
@@ -353,18 +353,11 @@ async def rewards_of(value: object, who: str, trajectory: Trajectory, seconds: f
 
 
 @asynccontextmanager
-async def playing(
-    episode: Episode,
-    clock: StallClock,
-    report: Report,
-    turn: AbstractAsyncContextManager[object] | None = None,
-) -> AsyncIterator[Episode]:
-    """Open an episode, within its `turn` if it has one, for the length of an `async with` block; it
-    is always closed."""
+async def playing(episode: Episode, clock: StallClock, report: Report) -> AsyncIterator[Episode]:
+    """Open an episode for the length of an `async with` block; it is always closed."""
     try:
         with waiting(episode.where, "environment"), clock.held():
-            async with turn or nullcontext():
-                await episode.open()
+            await episode.open()
         yield episode
     finally:
         with clock.held():

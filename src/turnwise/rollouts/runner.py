@@ -12,8 +12,8 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -123,25 +123,6 @@ class Stage:
         """Whether the first problem was checked: that its environment can be set up, that there is
         a reward, and that the template shows its messages, and tools and results of our loops."""
 
-        self._opened = self._processes is not None
-        """Whether an environment was opened in this process, if they are opened here."""
-
-    @asynccontextmanager
-    async def turn(self, alone: asyncio.Lock) -> AsyncIterator[None]:
-        """Wait until an environment may be opened here: the first one is opened alone, whatever
-        becomes of it, because packages that it imports for the first time may import one another.
-        Of two threads that enter such packages by different modules, one sees a part of a module.
-        """
-        if not self._opened:
-            async with alone:
-                if not self._opened:
-                    try:
-                        yield
-                    finally:
-                        self._opened = True
-                    return
-        yield
-
     def episode(self, problem: Problem) -> Episode:
         if self._processes is not None:
             return RemoteEpisode(self._processes, problem, self.rollout, self._tools)
@@ -167,7 +148,6 @@ class Stage:
                 return None
             if first:
                 rewards.check_environment(episode, self._environment)
-            self._opened = True
             if not known:
                 self._checked = True
                 return None
@@ -346,7 +326,6 @@ class Runner:
         self.slots = Slots(config.rollout.concurrency, -(-step // config.rollout.processes))
         """Slots of trajectories; see `Scheduler.grow`."""
         self._loading = asyncio.Lock()
-        self._opening = asyncio.Lock()  # held while the first environment of a stage is opened
 
     def with_environment(self, environment: EnvironmentType, loop: AgentLoop) -> "Runner":
         """Return a runner for another environment and loop that shares all, slots included, but
@@ -549,8 +528,7 @@ class Runner:
             cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
             await self.files.log_error(reason, name, cause, problem.environment)
 
-        turn = stage.turn(self._opening)
-        async with playing(stage.episode(problem), clock, report, turn) as episode:
+        async with playing(stage.episode(problem), clock, report) as episode:
             calls: list[TurnTimes] = []
             run.group.calls[trajectory.sample_index] = calls
             context = RolloutContext(
