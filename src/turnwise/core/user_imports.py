@@ -25,7 +25,7 @@ class _Thread(threading.local):
 
 
 thread = _Thread()
-"""What is known of each thread."""
+"""State of the current thread."""
 
 
 class _Turn:

@@ -71,7 +71,7 @@ class Image:
         if self.folder is None:
             raise TrajectoryError("image_lost", f"the file of {self} is not here")
         try:
-            data = read_untrusted(self.folder / self.name, MAX_BYTES, self.folder)
+            data = read_untrusted(self.folder / self.name, MAX_BYTES)
         except OSError as error:
             why = error.strerror
             raise TrajectoryError("image_lost", f"{self.folder / self.name}: {why}") from error
