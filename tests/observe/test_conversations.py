@@ -126,6 +126,13 @@ def test_a_conversation_shows_calls_and_no_control_character() -> None:
     ]
 
 
+def test_the_row_stands_beside_the_reward(tmp_path: Path) -> None:
+    seen = played(1, 0.0, "It is 4.", row={"answer": "3", "why": "1 + 2\n= 3"})
+    write_jsonl(tmp_path / "trajectories" / "step-0001.jsonl", [seen])
+    printed = CliRunner().invoke(app, ["show", str(tmp_path), "1"]).output.splitlines()
+    assert printed[1:4] == ["row        answer: 3", "row        why: 1 + 2", " " * 11 + "= 3"]
+
+
 @pytest.mark.parametrize(
     ("best", "worst", "shown"),
     [(1, 1, ["best: rows:1 #0", "worst: rows:1 #1"]), (0, 0, []), (9, 9, ["best"] * 3)],

@@ -128,6 +128,7 @@ def look_at_a_trajectory(page: "Page") -> None:
     page.locator(".samples a:not(.out)").first.click()
     expect(page.locator(".message").first).to_be_visible()
     assert page.locator("main img, main script").count() == 0, "text became markup"
+    expect(page.get_by_role("table", name="Row of the data")).to_have_text("answer<b>7</b>")
     expect(page.get_by_role("main")).to_contain_text("<img src=x onerror=alert(1)>")
     expect(page.get_by_role("main")).to_contain_text("sampled tokens")
     tree = page.get_by_role("navigation", name="Turns and branches")

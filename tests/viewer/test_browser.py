@@ -57,6 +57,7 @@ def a_trajectory(number: int) -> Trajectory:
     trajectory.status = "length" if number == 5 else "completed"
     trajectory.environment = "shop" if number < 8 else "sums"
     trajectory.reward_parts = {"environment": (number % 3) / 2, "style": 0.5}
+    trajectory.row = {"answer": f"<b>{number + 2}</b>"}
     return trajectory
 
 

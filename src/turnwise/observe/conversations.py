@@ -105,6 +105,9 @@ def conversation(trajectory: Trajectory, label: str = "") -> Text:
     title = visible("  ".join(head))
     text = Text(f"── {f'{label}: ' if label else ''}{title}\n", style="bold")
     text.stylize("not bold", 0, 3)
+    for name, value in trajectory.row.items():
+        shown = visible(f"{name}: {value}").replace("\n", f"\n{_INDENT}")
+        text.append(f"row        {shown}\n", "not bold dim")
     for message in trajectory.messages:
         role = visible(str(message.get("role")))
         text.append(f"{role:<10} ", style=f"not bold {_STYLES.get(role, 'yellow')}")

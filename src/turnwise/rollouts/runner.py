@@ -65,6 +65,7 @@ from turnwise.rollouts.loops import load_loop
 from turnwise.rollouts.problems import Problem
 from turnwise.rollouts.remote_episode import EnvironmentProcesses, RemoteEpisode
 from turnwise.rollouts.rewards import RewardManager
+from turnwise.rollouts.row_texts import row_texts
 from turnwise.serving.chat_scheduler import ChatBackend
 from turnwise.trajectory import ChatTemplate, Message, Trajectory
 from turnwise.trajectory.chat_template import Tokenizer
@@ -563,6 +564,7 @@ class Runner:
             with context.timed("reward"):
                 counts = run.group.judging
                 await self.rewards.judge(episode, trajectory, problem.row, clock, counts)
+            trajectory.row = row_texts(problem.row, trajectory.messages)
             run.episodes[trajectory.sample_index] = episode
             if episode.measures:
                 try:

@@ -173,16 +173,16 @@ class Trajectory:
     reward_parts: dict[str, float] = field(default_factory=dict)
     """Value of each part of the reward, before its weight."""
     turn_rewards: list[float] = field(default_factory=list)
-    """Share of the reward that each call of the engine earned; empty if none did. The end earned
-    the rest."""
+    """Share of the reward that each call earned; empty if none did. The end earned the rest."""
+    row: dict[str, str] = field(default_factory=dict)
+    """Fields of the problem's row that no message has, such as the answer, as texts for people."""
     metrics: dict[str, float] = field(default_factory=dict)
     """Numbers that the environment reported, by name."""
     judgements: list[JsonObject] = field(default_factory=list)
     """Verdicts of judges: the `judge`, its `score` from 0 to 1, `why` in its words, and the key of
     the `request` in the run's judge.jsonl."""
     turn_players: list[str] = field(default_factory=list)
-    """The player of each call of the engine, in a game whose sides the policy plays; otherwise
-    empty."""
+    """The player of each call, in a game whose sides the policy plays; otherwise empty."""
     player_rewards: dict[str, float] = field(default_factory=dict)
     """Reward of each player of a game; `reward` is their mean."""
     environment: str = ""

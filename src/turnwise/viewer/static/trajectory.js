@@ -124,6 +124,12 @@ function timelineView(recorded, index, summaries) {
     h("div", { class: "wide" }, h("table", null, h("thead", null, h("tr", null, h("th", { scope: "col" }, "Seconds"), heads.map((name) => h("th", { scope: "col", class: "number" }, name)), h("th", { scope: "col" }, "Worker"))), h("tbody", null, lines))));
 }
 
+// The fields of the problem's row that no message has: why the reward is what it is.
+function rowView(fields) {
+  return fields.length > 0 && h("div", { class: "wide" }, h("table", { "aria-label": "Row of the data" }, h("tbody", null,
+    fields.map(([name, value]) => h("tr", null, h("th", { scope: "row" }, name), h("td", null, value))))));
+}
+
 export async function showTrajectory(main, runs, place, go) {
   const { run, file, index } = place;
   const base = trajectoryPath(run, file, index);
@@ -230,7 +236,8 @@ export async function showTrajectory(main, runs, place, go) {
       Object.entries(trajectory.events ?? {}).map(([name, value]) => chip(name, value, name !== "tool_call")),
       trajectory.images && chip("images", Object.keys(trajectory.images).length),
       Object.entries(trajectory.metrics ?? {}).map(([name, value]) => chip(name, short(value))),
-      exact));
+      exact),
+    rowView(Object.entries(trajectory.row ?? {})));
   main.replaceChildren(head, h("div", { class: "trajectory" }, side, h("div", { class: "stack" }, tabs, content)));
   draw(place.query);
   fetchNow(`${base}/audit`).then((found) => {

@@ -1,0 +1,65 @@
+"""A row as texts, which trajectories keep so that people see why a reward is what it is."""
+
+import json
+from collections.abc import Mapping, Sequence
+from itertools import islice
+
+from turnwise.chat.messages import said
+from turnwise.core.optional import Foreign
+from turnwise.rollouts.problems import Row
+from turnwise.trajectory import Message
+
+_MOST_FIELDS = 50
+_MOST_CHARS = 1_000  # of a field, which a trajectory keeps
+_LONG = 40  # characters of a text that is left out where a message has it
+
+
+def row_texts(row: Row, messages: Sequence[Message]) -> dict[str, str]:
+    """Return the fields of a row as texts, long ones cut, without those that are empty or that the
+    messages say. Runs no user code, whatever a field is.
+
+    Example:
+        >>> asked = "Which number follows three hundred and ninety-nine?"
+        >>> row_texts({"question": asked, "answer": 400}, [{"role": "user", "content": asked}])
+        {'answer': '400'}
+    """
+    heard = [said(message) for message in messages if message.get("role") != "assistant"]
+    texts: dict[str, str] = {}
+    for name, value in islice(row.items(), _MOST_FIELDS):
+        if value is None or _is_said(value, heard):
+            continue
+        text = value if isinstance(value, str) else _json(value)
+        text = f"{text[:_MOST_CHARS]} ..." if len(text) > _MOST_CHARS else text
+        texts[_as_utf8(str(name))] = _as_utf8(text)
+    return texts
+
+
+def _as_utf8(text: str) -> str:
+    """Return a text that a file can have: half of a surrogate pair is an escape."""
+    return text.encode(errors="backslashreplace").decode()
+
+
+def _is_said(value: Foreign, heard: Sequence[str]) -> bool:
+    """Return whether messages have a long text, or the texts of all messages in a list."""
+    if isinstance(value, str):
+        return len(value) >= _LONG and any(value in each for each in heard)
+    contents = [
+        each.get("content") if isinstance(each, Mapping) and "role" in each else None
+        for each in (value[:_MOST_FIELDS] if isinstance(value, list) else ())
+    ]
+    said_all = all(isinstance(one, str) and any(one in each for each in heard) for one in contents)
+    return bool(contents) and said_all
+
+
+def _json(value: Foreign) -> str:
+    """Return the beginning of a value's JSON, with the types of what JSON does not have."""
+    encoder = json.JSONEncoder(ensure_ascii=False, default=lambda one: f"[{type(one).__name__}]")
+    text = ""
+    try:
+        for part in encoder.iterencode(value):
+            text += part
+            if len(text) > _MOST_CHARS:
+                break
+    except (TypeError, ValueError, RecursionError):  # keys that are no texts, lists in themselves
+        return f"[{type(value).__name__}]"
+    return text
