@@ -24,7 +24,7 @@ from turnwise.rollouts.environment import Environment, shown
 from turnwise.rollouts.sampler_llm import KEY, LLM, SampledCall, vllm_params
 from turnwise.trajectory import Message, status_after
 from turnwise.trajectory.images import Image, images_in, placed
-from turnwise.trajectory.trajectory import common_prefix
+from turnwise.trajectory.parents import common_prefix
 
 if TYPE_CHECKING:
     from turnwise.internals.vllm import RequestOutput, SamplingParams

@@ -38,7 +38,8 @@ from dataclasses import dataclass
 from turnwise.errors import TrajectoryError
 from turnwise.trajectory.chat_template import ChatTemplate, Tools
 from turnwise.trajectory.images import extended
-from turnwise.trajectory.trajectory import Message, common_prefix
+from turnwise.trajectory.parents import common_prefix
+from turnwise.trajectory.trajectory import Message
 
 _MAX_SEAMS = 256
 """Maximum number of cached seams: their keys contain tool names, which a model can invent."""

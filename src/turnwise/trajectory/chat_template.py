@@ -23,7 +23,8 @@ from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
 from turnwise.errors import InputError
 from turnwise.trajectory.images import ImageTokens, as_json, image_parts, images_in, put_in_place
-from turnwise.trajectory.trajectory import Message, common_prefix
+from turnwise.trajectory.parents import common_prefix
+from turnwise.trajectory.trajectory import Message
 
 Tools = Sequence[JsonObject]
 """Descriptions of tools: `{"type": "function", "function": {...}}` each."""

@@ -16,7 +16,7 @@ from turnwise.core.optional import Foreign
 from turnwise.errors import TrajectoryError
 from turnwise.trajectory.calls import WORDS, divide_at_calls
 from turnwise.trajectory.images import PromptIds, extended, placed
-from turnwise.trajectory.trajectory import common_prefix
+from turnwise.trajectory.parents import common_prefix
 
 
 def replace_prefix_tokens(

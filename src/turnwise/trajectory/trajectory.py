@@ -34,6 +34,7 @@ from turnwise.trajectory.images import (
     placed,
     restored,
 )
+from turnwise.trajectory.parents import Parents, common_prefix
 from turnwise.trajectory.records import checksums, fingerprint
 
 MAX_REWARD = 1e6
@@ -195,6 +196,9 @@ class Trajectory:
     empty if no teacher has scored them."""
     _last_path: list[int] = field(default_factory=list, repr=False, compare=False)
     """Path of the last turn; cached because the next turn nearly always continues it."""
+    _parents: dict[bool, Parents] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def add_turn(
         self,
@@ -334,19 +338,12 @@ class Trajectory:
         last, given = (
             as_seen(ids, placed(ids) if images else ()) for ids in (self._last_path, prompt)
         )
-        if self.turns and given[: len(last)] == last:
-            return len(self.turns) - 1, len(last)
-        shared: list[int] = []
-        for turn in self.turns:
-            start = turn.prefix_length
-            above = 0 if turn.parent is None else min(shared[turn.parent], start)
-            if above == start:
-                own = [*turn.added_token_ids, *turn.completion_token_ids]
-                own = as_seen(own, turn.images if images else (), start)
-                above += common_prefix(given[start : start + len(own)], own)
-            shared.append(above)
-        longest = max(shared, default=0)
-        return (shared.index(longest) if longest else None), longest
+        shared = common_prefix(given, last)
+        if self.turns and shared == len(last):
+            return len(self.turns) - 1, shared
+        if images not in self._parents:
+            self._parents[images] = Parents(images=images)
+        return self._parents[images].find(self.turns, given, shared)
 
     def continued_turn(self, index: int | None, shared: int) -> int | None:
         """Return the last turn whose path is in the first `shared` ids of a turn's, or None."""
@@ -580,17 +577,3 @@ def _sampled_parts(weight_versions: Sequence[int]) -> list[tuple[int, int]]:
 
 def _row_size(rows: bytes, count: int) -> int:
     return len(rows) // count if count else 0
-
-
-def common_prefix(a: Sequence[object], b: Sequence[object]) -> int:
-    """Return the length of the longest common prefix of two sequences of ids or characters."""
-    length, step, limit = 0, 64, min(len(a), len(b))
-    while length < limit:
-        step = min(step, limit - length)
-        if a[length : length + step] == b[length : length + step]:
-            length, step = length + step, step * 2
-        elif step == 1:
-            break
-        else:
-            step //= 2
-    return length

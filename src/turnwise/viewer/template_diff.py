@@ -16,7 +16,7 @@ from turnwise.config.data import template_text
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, first_line
 from turnwise.trajectory import ChatTemplate, Message, Trajectory
-from turnwise.trajectory.trajectory import common_prefix
+from turnwise.trajectory.parents import common_prefix
 
 TOOLS_UNKNOWN = (
     "The first prompt is taken as the engine had it, because descriptions of tools are not in the "
