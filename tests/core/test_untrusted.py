@@ -26,7 +26,6 @@ from turnwise.core.untrusted import (
     read_frame,
     read_line,
     receive,
-    values_in,
 )
 
 
@@ -103,7 +102,11 @@ def test_what_is_sound_is_read() -> None:
         "names": ["😀"],
     }
     assert checked({"reward": True}, SCORED) == {"reward": 1.0}
-    assert values_in(b'{"a": [1, 2, 3], "b": ","}') == 6
+
+
+def test_an_answer_may_be_a_long_text_with_commas_and_brackets() -> None:
+    prose = "first, [second], {third}; " * 200_000
+    assert read_answer(json.dumps([prose]).encode(), ANYTHING) == [prose]
 
 
 async def frames(sent: bytes) -> bytes:
@@ -186,6 +189,25 @@ def test_what_json_becomes_is_counted_as_it_arrives(value: Any, size: int, ascii
     values, keys, nested, depth = counted(value)
     assert (count.keys, count.nested, count.depth) == (keys, nested, depth)
     assert values - 1 <= count.values <= values + nested
+
+
+@given(
+    st.lists(st.tuples(st.text('[]{},:"\\\\a', max_size=12), json_values), max_size=4),
+    st.sampled_from(["\n", "\r", "\r\n"]),
+    st.integers(1, 12),
+)
+def test_lines_between_hide_no_value(lines: list[tuple[str, Any]], end: str, size: int) -> None:
+    """Events of a server have lines that are no JSON, with any number of quotation marks."""
+    count = JsonCount()
+    body = "".join(f": {line}{end}data: {json.dumps(each)}{end}" for line, each in lines).encode()
+    for begin in range(0, len(body), size):
+        count.add(body[begin : begin + size])
+    assert count.values >= sum(counted(each)[0] - 1 for _, each in lines)
+    assert count.nested >= sum(counted(each)[2] for _, each in lines)
+    count.add(b"[1,2]")
+    read = count.values
+    count.add(b"[1,2]")
+    assert count.values == read + 2
 
 
 def test_one_mistake_of_an_answer_is_looked_for() -> None:

@@ -5,6 +5,7 @@ expected; anything else is an `AnswerError`, of which the caller makes a traject
 """
 
 import asyncio
+import re
 import socket
 import time
 from itertools import accumulate
@@ -20,8 +21,7 @@ _T = TypeVar("_T")
 
 MAX_BYTES = 8 << 20  # maximum size of an answer
 MAX_VALUES = 500_000
-"""Maximum number of values in an answer, as `values_in` counts them: one may take two bytes of the
-answer, and a hundred of memory."""
+"""Maximum number of values in an answer: one may take two bytes of it, and a hundred of memory."""
 MAX_DEPTH = 128
 """Maximum number of objects and lists around a value of a request; readers of JSON give up at two
 hundred or more."""
@@ -30,6 +30,7 @@ IDENTITY = {"accept-encoding": "identity"}
 """Header of HTTP requests whose answer must not be compressed: its size could not be limited."""
 _COUNTED = 1 << 16  # number of bytes that are counted at once
 _STEP = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
+_TEXT = re.compile(rb'"[^"\r\n]*["\r\n]')
 _NO_BRACKETS = bytes(each for each in range(256) if each not in _STEP)
 _VALUE_BYTES, _KEY_BYTES, _NESTED_BYTES = 40, 100, 200
 """Estimates of the memory of a value, of a key, and of what an object or a list has in addition."""
@@ -54,7 +55,7 @@ def read_answer(body: bytes, kind: TypeAdapter[_T], max_values: int = MAX_VALUES
     AnswerError when it is no JSON (also with a lone surrogate, an integer of thousands of digits,
     or two hundred levels), has too many values, or is of another type.
     """
-    if values_in(body) > max_values:
+    if JsonCount(body).values > max_values:
         raise AnswerError(f"sent more than {max_values:,} values")
     try:
         value: object = pydantic_core.from_json(body)  # `Number` refuses NaN where it matters
@@ -65,16 +66,11 @@ def read_answer(body: bytes, kind: TypeAdapter[_T], max_values: int = MAX_VALUES
     return checked(value, kind)
 
 
-def values_in(body: bytes) -> int:
-    """Return an upper bound of the number of values in JSON; commas in texts count too."""
-    return sum(map(body.count, (b",", b"[", b"{")))
-
-
 class JsonCount:
     """Counts what JSON would become while its bytes arrive, in a small part of the time and memory
-    that it takes to read it. What is no JSON has a count, too."""
+    that it takes to read it. Lines of JSON may have others between them, which are counted too."""
 
-    def __init__(self) -> None:
+    def __init__(self, data: bytes = b"") -> None:
         self.values = 0  # an upper bound; keys are no values
         self.keys = 0
         self.nested = 0  # number of objects and lists
@@ -82,6 +78,7 @@ class JsonCount:
         self._open = 0
         self._in_text = False
         self._rest = b""  # a backslash, whose character has not arrived
+        self.add(data)
 
     @property
     def memory(self) -> int:
@@ -97,9 +94,15 @@ class JsonCount:
     def _add(self, data: bytes) -> None:
         data = (self._rest + data).replace(b"\\\\", b"")
         self._rest = b"\\" if data.endswith(b"\\") else b""
-        parts = data.replace(b'\\"', b"").split(b'"')  # texts and what is between them, in turn
-        structure = b"".join(parts[self._in_text :: 2])
-        self._in_text ^= len(parts) % 2 == 0
+        data = data.replace(b'\\"', b"")
+        parts = data.split(b'"')  # texts and what is between them, in turn
+        texts, structure = (b"".join(parts[self._in_text ^ text :: 2]) for text in (True, False))
+        if b"\n" in texts or b"\r" in texts:  # the line is no JSON; the next one may be
+            data = b'"' + data if self._in_text else data
+            structure, begun, _ = _TEXT.sub(b"", data).partition(b'"')
+            self._in_text = bool(begun)
+        else:
+            self._in_text ^= len(parts) % 2 == 0
         brackets = structure.translate(None, _NO_BRACKETS)
         opened = brackets.count(b"[") + brackets.count(b"{")
         self.nested += opened

@@ -34,8 +34,8 @@ from turnwise.core.untrusted import (
     MAX_BYTES,
     MAX_VALUES,
     AnswerError,
+    JsonCount,
     read_line,
-    values_in,
 )
 from turnwise.core.watchdog import waiting
 from turnwise.errors import InputError, TurnwiseError, first_line
@@ -313,7 +313,7 @@ async def _pass_on(
             how = "closed its output" if status is None else f"ended with status {status}"
             return how + (f" ({lines[-1].strip()[:300]})" if lines else "")
         message = None
-        if values_in(line) <= MAX_VALUES:
+        if JsonCount(line).values <= MAX_VALUES:
             with suppress(ValueError):
                 message = mcp_types.jsonrpc_message_adapter.validate_json(line, by_name=False)
         answer = isinstance(message, mcp_types.JSONRPCResponse | mcp_types.JSONRPCError)
@@ -330,11 +330,11 @@ class _Limited(httpx2.AsyncByteStream):
         self._body = body
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        size = values = 0
+        size, count = 0, JsonCount()
         async for part in self._body:
             size += len(part)
-            values += values_in(part)
-            if size > MAX_BYTES or values > MAX_VALUES:
+            count.add(part)
+            if size > MAX_BYTES or count.values > MAX_VALUES:
                 raise httpx2.StreamError(
                     f"a message of more than {MAX_BYTES:,} bytes or {MAX_VALUES:,} values"
                 )
