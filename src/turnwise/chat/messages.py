@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import TypeVar
 
 from turnwise.core.aio import run_in_thread
@@ -30,9 +31,10 @@ _LONG = 16_384
 async def in_thread_if_long(messages: Sequence[Message], work: Callable[[], _Result]) -> _Result:
     """Call `work`, in a thread if the messages are long or have images, so as not to delay other
     trajectories."""
-    if sum(len(str(message)) for message in messages) < _LONG and not images_in(messages):
-        return work()
-    return await run_in_thread(work)
+    lengths = accumulate(len(str(message)) for message in messages)
+    if any(length >= _LONG for length in lengths) or images_in(messages):
+        return await run_in_thread(work)
+    return work()
 
 
 @dataclass

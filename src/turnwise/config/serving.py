@@ -170,7 +170,7 @@ class ServingConfig(Section):
     may name any model."""
     max_body_mb: PositiveInt = 16
     """Largest body of a request in MB; a larger one is refused before it is read. For each MB a
-    body may have 65,536 values, 4,096 keys, and 512 objects and lists."""
+    body may have 65,536 values, 4,096 keys, and 1,024 objects and lists."""
     session_idle: Seconds = 14_400.0
     """Seconds without a request after which a client's session is deleted."""
     session_memory_mb: PositiveInt = 512

@@ -3,6 +3,7 @@
 FastAPI's own way makes an error of everything that is wrong in a body, before a handler is asked.
 """
 
+import asyncio
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -27,7 +28,9 @@ def read_bodies(app: FastAPI, decode: Decode) -> None:
 
     class Reading(Request):
         async def json(self) -> Any:
-            return decode(self, await self.body())
+            value = decode(self, await self.body())
+            await asyncio.sleep(0)  # other requests come between reading a body and checking it
+            return value
 
     async def answer(handle: Callable[..., Any], request: Request) -> Response:
         response: Response = await handle(Reading(request.scope, request.receive, request._send))

@@ -25,6 +25,8 @@ from pydantic import BaseModel
 from tests.serving.openai.test_http_limits import HELLO, QUICK
 from tests.simulated import SimulatedEngine
 from turnwise.config import Config
+from turnwise.core.untrusted import JsonCount
+from turnwise.serving.openai import bodies
 from turnwise.serving.openai.server import OpenAIServer
 from turnwise.serving.openai.vllm_app import ROUTES
 from turnwise.tinker.rank import AdapterRank
@@ -214,7 +216,7 @@ async def test_no_shape_of_a_body_freezes_the_server_or_fills_its_memory(
                 small = [*shapes(key, 400)]
                 values = small if key in base else drawn.sample(small, 2)
                 if key in base and door.path in LONG:
-                    values += [*shapes(key, 8_000)]
+                    values += [*shapes(key, 16_000)]
                     values.append(("ids at the limit", [*range(1_000_000)]))
                     values.append(("pairs of ids", [[1, 2]] * 1_000))
                 for name, value in values:
@@ -259,13 +261,54 @@ async def test_limits_of_a_body_are_told_with_their_key(
     http, _ = served
     for value, status, said in (
         ([1] * 1_100_000, 413, "more than 1,048,576 values: 65,536 for each MB"),
-        ([{}] * 9_000, 413, "more than 8,192 objects and lists: 512 for each MB"),
+        ([{}] * 17_000, 413, "more than 16,384 objects and lists: 1,024 for each MB"),
         (dict.fromkeys(map(str, range(70_000)), 1), 413, "more than 65,536 keys: 4,096 for"),
         (json.loads("[" * 200 + "]" * 200), 400, "inside more than 128 objects and lists"),
     ):
         answer = await http.post("/v1/completions", json={"prompt": value})
         assert answer.status_code == status
         assert said in answer.json()["error"]["message"]
+
+
+def test_a_history_of_a_thousand_tool_turns_is_within_the_limits() -> None:
+    """As Claude Code, an agent of chat completions and one of Responses send it."""
+    text, ephemeral = {"type": "text", "text": "a"}, {"cache_control": {"type": "ephemeral"}}
+    use = {"type": "tool_use", "id": "a", "name": "f", "input": {"path": "a", "limit": 1}}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [text]}
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    output = {"type": "message", "content": [{**text, "annotations": []}], "role": "assistant"}
+    for turn in (
+        [
+            {"role": "assistant", "content": [text, use]},
+            {"role": "user", "content": [result | ephemeral, text]},
+        ],
+        [
+            {"role": "assistant", "content": [text], "tool_calls": [call] * 2},
+            *[{"role": "tool", "tool_call_id": "a", "content": [text]}] * 2,
+        ],
+        [
+            {"type": "reasoning", "summary": [text], "content": [text]},
+            output,
+            {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "a", "output": [text]},
+        ],
+    ):
+        bodies.check(JsonCount(json.dumps({"messages": turn * 1_100}).encode()), megabytes=16)
+
+
+async def test_a_list_of_messages_with_anything_else_is_refused_before_it_is_checked(
+    served: tuple[httpx.AsyncClient, FastAPI],
+) -> None:
+    http, _ = served
+    for path, key in (
+        ("chat/completions", "messages"),
+        ("messages", "messages"),
+        ("responses", "input"),
+    ):
+        body = {**BASES[f"/v1/{path}"], key: [*HELLO, *range(1_000_000)]}
+        answer = await http.post(f"/v1/{path}", json=body)
+        assert answer.status_code == 400
+        assert f"{key}[1]: should be a valid dictionary" in answer.text
 
 
 async def test_a_value_that_a_validator_cannot_look_into_is_named(

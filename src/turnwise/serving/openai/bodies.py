@@ -21,7 +21,7 @@ from turnwise.internals.fastapi import read_bodies
 PROTOBUF = "/api/v1/"  # beginning of the paths where a body may be no JSON
 TREE = "turnwise.tree"
 """Key of the scope for the `Tree` of a body that was read already."""
-_VALUES, _KEYS, _NESTED = 65_536, 4_096, 512
+_VALUES, _KEYS, _NESTED = 65_536, 4_096, 1_024
 """Values, keys, and objects and lists that a body may have for each MB of its largest size."""
 
 

@@ -44,6 +44,8 @@ GENERATING = (_CHAT, "/v1/completions", "/v1/responses", "/v1/messages")
 _BATCH = "/v1/chat/completions/batch"
 """Path of a request with several chats; `messages` is a list of conversations."""
 _INVOCATIONS = "/invocations"
+_OBJECTS = {_CHAT: "messages", "/v1/messages": "messages", "/v1/responses": "input"}
+"""Keys of lists of objects, in which vLLM would look at each entry before it refuses another."""
 _APIS = {"messages": _CHAT, "prompt": "/v1/completions", "input": "/v1/responses"}
 """Path of each API, by a key that only its requests have."""
 _READ = b"{}"
@@ -213,11 +215,19 @@ class SessionMiddleware:
             if TREE not in scope:
                 with suppress(ValueError):  # the application refuses what is no JSON
                     scope[TREE] = decoded(body)
+                await asyncio.sleep(0)  # other requests come between reading and checking one
             tree: Tree = scope.get(TREE, Tree(None, standard=False))
             if isinstance(tree.value, dict):
                 # The name of an answer would be a client's, and could be that of another's.
                 own_keys = {k: v for k, v in tree.value.items() if k != "request_id"}
                 tree = scope[TREE] = tree._replace(value=own_keys)
+                entries = own_keys.get(_OBJECTS.get(path, ""))
+                for index, entry in enumerate(entries if isinstance(entries, list) else ()):
+                    if not isinstance(entry, dict):
+                        place = f"{_OBJECTS[path]}[{index}]"
+                        refused = refusal(400, f"{place}: should be a valid dictionary", place)
+                        await refused(scope, noticed, counted)
+                        return
             if path == _CHAT and is_json and tree.standard and _OWN_HEADERS not in headers:
                 value, planned = await self._chats.plan_body(tree.value, context)
                 scope[TREE] = tree._replace(value=value)

@@ -125,14 +125,17 @@ async def build(
     app.state.chats = client.service = service
     renderer, chat = app.state.online_renderer, app.state.openai_serving_chat
     responses = app.state.openai_serving_responses
-    renderer.preprocess_chat = partial(_preprocess, renderer.preprocess_chat, service, config)
+    preprocess = partial(_preprocess, renderer.preprocess_chat, service, config)
+    renderer.preprocess_chat = partial(_after_others, preprocess)
     render = renderer.render_completion
     renderer.render_completion = partial(_render_completion, render, service, config)
     chat.create_chat_completion = partial(_answer_chat, chat.create_chat_completion, service, False)
-    responses.create_responses = partial(_store_response, responses.create_responses, store)
+    respond = partial(_store_response, responses.create_responses, store)
+    responses.create_responses = partial(_after_others, respond)
     messages = app.state.anthropic_serving_messages  # which are streamed from chunks of a chat
     create = messages.create_chat_completion
     messages.create_chat_completion = partial(_answer_chat, create, service, True)
+    messages.create_messages = partial(_after_others, messages.create_messages)
     return app
 
 
@@ -146,6 +149,12 @@ def _listed(message: JsonObject) -> JsonObject:
         for part in content
     ]
     return {**message, "content": parts}
+
+
+async def _after_others(work: Create, *arguments: object, **options: object) -> object:
+    """Let other requests come before one of the steps of a request, which may be long."""
+    await asyncio.sleep(0)
+    return await work(*arguments, **options)
 
 
 async def _preprocess(
@@ -182,7 +191,9 @@ async def _preprocess(
     if context is not None:
         context.session.context_full = len(ids or ()) >= config.model.max_length
     try:
-        return await preprocess_chat(request, messages, *args, tool_dicts=tool_dicts, **options)
+        return await _after_others(
+            preprocess_chat, request, messages, *args, tool_dicts=tool_dicts, **options
+        )
     except vllm.VLLMValidationError as error:
         if context is not None and error.parameter in ("input_tokens", "input_text"):
             context.session.context_full = True
@@ -235,7 +246,7 @@ async def _answer_chat(
     """Answer a chat by vLLM's method; note the answer, and add the ids that clients ask for. With
     `objects`, clients hold arguments as objects, as those of Anthropic's Messages do, so that
     arguments which are not JSON are none; other answers need no notes."""
-    response, context = await create(request, raw_request), CURRENT.get()
+    response, context = await _after_others(create, request, raw_request), CURRENT.get()
     if context is None:
         return response
     if isinstance(response, AsyncGenerator):
