@@ -318,11 +318,13 @@ class SessionMiddleware:
             for messages in conversations or ():
                 asking.append(tasks.create_task(ask(messages)))
                 await asyncio.sleep(0)  # other requests come between two that begin
-        answers = [task.result() for task in asking]
-        for status, body in answers:
+        trees = list[JsonObject]()
+        for task in asking:
+            status, body = task.result()
             if status >= 400:
                 return Response(body, status, media_type="application/json")
-        trees = [msgspec.json.decode(body) for _, body in answers]
+            trees.append(msgspec.json.decode(body))
+            await asyncio.sleep(0)
         choices = [
             {**choice, "index": index}
             for index, answer in enumerate(trees)
