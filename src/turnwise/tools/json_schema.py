@@ -290,28 +290,23 @@ class _Graph:
         """Remove patterns that cannot be read, and say so: the tool may be of use without."""
         number = 0
         for node in self._nodes.values():
-            schema, unread = node.schema, list[str]()
-            if isinstance(pattern := schema.get("pattern"), str):
-                number += 1
-                cost = _pattern_cost(pattern)
-                node.cost += cost or 0
-                if cost is None:
-                    unread.append(pattern)
-                    del schema["pattern"]
-            if isinstance(patterns := schema.get("patternProperties"), dict):
-                for pattern in list(patterns):
-                    number += 1
-                    cost = _pattern_cost(pattern)
-                    node.cost += cost or 0
-                    if cost is None:
-                        unread.append(pattern)
-                        del patterns[pattern]
-                        # Which properties are others cannot be known, either.
-                        for others in ("additionalProperties", "unevaluatedProperties"):
-                            schema.pop(others, None)
+            schema, named = node.schema, node.schema.get("patternProperties")
+            named = named if isinstance(named, dict) else {}
+            own = [each] if isinstance(each := schema.get("pattern"), str) else []
+            number += len(own) + len(named)
             if number > _MAX_PATTERNS:
                 raise _refused(self._name, f"have more than {_MAX_PATTERNS} patterns")
-            for pattern in unread:
+            for pattern in [*own, *named]:
+                if (cost := _pattern_cost(pattern)) is not None:
+                    node.cost += cost
+                    continue
+                if pattern in own:
+                    schema.pop("pattern", None)
+                if pattern in named:
+                    del named[pattern]
+                    # Which properties are others cannot be known, either.
+                    for others in ("additionalProperties", "unevaluatedProperties"):
+                        schema.pop(others, None)
                 _LOG.warning(
                     "tool %s: the pattern %s in its parameters cannot be read, and is not checked",
                     visible(self._name[:_SHOWN]),
