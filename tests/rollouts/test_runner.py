@@ -345,6 +345,18 @@ async def test_a_call_that_is_cut_is_answered_and_trained(
         assert all(content in answer for answer in answers)
 
 
+async def test_a_call_that_a_parser_reads_for_too_long_is_counted_as_one_that_cannot_be_read(
+    run: Callable[..., Any], tokenizer: Any
+) -> None:
+    slow = "<tool_call>double\n" + "<arg_key>x</arg_key><arg_value>" * 800 + "</tool_call>"
+    engine = Saying(tokenizer.encode(slow, add_special_tokens=False), vocab_size=len(tokenizer))
+    options = {"environment": "Bench", "loop": "tool_calling", "tool_parser": "glm45"}
+    group = await run({}, engine=engine, max_turns=1, n=2, **options)
+    assert group.dropped == {}
+    for trajectory in group.trajectories:
+        assert trajectory.events == {"tool_malformed": 1, "parse_timeout": 1}
+
+
 async def test_tools_that_run_together_count_once(
     make_config: Callable[..., Config], tokenizer: Any
 ) -> None:

@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 from turnwise.chat import gemma4
+from turnwise.chat.parsing_process import Parsed, ParsingProcess
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError
 
@@ -47,6 +48,9 @@ class ToolFormat:
     value_ends: tuple[str, ...] = ()
     """Mark at the end of a value, then the marks that may follow it; () where values are JSON. At a
     mark that a value quotes, parsers cut it."""
+    in_place: int = 1_000
+    """Number of characters that its parser reads within some hundredths of a second, whatever they
+    are."""
     shape: str = "it again, complete and in the format that you were given"
     """Form of a call, as the advice to the model names it."""
 
@@ -205,7 +209,9 @@ FORMATS: dict[str, ToolFormat] = {
     "deepseek_v32": _dsml("function_calls>"),
     "deepseek_v4": _dsml("tool"),
     "deepseek_v41": _dsml(" calls>", " "),
-    "dots": _section("<dots_function_call>", "<invoke ", "</invoke>", _INVOKED),
+    "dots": replace(
+        _section("<dots_function_call>", "<invoke ", "</invoke>", _INVOKED), in_place=250
+    ),
     "ernie45": _tagged_object("tool_call"),
     "functiongemma": ToolFormat(("<start_function_call>",), ends=r"\}"),
     "gemma4": ToolFormat(("<|tool_call>",), ends=re.escape("<tool_call|>")),
@@ -243,7 +249,7 @@ FORMATS: dict[str, ToolFormat] = {
     "ling3": _tagged("tool_call", "</tool_call>", _PAIRS),
     "llama3_json": _LLAMA,
     "llama4_json": _LLAMA,
-    "llama4_pythonic": ToolFormat(("<|python_start|>",), bare=_python_call),
+    "llama4_pythonic": ToolFormat(("<|python_start|>",), bare=_python_call, in_place=500),
     "longcat": _tagged_object("longcat_tool_call"),
     "mimo": _functions("tool_call"),
     "minicpm5": ToolFormat(("<function name",), value_ends=("</param>", "<param ", "</function>")),
@@ -345,6 +351,8 @@ class ParsedText:
     malformed: bool
     """True when the text begins a call that cannot be read: one that is cut off, or whose
     arguments are no JSON object. Then no call is returned, so that none runs by halves."""
+    late: bool = False
+    """True when it is malformed because its parse did not end in time."""
 
 
 class ToolParser:
@@ -356,6 +364,8 @@ class ToolParser:
 
         from turnwise.internals import vllm  # seconds to import
 
+        self.recipe = name, tokenizer
+        """The arguments that it was made with."""
         self._name, self._type, self._tokenizer = name, silence(name), tokenizer
         self._request_type = vllm.ChatCompletionRequest
         if isinstance(tokenizer, PreTrainedTokenizerBase):  # it makes its vocabulary at each call
@@ -375,7 +385,7 @@ class ToolParser:
         self._start: str | None = getattr(probe, "tool_call_start_token", None)
         self._end: str | None = getattr(probe, "tool_call_end_token", None)
         self._format = format_of(name, probe)
-
+        self._process = ParsingProcess(self)  # not started before it is needed
         self.advice = self._format.advice  # message to the model about a call that cannot be read
 
     def tags(self) -> tuple[str, str]:
@@ -387,16 +397,40 @@ class ToolParser:
             )
         return self._start, self._end
 
+    async def read(self, text: str, schemas: Sequence[JsonObject]) -> ParsedText:
+        """Split a finished assistant turn as `parse` does, without holding the event loop: a text
+        that may take long is parsed in another process, and is malformed if that is not in time."""
+        if self._format.takes_too_long(text):
+            tools = [schema["function"]["name"] for schema in schemas]
+            return ParsedText(text, [], malformed=self._format.unreadable(text, tools, ()))
+        if not self.may_take_long(text):
+            return self.parse(text, schemas)
+        parsed = await self.read_elsewhere(text, schemas)
+        if parsed is None:
+            return ParsedText(text, [], malformed=True, late=True)
+        calls = [ToolCall(*each) for each in parsed.calls]
+        return ParsedText(parsed.content, calls, parsed.malformed)
+
+    async def read_elsewhere(self, text: str, schemas: Sequence[JsonObject]) -> Parsed | None:
+        """Return what `parse` makes of a text, in another process, and the processor time that it
+        takes; None if it did not end in time."""
+        return await self._process.parse(text, schemas)
+
+    def may_take_long(self, text: str) -> bool:
+        """Return whether a text may take its parser more than some hundredths of a second."""
+        if self._start and self._start not in text:
+            return False
+        return len(text) > self._format.in_place or self._format.takes_too_long(text)
+
     def parse(self, text: str, schemas: Sequence[JsonObject]) -> ParsedText:
         """Split a finished assistant turn into its text and its calls, of tools with `schemas`.
 
-        A call is malformed whatever the parser makes of it: it may raise, take the call for text,
-        or return a part of it. A call without any arguments has the arguments {}.
+        It may take any time; `read` does not. A call is malformed whatever the parser makes of it:
+        it may raise, take the call for text, or return a part of it. A call without any arguments
+        has the arguments {}.
         """
         content, calls = text, list[ToolCall]()
         tools = [schema["function"]["name"] for schema in schemas]
-        if self._format.takes_too_long(text):
-            return ParsedText(text, [], malformed=self._format.unreadable(text, tools, ()))
         if not self._start or self._start in text:
             request = self._request_type(messages=[], tools=list(schemas) or None)
             try:

@@ -1,7 +1,7 @@
 """The built-in agent loops, by name; those whose turns are requests of others are in `agents`."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -58,7 +58,7 @@ class ToolCallingLoop:
             completion = await window.sample(prompt)
             if completion is None:
                 return
-            parsed = context.tool_parser.parse(template.decode(completion.token_ids), tools)
+            parsed = await context.tool_parser.read(template.decode(completion.token_ids), tools)
             answer = assistant_message(parsed, turn)
             trajectory.messages.append(answer)
             if (ended := status_after(completion.finish_reason)) != "completed":
@@ -107,7 +107,8 @@ class SelfPlayLoop:
                 return
             trajectory.turn_players.append(player)
             last[player] = prompt, completion.token_ids
-            parsed = context.tool_parser.parse(context.template.decode(completion.token_ids), tools)
+            text = context.template.decode(completion.token_ids)
+            parsed = await context.tool_parser.read(text, tools)
             answer = assistant_message(parsed, turn)
             said[player] = [*read, answer]
             trajectory.messages += [{**message, "to": player} for message in new]
@@ -139,16 +140,16 @@ class InterleavedLoop:
         tools = context.toolbox.schemas
         offered: list[JsonObject] | None = tools
         advice: str | None = None
-        parse: Callable[[str, Sequence[JsonObject]], ParsedText]
+        read: Callable[[str, Sequence[JsonObject]], Awaitable[ParsedText]]
         if rollout.call_start and rollout.call_end:
             open_tag, close_tag, offered = rollout.call_start, rollout.call_end, None
-            parse = partial(_read_tagged, open_tag, close_tag, rollout.call_tool)
+            read = partial(_read_tagged, open_tag, close_tag, rollout.call_tool)
             form = "text" if rollout.call_tool else "one JSON object with name and arguments"
             between = f"between {open_tag} and {close_tag}"
             advice = f"Error: the call cannot be read; write {form} {between}"
         else:
             open_tag, close_tag = context.tool_parser.tags()
-            parse = context.tool_parser.parse
+            read = context.tool_parser.read
         trajectory.messages = [dict(message) for message in context.problem]
         prompt = await context.first_prompt(trajectory.messages, tools=offered)
         answer = {"role": "assistant", "content": ""}
@@ -171,7 +172,7 @@ class InterleavedLoop:
                 return
             if turn + 1 < rollout.max_turns:
                 call = text[max(start, 0) : end + len(close_tag)]
-                parsed = parse(call, tools)
+                parsed = await read(call, tools)
                 if not parsed.calls:  # the closing tag shows that a call was meant
                     parsed = replace(parsed, malformed=True)
                 results = await answer_calls(parsed, context, turn, advice)
@@ -194,6 +195,8 @@ async def answer_calls(
     are left out, which is counted, if the model takes none."""
     if parsed.malformed:
         context.count("tool_malformed")
+        if parsed.late:
+            context.count("parse_timeout")
         content = advice or context.tool_parser.advice
         return [{"role": "tool", "tool_call_id": _call_id(turn, 0), "content": content}]
 
@@ -244,7 +247,7 @@ def _call_id(turn: int, index: int) -> str:
     return f"call{turn % 1000:03d}{index % 100:02d}"
 
 
-def _read_tagged(
+async def _read_tagged(
     start: str, end: str, tool: str | None, text: str, schemas: Sequence[JsonObject]
 ) -> ParsedText:
     """Read the call in a text that ends with the closing tag: the only argument of `tool`; if that
