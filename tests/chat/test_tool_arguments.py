@@ -169,7 +169,7 @@ def test_gemmas_values_have_the_types_that_were_written(
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("part", ["[", "{", '{"a":[', " ", "\n", "call"])
-def test_a_turn_that_parsers_would_read_for_minutes_is_not_given_to_them(
+async def test_a_turn_that_parsers_would_read_for_minutes_is_not_given_to_them(
     parsers: dict[str, ToolParser], name: str, part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call = CALLS[name]
@@ -180,5 +180,5 @@ def test_a_turn_that_parsers_would_read_for_minutes_is_not_given_to_them(
 
     given: list[object] = []
     monkeypatch.setattr(parsers[name], "_type", given.append)
-    assert parsers[name].parse(text, []).malformed or FORMATS[name].bare
+    assert (await parsers[name].read(text, [])).malformed or FORMATS[name].bare
     assert not given

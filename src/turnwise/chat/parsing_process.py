@@ -33,7 +33,9 @@ from turnwise.core.untrusted import HEADER, framed, receive
 from turnwise.errors import TrajectoryError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
+
+    from transformers import PreTrainedTokenizerBase as Tokenizer
 
     from turnwise.chat.tool_parser import ToolParser
 
@@ -60,13 +62,11 @@ class Parsed(NamedTuple):
 
 
 class ParsingProcess:
-    """Parses texts with one parser, one after another, in a process that the first text starts.
+    """Parses texts with the parser of a name, one after another, in a process that the first text
+    starts, and in which `load` returns the tokenizer. It ends with this object and the program."""
 
-    It ends with this object, and with the program.
-    """
-
-    def __init__(self, parser: "ToolParser") -> None:
-        self._recipe = parser.recipe
+    def __init__(self, name: str, load: "Callable[[], Tokenizer]") -> None:
+        self._recipe = name, load
         self._turn = threading.Lock()
         self._numbers = itertools.count(1)
         self._connection: socket.socket | None = None
@@ -150,7 +150,8 @@ def main() -> None:
     recipe = _read(stream)
     if recipe is None:
         return
-    parser = ToolParser(*pickle.loads(recipe))
+    name, load = pickle.loads(recipe)
+    parser = ToolParser(name, load())
     gc.freeze()
     connection.sendall(framed(_LATE))  # it is ready
     while True:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -271,7 +272,7 @@ FORMATS: dict[str, ToolFormat] = {
         r"<\|plamo:end_tool_arguments:plamo\|>",
     ),
     "poolside_v1": _tagged("tool_call", value_ends=_PAIRS),
-    "pythonic": ToolFormat((), bare=_python_call),
+    "pythonic": ToolFormat((), bare=_python_call, in_place=500),
     "qwen3_coder": _functions("tool_call"),
     "qwen3_json": _tagged_object("tool_call"),
     "qwen3_xml": _functions("tool_call"),
@@ -355,17 +356,24 @@ class ParsedText:
     """True when it is malformed because its parse did not end in time."""
 
 
+def _same(tokenizer: "Tokenizer") -> "Tokenizer":
+    return tokenizer
+
+
 class ToolParser:
     """Reads calls in one of vLLM's tool-call formats, such as `hermes`, which Qwen models write
-    too; InputError when vLLM has none of that name, or it does not fit the tokenizer."""
+    too; InputError when vLLM has none of that name, or it does not fit the tokenizer.
 
-    def __init__(self, name: str, tokenizer: "Tokenizer") -> None:
+    `load` loads the tokenizer in another process, where it cannot be sent there, as vLLM's cannot.
+    """
+
+    def __init__(
+        self, name: str, tokenizer: "Tokenizer", load: "Callable[[], Tokenizer] | None" = None
+    ) -> None:
         from transformers import PreTrainedTokenizerBase
 
         from turnwise.internals import vllm  # seconds to import
 
-        self.recipe = name, tokenizer
-        """The arguments that it was made with."""
         self._name, self._type, self._tokenizer = name, silence(name), tokenizer
         self._request_type = vllm.ChatCompletionRequest
         if isinstance(tokenizer, PreTrainedTokenizerBase):  # it makes its vocabulary at each call
@@ -385,7 +393,9 @@ class ToolParser:
         self._start: str | None = getattr(probe, "tool_call_start_token", None)
         self._end: str | None = getattr(probe, "tool_call_end_token", None)
         self._format = format_of(name, probe)
-        self._process = ParsingProcess(self)  # not started before it is needed
+        self._process = ParsingProcess(
+            name, load or partial(_same, tokenizer)
+        )  # not started before it is needed
         self.advice = self._format.advice  # message to the model about a call that cannot be read
 
     def tags(self) -> tuple[str, str]:

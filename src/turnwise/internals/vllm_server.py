@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.generate.base.protocol import FunctionCall, ToolCall
+from vllm.entrypoints.generate.base.protocol import DeltaMessage, FunctionCall, ToolCall
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
@@ -44,8 +44,17 @@ from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 from turnwise.internals import internal
 
 if TYPE_CHECKING:
+    from starlette.datastructures import State
     from vllm.parser.abstract_parser import Parser
     from vllm.tokenizers import TokenizerLike
+
+_PARSERS = {
+    "openai_serving_chat": "parser_cls",
+    "openai_serving_chat_batch": "parser_cls",
+    "anthropic_serving_messages": "parser_cls",
+    "openai_serving_responses": "parser",
+}
+"""The attributes of vLLM's services that hold a class of parsers."""
 
 SamplingRequest: TypeAlias = ChatCompletionRequest | CompletionRequest | ResponsesRequest
 """A request that samples; Anthropic's requests have become chat completions at this point."""
@@ -67,6 +76,14 @@ def make_parser(
 ) -> "Parser":
     """Return the parser of a request's answers, as the server makes it for its own."""
     return chat._make_parser(request, tokenizer, variables)
+
+
+def replace_parsers(state: "State", replace: Callable[["type[Parser]"], "type[Parser]"]) -> None:
+    """Replace the class of the parsers of answers, of each service that has one."""
+    for name, attribute in _PARSERS.items():
+        service = getattr(state, name)
+        if (parser := getattr(service, attribute)) is not None:
+            setattr(service, attribute, replace(parser))
 
 
 def choose_adapters(serving: OpenAIServingChat, choose: Callable[..., object]) -> None:

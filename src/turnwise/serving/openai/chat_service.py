@@ -52,6 +52,7 @@ from turnwise.engine.vllm_requests import sampling_params
 from turnwise.errors import DeadlineError, EngineError, InputError, TrajectoryError
 from turnwise.internals import vllm_server as vllm
 from turnwise.serving.openai.agent_sampling import AgentSampling
+from turnwise.serving.openai.bounded_parser import BoundedParsing
 from turnwise.serving.openai.event_stream import DONE, EventStream
 from turnwise.serving.openai.plain_request import PlainRequest, read
 from turnwise.trajectory import ChatTemplate
@@ -142,6 +143,7 @@ class ChatService:
         self._chat = state.openai_serving_chat
         self.tokenizer = self._chat.renderer.tokenizer
         self._format = format_of(config.rollout.tool_parser)
+        self.parsing = BoundedParsing(config, self.tokenizer, _count_late)
         self._template = load_template(config, self.tokenizer)
         self._with_variables = lru_cache(_TEMPLATES)(
             lambda text: self._template.with_variables(**json.loads(text))
@@ -317,6 +319,7 @@ class ChatService:
         completion = context.finished[name, 0]
         token_ids = completion.token_ids
         text = detokenizer.get_next_output_text(True, False)
+        await self.parsing.prepare(text, context.asked.tools)
         content, found = self._parse(parsing, text, token_ids, offer.variables)
         calls = [
             vllm.ToolCall(id=call.id or vllm.make_tool_call_id(), function=call) for call in found
@@ -571,6 +574,12 @@ class ChatService:
             sampling=context.sampling,
         )
         context.undelivered.append(record)
+
+
+def _count_late() -> None:
+    """Count an answer whose parse would take too long, with the session that it is for."""
+    if (context := CURRENT.get()) is not None:
+        context.session.trajectory.events["parse_timeout"] += 1
 
 
 def echo_of(prompt: list[int], completion: Completion) -> JsonObject:

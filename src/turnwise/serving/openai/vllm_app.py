@@ -123,6 +123,7 @@ async def build(
     _serve_adapters(app.state, config.serving.adapters, names)
     service = ChatService(config, generator, app.state, store)
     app.state.chats = client.service = service
+    vllm.replace_parsers(app.state, service.parsing.bounded)
     renderer, chat = app.state.online_renderer, app.state.openai_serving_chat
     responses = app.state.openai_serving_responses
     preprocess = partial(_preprocess, renderer.preprocess_chat, service, config)
@@ -435,7 +436,8 @@ class EngineClient:
         **options: object,
     ) -> AsyncGenerator[vllm.RequestOutput, None]:
         """Sample `sampling_params.n` completions of a prompt that vLLM has rendered."""
-        context, params = CURRENT.get(), sampling_params
+        context = asking = CURRENT.get()
+        params = sampling_params
         if context is not None:
             # Not all kinds of requests have these parameters.
             sampling = context.session.sampling or self._sampling
@@ -473,6 +475,10 @@ class EngineClient:
             while not finished:
                 output = queue.get_nowait() or await queue.get()
                 finished = output.finished
+                if finished and params.output_kind == vllm.RequestOutputKind.FINAL_ONLY:
+                    tools = None if asking is None else asking.asked.tools
+                    for answered in output.outputs:  # before vLLM parses them
+                        await self.service.parsing.prepare(answered.text, tools)
                 yield output
         finally:
             if not finished:

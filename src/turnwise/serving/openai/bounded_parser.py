@@ -1,0 +1,114 @@
+"""vLLM's parsers of answers, which run on the event loop, within a limited time.
+
+A whole answer is parsed there only if it is short, or another process has parsed it quickly; else
+it has the calls that this process found, or none if that was not in time. A stream is parsed until
+its pieces take long, and is text from there on.
+"""
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from turnwise.chat.parsing_process import Parsed
+from turnwise.chat.template import load_tokenizer
+from turnwise.chat.tool_parser import ToolParser
+from turnwise.config import Config
+from turnwise.core.json_types import JsonObject
+from turnwise.errors import InputError
+from turnwise.internals import vllm_server as vllm
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase as Tokenizer
+
+_SECONDS = 0.03
+"""Maximum processor time of a parse on the event loop, of a text or of a piece of a stream."""
+_SLOW_PIECES = 3  # pieces that may take longer, for a machine that is slow for a moment
+_MAX_KNOWN = 1_024
+
+
+class BoundedParsing:
+    """The time and the outcome of parses of long answers, for vLLM's parsers.
+
+    Args:
+        config: Configuration, which names vLLM's parsers.
+        tokenizer: The model's.
+        late: Function that is called when an answer is not parsed, because that takes too long.
+    """
+
+    def __init__(self, config: Config, tokenizer: "Tokenizer", late: Callable[[], None]) -> None:
+        self._reasons, self._late = bool(config.serving.reasoning_parser), late
+        self._known: dict[int, Parsed | None] = {}
+        """Outcomes by the hash of the text; None if it is parsed quickly."""
+        try:
+            self._parser: ToolParser | None = ToolParser(
+                config.rollout.tool_parser, tokenizer, partial(load_tokenizer, config)
+            )
+        except InputError:  # one that reads calls by their tokens, each once
+            self._parser = None
+
+    async def prepare(self, text: str, tools: Sequence[JsonObject] | None) -> None:
+        """Parse a finished answer in another process, if that may take long; to be awaited before
+        vLLM's parser gets it."""
+        parser = self._parser
+        if parser is None or not parser.may_take_long(text):
+            return
+        schemas = [{"function": tool.get("function") or tool} for tool in tools or ()]
+        if self._reasons:  # vLLM takes the reasoning off first: its calls are not those of the text
+            seconds = await self._seconds(text, schemas)
+            seconds += await self._seconds(text.partition("</think>")[2], schemas)
+            if seconds > max(_SECONDS, len(text) * 30e-6):
+                return
+            outcome = None
+        elif (outcome := await parser.read_elsewhere(text, schemas)) is None:
+            return
+        elif outcome.seconds <= _SECONDS:
+            outcome = None
+        self._known[hash(text)] = outcome
+        if len(self._known) > _MAX_KNOWN:
+            del self._known[next(iter(self._known))]
+
+    async def _seconds(self, text: str, schemas: Sequence[JsonObject]) -> float:
+        """Return the processor time of the parse of a text, infinite if it did not end in time."""
+        assert self._parser is not None
+        parsed = await self._parser.read_elsewhere(text, schemas)
+        return math.inf if parsed is None else parsed.seconds
+
+    def _parse(self, text: str, request: Any, parse: Callable[[], object]) -> object:
+        """Return the reasoning, the content and the calls of a text, by `parse` if it is quick."""
+        parser = self._parser
+        if parser is None or not parser.may_take_long(text):
+            return parse()
+        key, called = hash(text), request.tools and request.tool_choice != "none"
+        if self._known.get(key, text) is None:
+            return parse()
+        outcome = self._known.pop(key, None)
+        if outcome is None or not called:
+            if called:
+                self._late()
+            return None, text, None
+        calls = [vllm.FunctionCall(name=name, arguments=given) for name, given in outcome.calls]
+        return None, outcome.content if outcome.content.strip() else None, calls
+
+    def bounded(self, parser: Any) -> Any:
+        """Return a class like a class of vLLM's parsers, whose objects take no long time."""
+        own = self
+
+        def parse(self: Any, text: str, request: Any, **options: object) -> object:
+            return own._parse(text, request, partial(parser.parse, self, text, request, **options))
+
+        def parse_delta(self: Any, delta_text: str, *given: object, **options: object) -> object:
+            slow = getattr(self, "slow_pieces", 0)
+            if slow >= _SLOW_PIECES:
+                return vllm.DeltaMessage(content=delta_text) if delta_text else None
+            began = time.thread_time()
+            delta = parser.parse_delta(self, delta_text, *given, **options)
+            if time.thread_time() - began > _SECONDS:
+                self.slow_pieces = slow + 1
+                if self.slow_pieces == _SLOW_PIECES:
+                    own._late()
+            return delta
+
+        methods: dict[str, Any] = {"parse": parse, "parse_delta": parse_delta}
+        return type(parser.__name__, (parser,), methods)
