@@ -23,12 +23,13 @@ import threading
 import time
 import weakref
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 from turnwise.core import fork_server
 from turnwise.core.aio import run_in_thread
 from turnwise.core.child import kill_group
 from turnwise.core.json_types import JsonObject
+from turnwise.core.optional import Foreign
 from turnwise.core.untrusted import HEADER, framed, receive
 from turnwise.errors import TrajectoryError
 
@@ -52,7 +53,7 @@ _LATE = b"null"
 
 
 class Parsed(NamedTuple):
-    """What a parser made of a text, as `ParsedText` has it."""
+    """Outcome of the parse of a text, as `ParsedText` has it."""
 
     content: str
     calls: list[tuple[str, str]]
@@ -70,7 +71,7 @@ class ParsingProcess:
         self._turn = threading.Lock()
         self._numbers = itertools.count(1)
         self._connection: socket.socket | None = None
-        self._end: Any = None
+        self._end: Foreign = None
 
     async def parse(self, text: str, schemas: "Sequence[JsonObject]") -> Parsed | None:
         """Return the outcome of a text; None if its parse did not end in time. A process that

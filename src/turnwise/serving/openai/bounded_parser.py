@@ -9,13 +9,14 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from turnwise.chat.parsing_process import Parsed
 from turnwise.chat.template import load_tokenizer
 from turnwise.chat.tool_parser import ToolParser
 from turnwise.config import Config
 from turnwise.core.json_types import JsonObject
+from turnwise.core.optional import Foreign
 from turnwise.errors import InputError
 from turnwise.internals import vllm_server as vllm
 
@@ -75,7 +76,7 @@ class BoundedParsing:
         parsed = await self._parser.read_elsewhere(text, schemas)
         return math.inf if parsed is None else parsed.seconds
 
-    def _parse(self, text: str, request: Any, parse: Callable[[], object]) -> object:
+    def _parse(self, text: str, request: Foreign, parse: Callable[[], object]) -> object:
         """Return the reasoning, the content and the calls of a text, by `parse` if it is quick."""
         parser = self._parser
         if parser is None or not parser.may_take_long(text):
@@ -91,14 +92,16 @@ class BoundedParsing:
         calls = [vllm.FunctionCall(name=name, arguments=given) for name, given in outcome.calls]
         return None, outcome.content if outcome.content.strip() else None, calls
 
-    def bounded(self, parser: Any) -> Any:
+    def bounded(self, parser: Foreign) -> Foreign:
         """Return a class like a class of vLLM's parsers, whose objects take no long time."""
         own = self
 
-        def parse(self: Any, text: str, request: Any, **options: object) -> object:
+        def parse(self: Foreign, text: str, request: Foreign, **options: object) -> object:
             return own._parse(text, request, partial(parser.parse, self, text, request, **options))
 
-        def parse_delta(self: Any, delta_text: str, *given: object, **options: object) -> object:
+        def parse_delta(
+            self: Foreign, delta_text: str, *given: object, **options: object
+        ) -> object:
             slow = getattr(self, "slow_pieces", 0)
             if slow >= _SLOW_PIECES:
                 return vllm.DeltaMessage(content=delta_text) if delta_text else None
@@ -110,5 +113,5 @@ class BoundedParsing:
                     own._late()
             return delta
 
-        methods: dict[str, Any] = {"parse": parse, "parse_delta": parse_delta}
+        methods: dict[str, Foreign] = {"parse": parse, "parse_delta": parse_delta}
         return type(parser.__name__, (parser,), methods)
