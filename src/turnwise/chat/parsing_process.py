@@ -27,7 +27,6 @@ from typing import TYPE_CHECKING, BinaryIO, NamedTuple
 
 from turnwise.core import fork_server
 from turnwise.core.aio import run_in_thread
-from turnwise.core.child import kill_group
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
 from turnwise.core.untrusted import HEADER, framed, receive
@@ -128,6 +127,8 @@ class ParsingProcess:
 
 
 def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
+    from turnwise.core.child import kill_group  # not there on Windows
+
     connection.close()  # at which a fork ends by itself
     kill_group(process.pid, process.poll() is not None)
     with suppress(subprocess.TimeoutExpired):

@@ -221,10 +221,11 @@ class SessionMiddleware:
                 # The name of an answer would be a client's, and could be that of another's.
                 own_keys = {k: v for k, v in tree.value.items() if k != "request_id"}
                 tree = scope[TREE] = tree._replace(value=own_keys)
-                entries = own_keys.get(_OBJECTS.get(path, ""))
+                name = _OBJECTS.get(path)
+                entries = None if name is None else own_keys.get(name)
                 for index, entry in enumerate(entries if isinstance(entries, list) else ()):
                     if not isinstance(entry, dict):
-                        place = f"{_OBJECTS[path]}[{index}]"
+                        place = f"{name}[{index}]"
                         refused = refusal(400, f"{place}: should be a valid dictionary", place)
                         await refused(scope, noticed, counted)
                         return
