@@ -127,7 +127,8 @@ def test_the_harness_gets_what_vllms_server_gives(
     assert len(ours) == len(theirs) == ROWS
     if task == "sums_by_generation":
         assert ours == theirs
-        assert any(text for ((text,),) in ours)
+        # Chats of the demo's model are tool calls, which both take off a text that has no tools.
+        assert kind == "local-chat-completions" or any(text for ((text,),) in ours)
     else:
         for pair in zip(ours, theirs, strict=True):
             values = [
