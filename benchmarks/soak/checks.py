@@ -69,7 +69,7 @@ def training_claims(
     )
     # A group that failed was replaced by another; it was asked for, too.
     asked = (len(rows) * prompts + discarded["failed"]) * samples
-    finished = sum(row["trajectories"] + (row["trajectories_discarded"] or 0) for row in rows)
+    finished = sum(row["trajectories"] + (row.get("trajectories_discarded") or 0) for row in rows)
     missing = set(range(1, len(rows) + 1)) ^ {row["step"] for row in rows}
     exact = min((row["exact_percent"] for row in rows), default=0.0)
     rates = rates_of(rows, seconds)
