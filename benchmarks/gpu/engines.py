@@ -112,7 +112,7 @@ def _differences(
         ids, zeros = [*prompt, *completion.token_ids], [0.0] * len(mask)
         made.append(Sample.of(ids, mask, zeros, [m - 1 for m in mask], 1.0, number))
     ((share,),) = plan_micro_batches(made, 1, 1, 8192, rank.layouts)
-    scored = dict(rank.score("policy", share))
+    scored = dict(rank.forward("policy", share))
     ours = torch.tensor([value for number in sorted(scored) for value in scored[number]])
     return (ours - torch.tensor([v for c in completions for v in c.logprobs])).abs()
 

@@ -134,7 +134,7 @@ def speed_of(place: Place, step: Callable[[], object], given: Sequence[Sample]) 
 
 def logprobs(rank: TrainerRank, given: Sequence[Sample], layout: Layout) -> torch.Tensor:
     """Return the log-probs of all trained tokens, in the order of the sequences."""
-    scored = dict(rank.score("policy", shares_of(rank, given, layout)[0]))
+    scored = dict(rank.forward("policy", shares_of(rank, given, layout)[0]))
     return torch.tensor([value for key in sorted(scored) for value in scored[key]])
 
 

@@ -51,8 +51,10 @@ if TYPE_CHECKING:
     from turnwise.rollouts.environment import AgentTask, Environment, Rewards
     from turnwise.rollouts.sampler import TrajectorySampler
     from turnwise.rollouts.simulated_user import SimulatedUser
-    from turnwise.run.api import evaluate, rollout, serve, sft, train
+    from turnwise.run.api import evaluate, open, rollout, serve, sft, train
     from turnwise.run.commands import TrainingResult
+    from turnwise.run.opened import Run
+    from turnwise.run.program import AsyncRun
     from turnwise.serving.chat_scheduler import ChatCompletionScheduler
     from turnwise.serving.colocated.host import WorkerHost
     from turnwise.tools import Tool
@@ -69,7 +71,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _PUBLIC = {
-    "run.api": ("train", "sft", "evaluate", "rollout", "serve"),
+    "run.api": ("train", "open", "sft", "evaluate", "rollout", "serve"),
+    "run.opened": ("Run",),
+    "run.program": ("AsyncRun",),
     "run.commands": ("TrainingResult",),
     "config": ("Config", "load_config"),
     # Your own environment and your own loop.
@@ -107,6 +111,7 @@ _HOMES = {name: f"turnwise.{module}" for module, names in _PUBLIC.items() for na
 __all__ = [
     "AgentLoop",
     "AgentTask",
+    "AsyncRun",
     "Bfcl",
     "ChatCompletionScheduler",
     "ChatTemplate",
@@ -130,6 +135,7 @@ __all__ = [
     "Rewards",
     "RolloutContext",
     "RolloutSampler",
+    "Run",
     "SimulatedUser",
     "SkyRLGym",
     "StepError",
@@ -153,6 +159,7 @@ __all__ = [
     "bridge",
     "evaluate",
     "load_config",
+    "open",
     "refit_sender",
     "replace_prefix_tokens",
     "rollout",

@@ -115,7 +115,6 @@ async def test_a_run_with_shared_sequences_is_one_of_a_single_rank(
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(build / "model", dtype=torch.float32).eval()
     batch = samples_for(model, 11)
-    tokens = [s.token_ids_T.tolist() for s in batch], [s.response_mask_T.tolist() for s in batch]
     metrics: list[Any] = []
     scored: list[Any] = []
     canaries: list[Any] = []
@@ -123,7 +122,7 @@ async def test_a_run_with_shared_sequences_is_one_of_a_single_rank(
         options = {"micro_batch_tokens": 150, "packing": packing, **own}
         async with make_policy(algorithm, **options) as policy:
             names = ("policy", "reference", "value") if algorithm is HARD else ("policy",)
-            scored.append([await policy.score(name, *tokens) for name in names])
+            scored.append([await policy.forward(name, batch) for name in names])
             metrics.append([await policy.train(batch) for _ in range(3)])
             canaries.append((await policy.publish()).logprobs)
             trained = sum(values.shape[1] for _, values in policy.trained_tokens)

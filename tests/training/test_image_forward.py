@@ -278,7 +278,7 @@ def test_a_model_beside_the_policy_reads_images_with_its_own_processor(
     rank = TrainerRank(vision_config(vision_path, algorithm=kl), tmp_path)
     sample = sample_of(vision_path, picture(), "?", answer=[5, 6])
     (share,) = plan_micro_batches([sample], 1, 1, 512, "padded")[0]
-    (_, ours), (_, theirs) = (rank.score(name, share)[0] for name in ("policy", "reference"))
+    (_, ours), (_, theirs) = (rank.forward(name, share)[0] for name in ("policy", "reference"))
     assert ours == pytest.approx(theirs, abs=1e-5)
     other = tmp_path / "other"
     shutil.copytree(vision_path, other)
@@ -288,7 +288,7 @@ def test_a_model_beside_the_policy_reads_images_with_its_own_processor(
     kl = {"kl": {"coef": 0.1, "model": {"path": str(other)}}}
     rank = TrainerRank(vision_config(vision_path, algorithm=kl), tmp_path)
     with pytest.raises(InputError, match="makes other tokens of an image"):
-        rank.score("reference", share)
+        rank.forward("reference", share)
 
 
 def test_ranks_without_images_add_nothing_to_the_gradient(
@@ -316,7 +316,7 @@ def test_images_that_cannot_be_trained_cost_no_text_and_are_named(
         blind = TrainerRank(vision_config(path, **sections))
         (share,) = plan_micro_batches([sample], 1, 1, 512, "padded")[0]
         with pytest.raises(InputError, match=named):
-            blind.score("policy", share)
+            blind.forward("policy", share)
 
 
 def test_a_written_conversation_with_images_is_a_trajectory(vision_path: str) -> None:

@@ -51,7 +51,7 @@ async def test_ranks_without_images_do_their_part(
         try:
             metrics[ranks] = [await policy.train(batch) for _ in range(2)]
             metrics[ranks].append(await policy.train([s for s in batch if not s.images]))
-            scored[ranks] = await policy.score("policy", ids, masks)
+            scored[ranks] = await policy.forward("policy", [*map(Sample.to_score, ids, masks)])
             assert placed((await policy.publish()).prompt)
             folder = tmp_path / f"step-000{ranks}"
             await policy.save(checkpoint.begin(folder))

@@ -60,7 +60,6 @@ def make_policy(
 async def test_two_ranks_do_what_one_does_and_go_on_from_each_others_checkpoint(
     make_policy: Callable[..., Any], batch: list[Sample], tmp_path: Path, shared: int
 ) -> None:
-    tokens = [s.token_ids_T.tolist() for s in batch], [s.response_mask_T.tolist() for s in batch]
     metrics: dict[int, Any] = {}
     scored: dict[int, Any] = {}
     sent: dict[int, dict[str, torch.Tensor]] = {}
@@ -69,7 +68,7 @@ async def test_two_ranks_do_what_one_does_and_go_on_from_each_others_checkpoint(
         async with make_policy(ranks, min(ranks, shared)) as policy:
             metrics[ranks] = [await policy.train(batch) for _ in range(2)]
             names = ("policy", "reference", "value")
-            scored[ranks] = [await policy.score(name, *tokens) for name in names]
+            scored[ranks] = [await policy.forward(name, batch) for name in names]
             manifest = await policy.publish()
             sent[ranks] = {name: tensor.clone() for name, tensor in load(manifest)}
             await policy.save(checkpoint.begin(folder))

@@ -53,7 +53,7 @@ def scored(policy: TrainerRank, name: Any, layout: Layout = "padded") -> list[li
         for number, (ids, mask) in enumerate(zip(sequences(), masks, strict=True))
     ]
     (share,) = plan_micro_batches(samples, 1, 1, 64, layout)[0]
-    return [values for _, values in sorted(policy.score(name, share))]
+    return [values for _, values in sorted(policy.forward(name, share))]
 
 
 def differences(ours: list[list[float]], theirs: list[list[float]]) -> torch.Tensor:

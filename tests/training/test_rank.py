@@ -17,7 +17,7 @@ from turnwise.errors import InputError, TurnwiseError
 from turnwise.training import Sample, checkpoint
 from turnwise.training.batching import RankBatches, micro_batch_tokens, plan_micro_batches
 from turnwise.training.rank import TrainerRank
-from turnwise.training.reports import RECORDED, by_sample, merge
+from turnwise.training.reports import CONFIGURED, RECORDED, OptimSettings, by_sample, merge
 
 ALGORITHMS: list[dict[str, Any]] = [
     {},
@@ -486,3 +486,35 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(
     config = make_config(model={"path": str(tmp_path)})
     with pytest.raises(InputError, match=r"does not fit: its [\d,]+ M parameters need"):
         TrainerRank(config)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
+def test_a_gradient_and_an_optimizer_step_are_a_training_step(
+    make_policy: Callable[..., TrainerRank], algorithm: dict[str, Any]
+) -> None:
+    whole, parts = make_policy(algorithm), make_policy(algorithm)
+    samples = samples_for(model_of(whole))
+    (share,) = planned(whole, samples)
+    trained = whole.train([share])
+    added = parts.forward_backward(share)
+    version, update = parts.optim_step(CONFIGURED)
+    assert version == trained.version == 1
+    assert (added.tokens_KN == trained.tokens_KN).all()
+    assert update.grad_norm == trained.updates[0].grad_norm
+    for one, other in zip(whole._models.weights(), parts._models.weights(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_values_of_a_step_are_its_own(make_policy: Callable[..., TrainerRank]) -> None:
+    policy = make_policy(lr_schedule="linear", steps=4)
+    (share,) = planned(policy, samples_for(model_of(policy)))
+    before = [tensor.clone() for tensor in policy._models.weights()]
+    policy.forward_backward(share)
+    own = OptimSettings(0.0, (0.5, 0.6), 1e-3, 0.1, 1e9)
+    _, update = policy.optim_step(own)
+    assert update.learning_rate == 0.0
+    assert all(torch.equal(a, b) for a, b in zip(before, policy._models.weights(), strict=True))
+    groups = policy._learner.optimizer.param_groups
+    assert {group["lr"] for group in groups} == {1e-3 * 3 / 4}
+    assert {(group["betas"], group["eps"]) for group in groups} == {((0.9, 0.95), 1e-8)}
+    assert {group["weight_decay"] for group in groups} == {policy._training.weight_decay}

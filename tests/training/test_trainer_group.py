@@ -78,7 +78,6 @@ async def test_two_ranks_do_what_one_does(
     metrics: dict[int, list[dict[str, Any]]] = {}
     exported: dict[int, Any] = {}
     scored: dict[int, Any] = {1: [], 2: []}
-    tokens = [s.token_ids_T.tolist() for s in batch], [s.response_mask_T.tolist() for s in batch]
     for ranks in (1, 2):
         async with make_policy(algorithm, ranks=ranks, micro_batch_tokens=150) as policy:
             assert len(set(policy.pids)) == ranks
@@ -87,7 +86,7 @@ async def test_two_ranks_do_what_one_does(
             )
             assert store == hosts[ranks]
             if algorithm is HARD:
-                scored[ranks] = [await policy.score(n, *tokens) for n in ("reference", "value")]
+                scored[ranks] = [await policy.forward(n, batch) for n in ("reference", "value")]
             metrics[ranks] = [await policy.train(batch) for _ in range(3)]
             assert policy.version == 6
             folder = tmp_path / f"step-000{ranks}"

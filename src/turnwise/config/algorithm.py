@@ -370,12 +370,15 @@ class AlgorithmConfig(Section):
         Discriminator(_kind_of),
     ] = PpoClip()
     """Loss that the trainer minimises."""
-    reduction: Literal["token_mean", "sequence_mean", "sequence_sum", "constant"] = "token_mean"
+    reduction: Literal["token_mean", "sequence_mean", "sequence_sum", "constant", "sum"] = (
+        "token_mean"
+    )
     """Reduction of token losses to the batch's loss: the mean over tokens (token_mean, DAPO); the
     mean over trajectories of each one's mean (sequence_mean, GRPO; dpo always uses it) or of its
     sum (sequence_sum, LUSPO with loss gspo); or that sum divided by the longest response (constant,
     Dr. GRPO), which is rollout.max_response_tokens, or else sampling.max_tokens * rollout.max_turns
-    (loop single_turn has one turn)."""
+    (loop single_turn has one turn); or the sum over all tokens (sum), for advantages that are
+    scaled already."""
     kl: KlConfig = KlConfig()
     teacher: TeacherConfig | None = None
     """Teacher of on-policy distillation: {model: PATH} or {url: http://host:8000/v1}, with its

@@ -354,10 +354,22 @@ class MixedStream:
         return self._stream_of(name).find(name)
 
     async def take_one(self, seconds: float) -> Problem:
-        chosen = max(self._shares, key=lambda name: self._lacking[name] + self._shares[name])
+        chosen = self._lacks_most()
         problem = await self._streams[chosen].take_one(seconds)
         self._count(chosen, 1.0)
         return problem
+
+    def take(self, count: int) -> list[Problem]:
+        """Return the next `count` problems."""
+        taken: list[Problem] = []
+        for _ in range(count):
+            chosen = self._lacks_most()
+            taken += self._streams[chosen].take(1)
+            self._count(chosen, 1.0)
+        return taken
+
+    def _lacks_most(self) -> str:
+        return max(self._shares, key=lambda name: self._lacking[name] + self._shares[name])
 
     def _count(self, environment: str, groups: float) -> None:
         for name, share in self._shares.items():

@@ -1,4 +1,4 @@
-"""Plain calls for programs: train, sft, evaluate, rollout, serve; `turnwise` exports them.
+"""Plain calls for programs: train, open, sft, evaluate, rollout, serve; `turnwise` exports them.
 
 They run the commands in a separate thread, so that scripts, notebooks and programs with a running
 event loop can all call them. Arguments take precedence over keywords (`sampling={"n": 4}`,
@@ -27,6 +27,7 @@ from turnwise.trajectory import Trajectory
 if TYPE_CHECKING:
     from turnwise.rollouts.environment import EnvironmentType
     from turnwise.rollouts.evaluation import Evaluation
+    from turnwise.run.opened import Run
     from turnwise.serving.openai.server import OpenAIServer
 
 _Result = TypeVar("_Result")
@@ -87,6 +88,44 @@ def train(
     console, run = Console(quiet=not progress), None if resume is None else Path(resume)
     work = partial(commands.train, resolved, console, run, inputs)
     return run_command(work, "the training run")
+
+
+def open(
+    config: ConfigSource = None,
+    environment: "str | Callable[[JsonObject], object] | None" = None,
+    data: Source = None,
+    *,
+    model: str | Path | None = None,
+    eval_data: Source = None,
+    resume: str | Path | None = None,
+    progress: bool = True,
+    **keys: object,
+) -> "Run":
+    """Open a run for a training loop of your own, in a `with` block, or an `async with` block,
+    whose methods are coroutines. The arguments are those of `train`; `training.steps` is only the
+    length of a schedule of the learning rate.
+
+    Args:
+        resume: Folder of a run to continue from the last checkpoint that `run.save()` wrote there,
+            with its own configuration; cannot be combined with `config`.
+
+    Raises:
+        InputError: when anything that was given cannot be used.
+
+    Example:
+        with turnwise.open("config.yaml") as run:
+            for _ in range(100):
+                groups = run.rollout(run.problems(16))
+                run.forward_backward(run.samples(groups), loss="ppo_clip")
+                print(run.optim_step(), run.sync())
+            run.save("my_model")
+    """
+    from turnwise.run.opened import Run, opened_run  # seconds to import
+
+    values = {"model.path": model}
+    resolved, inputs = _prepare(config, keys, values, environment, data, eval_data, resume=resume)
+    console, run = Console(quiet=not progress), None if resume is None else Path(resume)
+    return Run(resolved, partial(opened_run, resolved, inputs, console, run))
 
 
 def sft(

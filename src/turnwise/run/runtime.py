@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from turnwise.chat.template import load_tokenizer
 from turnwise.chat.tool_parser import check_parser_name
-from turnwise.config import Config, SamplingConfig
+from turnwise.config import AlgorithmConfig, Config, SamplingConfig
 from turnwise.core.aio import run_in_thread, task_group, together
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import load_object
@@ -43,14 +43,17 @@ from turnwise.run.scaling import scaling
 from turnwise.run.teachers import Teachers, check_teachers
 from turnwise.serving.manager import AsyncLLMServerManager
 from turnwise.serving.placement import gpu_share
-from turnwise.training.algorithms import make_algorithm
+from turnwise.training.algorithms import Loss, make_algorithm
 from turnwise.training.checks import check_trainable
+from turnwise.training.reports import OptimSettings
+from turnwise.training.sample import Sample
 from turnwise.training.samples import (
     SampleBatch,
     make_samples,
     recent_versions,
 )
 from turnwise.training.trainer_group import TrainerGroup
+from turnwise.trajectory import ExactnessReport
 from turnwise.weights.sync import WeightSync
 
 if TYPE_CHECKING:
@@ -263,12 +266,7 @@ class TrainingStep:
                 `exactness` is `warn`; nothing is trained then.
             TrainerError, DeadlineError: naming the rank that failed.
         """
-        report = batch.report
-        if report.first_violation is not None and self._config.exactness == "stop":
-            raise ExactnessError(
-                f"{report.violations} violations of exactness; the first: "
-                f"{report.first_violation}; set exactness=warn to train anyway"
-            )
+        self.check_exact(batch.report)
         metrics: JsonObject = {}
         if batch.samples:
             had, version = self.has_new_weights, self._policy.version
@@ -281,16 +279,52 @@ class TrainingStep:
         self.versions.append(self._policy.version)
         return metrics
 
+    def check_exact(self, report: ExactnessReport) -> None:
+        """Raise `ExactnessError` where `learn` does."""
+        if report.first_violation is not None and self._config.exactness == "stop":
+            raise ExactnessError(
+                f"{report.violations} violations of exactness; the first: "
+                f"{report.first_violation}; set exactness=warn to train anyway"
+            )
+
+    async def forward_backward(
+        self,
+        samples: Sequence[Sample],
+        algorithm: AlgorithmConfig | None = None,
+        loss: Loss | None = None,
+    ) -> JsonObject:
+        """Add the gradient of samples; see `TrainerGroup.forward_backward`."""
+        with waiting("the trainer to compute a gradient"):
+            async with self._trainers_turn():
+                return await self._policy.forward_backward(samples, algorithm, loss)
+
+    async def optim_step(self, settings: OptimSettings) -> JsonObject:
+        """Take an optimizer step with the gradients that wait for it, which ends the step; return
+        its metrics."""
+        had, version = self.has_new_weights, self._policy.version
+        self.has_new_weights = True  # perhaps, if the trainer fails half-way
+        with waiting("the trainer to take a step"):
+            async with self._trainers_turn():
+                metrics = await self._policy.optim_step(settings)
+        self.has_new_weights = had or self._policy.version != version
+        self.versions.append(self._policy.version)
+        return metrics
+
+    async def forward(self, name: "ModelName", samples: Sequence[Sample]) -> list[list[float]]:
+        """Score the trained tokens of samples; see `TrainerGroup.forward`."""
+        with waiting(f"the {name} model"):
+            async with self._trainers_turn():
+                scored = await self._policy.forward(name, samples)
+                if self._config.training.offload:
+                    await self._policy.offload()
+                return scored
+
     async def score(
         self, name: "ModelName", token_ids: Sequence[Sequence[int]], masks: Sequence[Sequence[int]]
     ) -> list[list[float]]:
         """Score sequences with one of the trainer's models; see `TrainerGroup.score`."""
-        with waiting(f"the {name} model"):
-            async with self._trainers_turn():
-                scored = await self._policy.score(name, token_ids, masks)
-                if self._config.training.offload:
-                    await self._policy.offload()
-                return scored
+        made = (Sample.to_score(*each) for each in zip(token_ids, masks, strict=True))
+        return await self.forward(name, list(made))
 
     @asynccontextmanager
     async def _trainers_turn(self) -> AsyncIterator[None]:

@@ -34,7 +34,6 @@ from turnwise.training.samples import SampleBatch
 from turnwise.training.supervised import RowReader, supervised_samples
 from turnwise.training.trainer_group import TrainerGroup
 from turnwise.trajectory import ExactnessReport
-from turnwise.trajectory.images import PromptIds
 
 _OF_ROLLOUTS = ("ratio", "clip_fraction", "correction", "logprob_diff", "staleness")
 """Beginnings of the trainer's metrics that compare tokens with what an engine sampled."""
@@ -170,10 +169,8 @@ class SupervisedLoop(Loop):
         with self._timed("evaluate"):
             for start in range(0, len(self._measured), _SCORED):
                 part = self._measured[start : start + _SCORED]
-                ids = [PromptIds(sample.token_ids_T.tolist(), sample.images) for sample in part]
-                masks = [sample.response_mask_T.tolist() for sample in part]
                 with waiting("the trainer to score held-out rows"):
-                    scored = await self._policy.score("policy", ids, masks)
+                    scored = await self._policy.forward("policy", part)
                 total -= sum(sum(values) for values in scored)
         metrics.loss_heldout = total / sum(sample.trained for sample in self._measured)
         metrics.heldout = {"loss": metrics.loss_heldout}

@@ -9,6 +9,7 @@ values, at least 1/512 of a weight, and steps of RL are mostly smaller.
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import product
 from typing import Any
 
@@ -22,6 +23,7 @@ from turnwise.config import TrainingConfig
 from turnwise.core.optional import Foreign, optional
 from turnwise.errors import InputError
 from turnwise.internals.torch import whole_matrices
+from turnwise.training.reports import CONFIGURED, OptimSettings
 
 _ADAM_BETAS = (0.9, 0.95)  # gradients of RL change too fast for torch's second 0.999
 _SPARED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
@@ -66,20 +68,38 @@ class TrainableModule:
         self.updates = updates
         self._set_rate()
 
-    def step(self) -> tuple[float, bool]:
+    def step(self, own: OptimSettings = CONFIGURED) -> tuple[float, bool]:
         """Take a step, unless the gradient's norm is not finite; return it, and whether it was."""
-        norm: torch.Tensor = nn.utils.clip_grad_norm_(
-            self.module.parameters(), self._training.max_grad_norm
-        )
+        limit = self._training.max_grad_norm if own.max_grad_norm is None else own.max_grad_norm
+        norm: torch.Tensor = nn.utils.clip_grad_norm_(self.module.parameters(), limit)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         finite = bool(torch.isfinite(norm))
         if finite:
-            self.optimizer.step()
+            with self._with(own):
+                self.optimizer.step()
             self.updates += 1
             self._set_rate()
         self.optimizer.zero_grad(set_to_none=True)
         return float(norm), finite
+
+    @contextmanager
+    def _with(self, own: OptimSettings) -> Iterator[None]:
+        """Give the optimizer other values for a `with` block."""
+        groups = self.optimizer.param_groups
+        before = [dict(group) for group in groups]
+        names = {"betas": own.betas, "eps": own.eps}
+        for group in groups:
+            group.update({name: value for name, value in names.items() if value is not None})
+            if own.learning_rate is not None:
+                _set(group, own.learning_rate)
+            if own.weight_decay is not None and group["decays"]:
+                group["weight_decay"] = own.weight_decay
+        try:
+            yield
+        finally:
+            for group, kept in zip(groups, before, strict=True):
+                group.update(kept)
 
     def _set_rate(self) -> None:
         """Set the rate of the next step, a fraction of the configured one."""
@@ -92,9 +112,12 @@ class TrainableModule:
                 left = (1 - math.cos(math.pi * left)) / 2
             fraction = min(fraction, left)
         for group in self.optimizer.param_groups:
-            rate = self._rate * fraction
-            kept = group["lr"]  # a tensor, if torchao's compiled steps read it
-            group["lr"] = kept.fill_(rate) if isinstance(kept, torch.Tensor) else rate
+            _set(group, self._rate * fraction)
+
+
+def _set(group: dict[str, Foreign], rate: float) -> None:
+    kept = group["lr"]  # a tensor, if torchao's compiled steps read it
+    group["lr"] = kept.fill_(rate) if isinstance(kept, torch.Tensor) else rate
 
 
 def make_optimizer(
@@ -150,14 +173,14 @@ def decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Forei
     """Return an optimizer's groups of parameters: those that decay, and norms and biases."""
     norms = [part for part in module.modules() if isinstance(part, nn.LayerNorm)]
     spared = {id(parameter) for norm in norms for parameter in norm.parameters()}
-    groups: dict[float, list[nn.Parameter]] = {weight_decay: [], 0.0: []}
+    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
     for name, parameter in module.named_parameters():
         # With adapters, names have slashes for dots.
         plain = _SPARED.search(name.replace("/", ".").lower()) or id(parameter) in spared
-        groups[0.0 if plain else weight_decay].append(parameter)
+        groups[not plain].append(parameter)
     return [
-        {"params": parameters, "weight_decay": decay}
-        for decay, parameters in groups.items()
+        {"params": parameters, "weight_decay": weight_decay * decays, "decays": decays}
+        for decays, parameters in groups.items()
         if parameters
     ]
 

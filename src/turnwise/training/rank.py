@@ -17,11 +17,11 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from turnwise.config import Config, SamplingConfig
+from turnwise.config import AlgorithmConfig, Config, SamplingConfig
 from turnwise.core.process import give_back
 from turnwise.errors import InputError, TurnwiseError
 from turnwise.training import checkpoint_state
-from turnwise.training.algorithms import make_algorithm
+from turnwise.training.algorithms import Loss, make_algorithm
 from turnwise.training.algorithms.advantages import moments, normalised, of_time_steps
 from turnwise.training.algorithms.entropy import EntropyControl, entropy_floor, mean_part
 from turnwise.training.algorithms.losses import kl_N, objective, reward_penalty, teach
@@ -46,7 +46,13 @@ from turnwise.training.lora import (
 from turnwise.training.memory import check_room
 from turnwise.training.offload import Offload
 from turnwise.training.optimizer import TrainableModule, plain_tensors
-from turnwise.training.reports import RECORDED, StepReport, UpdateReport
+from turnwise.training.reports import (
+    CONFIGURED,
+    RECORDED,
+    OptimSettings,
+    StepReport,
+    UpdateReport,
+)
 from turnwise.training.sample import Sample
 from turnwise.training.shards import full_tensors, tensor_shapes
 from turnwise.training.vision import probe
@@ -120,6 +126,8 @@ class TrainerRank:
         kinds = {"params": self._models.weights, "optimizer": self._moments}
         self._offload = Offload(kinds, run.absolute())
         self._entropy = EntropyControl(config.algorithm.entropy)
+        self._added: list[UpdateReport] = []
+        """Reports of the gradients that wait for `optim_step`."""
         self._steps = 0
         self._gave_back = time.monotonic()
         self._skipped_in_row: dict[str, int] = {}
@@ -139,21 +147,78 @@ class TrainerRank:
         self._offload.bring_back(_ALL)
         steps = [[self._batch(samples, s) for samples in s.micro_batches] for s in shares]
         batches = [batch for step in steps for batch in step]
-        self._prepare(batches, len(steps) * passes)
-        staleness = Counter(age for b in batches for age in b.tokens.staleness_N.tolist())
+        self._prepare(batches, self._algorithm, self._loss, len(steps) * passes)
         recorded = [torch.zeros(len(RECORDED), 0, device=self.device)]
-        updates = [
-            self._update(step, share, recorded)
-            for _ in range(passes)
-            for step, share in zip(steps, shares, strict=True)
-        ]
+        updates: list[UpdateReport] = []
+        for _ in range(passes):
+            for step, share in zip(steps, shares, strict=True):
+                self.drop()  # of an update that failed
+                self._add_gradient(step, share, self._algorithm, self._loss, recorded)
+                updates.append(self._update(CONFIGURED))
+        self._end_step()
+        return self._report(shares, batches, passes, updates, recorded, started)
+
+    def forward_backward(
+        self, share: RankBatches, algorithm: AlgorithmConfig | None = None, loss: Loss | None = None
+    ) -> StepReport:
+        """Add the gradient of a share to those that wait for `optim_step`; an error drops all of
+        them.
+
+        Args:
+            algorithm: Loss, penalties and reduction, in the place of the configured ones.
+            loss: Loss in the place of the one that this names.
+        """
+        started = time.perf_counter()
+        self._offload.bring_back(["params"])
+        if algorithm is None:
+            algorithm, loss = self._algorithm, loss or self._loss
+        elif loss is None:
+            loss = make_algorithm(algorithm).loss
+        batches = [self._batch(samples, share) for samples in share.micro_batches]
+        recorded = [torch.zeros(len(RECORDED), 0, device=self.device)]
+        try:
+            self._prepare(batches, algorithm, loss, 1)
+            self._add_gradient(batches, share, algorithm, loss, recorded)
+        except BaseException:  # perhaps a part of it was added
+            self.drop()
+            raise
+        return self._report([share], batches, 1, self._added[-1:], recorded, started)
+
+    def optim_step(self, settings: OptimSettings) -> tuple[int, UpdateReport]:
+        """Take an optimizer step with the gradients that were added since the last one; return the
+        version of the weights."""
+        if not self._added:
+            raise InputError("optim_step: no gradient was added since the last step")
+        self._offload.bring_back(_ALL)
+        report = self._update(settings)
+        self._end_step()
+        return self.version, report
+
+    def drop(self) -> None:
+        """Drop the gradients that wait for a step."""
+        self._added = []
+        for learner in self._learners.values():
+            learner.optimizer.zero_grad()
+
+    def _end_step(self) -> None:
         self._steps += 1
         self._whole = True
         if "optimizer" in self._training.offload:
             self._offload.put_away(["optimizer"])  # nothing needs it until the next step
-        on_gpu = self.device.type == "cuda"
-        if self._training.colocated and on_gpu:
+        if self._training.colocated and self.device.type == "cuda":
             torch.cuda.empty_cache()  # the engines wake up next, and need the memory
+
+    def _report(
+        self,
+        shares: Sequence[RankBatches],
+        batches: Sequence[MicroBatch],
+        passes: int,
+        updates: list[UpdateReport],
+        recorded: list[torch.Tensor],
+        started: float,
+    ) -> StepReport:
+        on_gpu = self.device.type == "cuda"
+        staleness = Counter(age for b in batches for age in b.tokens.staleness_N.tolist())
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         return StepReport(
             self.version,
@@ -179,21 +244,30 @@ class TrainerRank:
             share.images and self._ranks > 1,
         )
 
-    def _update(
-        self, batches: Sequence[MicroBatch], share: RankBatches, recorded: list[torch.Tensor]
-    ) -> UpdateReport:
-        """Take one optimizer step; the loss is the sum over all trained tokens of all ranks."""
-        report = UpdateReport()
-        warming, critic = self._steps < self._warmup, self._learners.get("critic")
-        for learner in self._learners.values():
-            learner.optimizer.zero_grad()  # of an update that failed
-        counted = share.total_tokens if warming else self._find_low_entropies(batches, share)
+    @property
+    def _warming(self) -> bool:
+        """Whether the value model alone is trained."""
+        return self._steps < self._warmup
+
+    def _add_gradient(
+        self,
+        batches: Sequence[MicroBatch],
+        share: RankBatches,
+        algorithm: AlgorithmConfig,
+        loss: Loss,
+        recorded: list[torch.Tensor],
+    ) -> None:
+        """Add the gradient of the loss, the sum over all trained tokens of all ranks."""
+        report, warming = UpdateReport(), self._warming
+        self._added.append(report)
+        counted = share.total_tokens
+        if not warming:
+            counted = self._find_low_entropies(batches, share, algorithm.entropy.top_quantile)
         for batch in batches:
             if not warming:
-                self._add_policy_gradient(batch, share, counted, report, recorded)
-            if critic is not None:
+                self._add_policy_gradient(batch, share, algorithm, loss, counted, report, recorded)
+            if batch.returns_N is not None:
                 assert batch.values_N is not None
-                assert batch.returns_N is not None
                 values_N = self._models.estimate(batch.columns)
                 loss_N = self._advantage.value_loss(values_N, batch.values_N, batch.returns_N)
                 total = loss_N.sum() / share.total_tokens * self._ranks
@@ -206,15 +280,21 @@ class TrainerRank:
             ):
                 give_back()
                 self._gave_back = time.monotonic()
-        self._whole = False
+
+    def _update(self, settings: OptimSettings) -> UpdateReport:
+        """Take one optimizer step; return the last report of its gradients, and of the step."""
+        added, warming, critic = self._added, self._warming, self._learners.get("critic")
+        report, self._added, self._whole = added[-1], [], False
         if not warming:
-            report.learning_rate = self._learner.rate
-            report.grad_norm, finite = self._learner.step()
+            own = settings.learning_rate
+            report.learning_rate = self._learner.rate if own is None else own
+            report.grad_norm, finite = self._learner.step(settings)
             report.skipped = not finite
             self.version += finite
             self._check_skips("policy", finite)
             if self._algorithm.entropy.adaptive and finite:
-                self._entropy.adapt(sum(self._of_all_ranks(report.mean_entropy)))
+                entropy = sum(each.mean_entropy for each in added) / len(added)
+                self._entropy.adapt(sum(self._of_all_ranks(entropy)))
             if self._algorithm.entropy.has_bonus:
                 report.entropy_coef = self._entropy.coef
             if finite and (every := self._algorithm.kl.sync_steps) and self.version % every == 0:
@@ -225,18 +305,21 @@ class TrainerRank:
             self._check_skips("critic", finite)
         return report
 
-    def _prepare(self, batches: Sequence[MicroBatch], updates: int) -> None:
+    def _prepare(
+        self, batches: Sequence[MicroBatch], algorithm: AlgorithmConfig, loss: Loss, updates: int
+    ) -> None:
         """Compute what the losses need before the first update of a step: log-probs of the policy
         and of the reference model, values, and from them each token's advantage."""
-        kl, corrected = self._algorithm.kl, self._algorithm.correction.name != "none"
+        kl, corrected = algorithm.kl, algorithm.correction.name != "none"
         teaches = any(teacher.in_ranks for teacher in self._config.teachers().values())
         penalised = bool(kl.coef) and kl.where == "reward"  # the KL penalty is part of the reward
+        valued = self._advantage.needs_values and algorithm.advantage == self._algorithm.advantage
         with torch.no_grad():
             for batch in batches:
                 if penalised or (corrected and updates > 1):
                     batch.old_logprobs_N, _ = self._models.score("policy", batch.columns)
                 taught_N = batch.tokens.teacher_logprobs_N
-                if self._loss.needs_reference or kl.coef or teaches:
+                if loss.needs_reference or kl.coef or teaches:
                     reference_N, _ = self._models.score("reference", batch.columns)
                     batch.tokens = replace(batch.tokens, reference_logprobs_N=reference_N)
                 if teaches and taught_N is not None:
@@ -246,7 +329,7 @@ class TrainerRank:
                 if penalised:
                     assert batch.old_logprobs_N is not None
                     penalties_N = kl_N(batch.old_logprobs_N, reference_N, kl.estimator)
-                if self._advantage.needs_values:  # until here, `advantages_N` are rewards
+                if valued:  # until here, `advantages_N` are rewards
                     batch.values_N = self._models.estimate(batch.columns)
                     rewards_N = tokens.advantages_N
                     if penalties_N is not None:
@@ -260,7 +343,7 @@ class TrainerRank:
                 elif penalties_N is not None and penalties_N.any():
                     for span in batch.spans():
                         tokens.advantages_N[span] -= reward_penalty(penalties_N[span], kl.coef)
-        if self._advantage.normalise and self._advantage.needs_values:
+        if self._advantage.normalise and valued:
             sums_3 = moments(torch.cat([batch.tokens.advantages_N for batch in batches]))
             if self._ranks > 1:
                 dist.all_reduce(sums_3)
@@ -268,10 +351,11 @@ class TrainerRank:
                 advantages_N = normalised(batch.tokens.advantages_N, sums_3)
                 batch.tokens = replace(batch.tokens, advantages_N=advantages_N)
 
-    def _find_low_entropies(self, batches: Sequence[MicroBatch], share: RankBatches) -> int:
+    def _find_low_entropies(
+        self, batches: Sequence[MicroBatch], share: RankBatches, quantile: float
+    ) -> int:
         """Find the tokens that `algorithm.entropy.top_quantile` leaves out of an update; return the
         number of tokens of all ranks that it keeps."""
-        quantile = self._algorithm.entropy.top_quantile
         if quantile >= 1:
             return share.total_tokens
         with torch.no_grad():
@@ -293,6 +377,8 @@ class TrainerRank:
         self,
         batch: MicroBatch,
         share: RankBatches,
+        algorithm: AlgorithmConfig,
+        loss: Loss,
         counted: int,
         report: UpdateReport,
         recorded: list[torch.Tensor],
@@ -303,7 +389,7 @@ class TrainerRank:
         engine_N = batch.tokens.engine_logprobs_N
         # The old log-probs, which ratios are taken against, are the engine's or, with a correction,
         # the policy's own from before the step.
-        if self._algorithm.correction.name == "none":
+        if algorithm.correction.name == "none":
             old_N = engine_N
         elif batch.old_logprobs_N is not None:
             old_N = batch.old_logprobs_N
@@ -316,15 +402,15 @@ class TrainerRank:
             report.sums["teacher_kl"] += float(divergence_N.sum())
         rollout, bonus = self._config.rollout, None
         turns = 1 if self._config.loops == {"single_turn"} else rollout.max_turns
-        if self._algorithm.entropy.has_bonus:
+        if algorithm.entropy.has_bonus:
             mean = mean_part(entropy_N, batch.low_entropy_N, counted)
             report.mean_entropy += float(mean.detach())
             if self._entropy.applied:
                 bonus = self._entropy.applied * mean
                 report.bonus += float(bonus.detach())
         made = objective(
-            self._algorithm,
-            self._loss,
+            algorithm,
+            loss,
             tokens,
             total_tokens=share.total_tokens,
             total_trajectories=share.total_trajectories,
@@ -357,9 +443,9 @@ class TrainerRank:
                 f"{section}.learning_rate, or look at the rewards)"
             )
 
-    def score(self, name: ModelName, share: RankBatches) -> list[tuple[int, list[float]]]:
+    def forward(self, name: ModelName, share: RankBatches) -> list[tuple[int, list[float]]]:
         """Return the number of each sequence of this rank's share, and the values of its masked
-        tokens: log-probs or, from the value model, expected returns; see `TrainerGroup.score`."""
+        tokens: log-probs or, from the value model, expected returns."""
         if why := missing_model(self._config.algorithm, name):
             raise InputError(why)
         self._offload.bring_back(["params"])

@@ -1,9 +1,9 @@
-"""Reports of the ranks on a training step, merged into the step's metrics."""
+"""Settings of a training step, and the ranks' reports on it, merged into the step's metrics."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from turnwise.training.algorithms.losses import Objective
     from turnwise.training.batching import RankBatches
 
+OF_STEPS = ("grad_norm", "learning_rate", "skipped_updates", "entropy_coef")
+"""Metrics of optimizer steps, which a gradient alone has not."""
 RECORDED = ("trainer_logprob", "entropy", "advantage", "weight", "ratio", "clipped")
 """Values of each trained token that a rank reports, in the order of the rows of `tokens_KN`; all of
 the update that trained it, before its optimizer step."""
@@ -24,6 +26,21 @@ _Always = Literal["ratio", "clip_fraction", "entropy", "correction", "logprob_di
 _Masked = Literal["off_policy_masked", "low_entropy_masked", "correction_below", "correction_above"]
 SumName = Literal[_Always, _Masked, "kl", "teacher_kl", "value_loss"]
 """Metrics that are means over trained tokens; ranks report sums."""
+
+
+class OptimSettings(NamedTuple):
+    """Values of one optimizer step, in the place of the configured ones; None keeps these."""
+
+    learning_rate: float | None = None
+    betas: tuple[float, float] | None = None
+    """Of AdamW alone, as eps."""
+    eps: float | None = None
+    weight_decay: float | None = None
+    """Of the parameters that decay: all but norms and biases."""
+    max_grad_norm: float | None = None
+
+
+CONFIGURED = OptimSettings()
 
 
 @dataclass(slots=True)
@@ -133,6 +150,16 @@ def merge(reports: Sequence[StepReport], same: int = 1) -> JsonObject:
         "train_tokens_per_s": sum(report.tokens for report in reports) / seconds,
         "train_memory_gib": memory_gib,
     }
+
+
+def of_step(report: UpdateReport) -> JsonObject:
+    """Return the metrics of an optimizer step, which are the same on all ranks."""
+    metrics: JsonObject = {
+        "grad_norm": report.grad_norm,
+        "learning_rate": report.learning_rate,
+        "skipped_updates": float(report.skipped),
+    }
+    return metrics | ({} if report.entropy_coef is None else {"entropy_coef": report.entropy_coef})
 
 
 def _mean(values: Iterable[float]) -> float:

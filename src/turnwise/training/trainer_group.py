@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -17,7 +18,7 @@ from ray.actor import ActorHandle as RayActor
 from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from turnwise.config import Config
+from turnwise.config import AlgorithmConfig, Config
 from turnwise.core import logs
 from turnwise.core.actor import ActorHandle, create_placement_group, give_back, is_death
 from turnwise.core.aio import run_in_thread
@@ -35,13 +36,22 @@ from turnwise.training.batching import (
     plan_micro_batches,
     threads_of,
 )
-from turnwise.training.reports import TrainedSample, by_sample, merge
+from turnwise.training.reports import (
+    CONFIGURED,
+    OF_STEPS,
+    OptimSettings,
+    TrainedSample,
+    by_sample,
+    merge,
+    of_step,
+)
 from turnwise.training.sample import Sample
 from turnwise.weights.process_group import LOOPBACK, open_store
 from turnwise.weights.sync import check_transport
 from turnwise.weights.transport import Manifest
 
 if TYPE_CHECKING:
+    from turnwise.training.algorithms import Loss
     from turnwise.training.lora import ModelName
 
 logger = logging.getLogger(__name__)
@@ -182,6 +192,30 @@ class TrainerGroup:
         self.trained_tokens = by_sample(shares[::size], reports[::size])
         return merge(reports, size)
 
+    async def forward_backward(
+        self,
+        samples: Sequence[Sample],
+        algorithm: AlgorithmConfig | None = None,
+        loss: "Loss | None" = None,
+    ) -> JsonObject:
+        """Add the gradient of samples to those that wait for `optim_step`; see
+        `TrainerRank.forward_backward`. Returns the metrics of the loss."""
+        shares = await self._shares(samples, 1)
+        arguments = [("forward_backward", share[0], algorithm, loss) for share in shares]
+        reports = await self._each("compute a gradient", "call", arguments)
+        size = self._config.training.context_parallel
+        self.trained_tokens = by_sample(shares[::size], reports[::size])
+        return {k: v for k, v in merge(reports, size).items() if k not in OF_STEPS}
+
+    async def optim_step(self, settings: OptimSettings = CONFIGURED) -> JsonObject:
+        """Take an optimizer step with the gradients that wait for it; return its metrics."""
+        self.version, report = (await self._same("take a step", "optim_step", settings))[0]
+        return of_step(report)
+
+    async def drop(self) -> None:
+        """Drop the gradients that wait for a step."""
+        await self._same("drop its gradient", "drop")
+
     async def _shares(self, samples: Sequence[Sample], updates: int) -> list[list[RankBatches]]:
         """Return each rank's share of each update; the ranks of a context group have the same."""
         training = self._config.training
@@ -196,31 +230,27 @@ class TrainerGroup:
         )
         return [share for share in planned for _ in range(size)]
 
-    async def score(
-        self, name: "ModelName", token_ids: Sequence[Sequence[int]], masks: Sequence[Sequence[int]]
-    ) -> list[list[float]]:
-        """Score the masked tokens of sequences, but for the first, with a model of the trainer;
-        those with images are `PromptIds`.
+    async def forward(self, name: "ModelName", samples: Sequence[Sample]) -> list[list[float]]:
+        """Score the trained tokens of samples with a model of the trainer.
 
         Returns:
-            For each sequence T floats, 0.0 where a token is not scored: the log-prob of the token
-            under `sampling`, or, from the value model, the expected return before it.
+            For each sample T floats, 0.0 where a token is not trained: the log-prob of the token
+            under what it was drawn from, or, from the value model, the expected return before it.
         """
-        samples = [
-            Sample.to_score(ids, mask, number)
-            for number, (ids, mask) in enumerate(zip(token_ids, masks, strict=True))
+        numbered = [  # each may be in any micro-batch
+            replace(each, sequence=n, pair_id=n, trajectory=n) for n, each in enumerate(samples)
         ]
         found: dict[int, list[float]] = {}
-        if any(sample.trained for sample in samples):
-            planned = await self._shares(samples, 1)
+        if any(sample.trained for sample in numbered):
+            planned = await self._shares(numbered, 1)
             replies = await self._each(
                 f"score tokens with the {name} model",
                 "call",
-                [("score", name, share[0]) for share in planned],
+                [("forward", name, share[0]) for share in planned],
             )
             found = {number: values for reply in replies for number, values in reply}
         spread = []
-        for sample in samples:
+        for sample in numbered:
             values = iter(found.get(sample.sequence, []))
             spread.append([next(values) if scored else 0.0 for scored in sample.response_mask_T])
         return spread

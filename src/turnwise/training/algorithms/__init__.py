@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
 
+from pydantic import ValidationError
+
 from turnwise.config import AlgorithmConfig, OwnAdvantage, OwnLoss
+from turnwise.config.algorithm import CrossEntropy, NoAdvantage
 from turnwise.core.optional import load_object
 from turnwise.errors import InputError, describe_error
 from turnwise.training.algorithms import advantages, losses
@@ -27,6 +30,8 @@ __all__ = [
     "make_advantage",
     "make_algorithm",
     "make_loss",
+    "weighted_logprobs",
+    "with_loss",
 ]
 
 _ADVANTAGES: dict[str, Callable[..., Advantage]] = {
@@ -116,6 +121,51 @@ def make_advantage(config: _Section) -> Advantage:
 def make_loss(config: _Section) -> Loss:
     """Build the loss of a section; raises `InputError` as `make_algorithm` does."""
     return _made(config, "algorithm.loss", Loss, _LOSSES)
+
+
+def with_loss(
+    config: AlgorithmConfig, given: object, reduction: str | None = None
+) -> tuple[AlgorithmConfig, Loss | None]:
+    """Return an algorithm with another loss, and this loss if the configuration cannot name it.
+
+    Args:
+        given: Name of a loss, or a mapping of its name and settings; a path, package.module:name;
+            a `Loss`, its class, or a function of `Tokens`; None keeps the configured one.
+        reduction: A value of `algorithm.reduction`; None keeps the configured one.
+
+    Raises:
+        InputError: when it is no loss, or does not fit the rest of the algorithm.
+    """
+    made: Loss | None = None
+    changes: dict[str, object] = {} if reduction is None else {"reduction": reduction}
+    if isinstance(given, str) and ":" in given:
+        given = load_object(given, "loss")
+    if isinstance(given, str):
+        given = {"name": given}
+    if isinstance(given, Mapping):
+        changes["loss"] = dict(given)
+    elif isinstance(given, type) and issubclass(given, Loss):
+        made = given()
+    elif isinstance(given, Loss):
+        made = given
+    elif callable(given):
+        made = losses.FunctionLoss(given)
+    elif given is not None:
+        raise InputError(f"loss: {given!r} is neither the name of a loss nor a function of tokens")
+    try:
+        config = AlgorithmConfig.model_validate(config.model_dump() | changes)
+    except ValidationError as error:
+        first = error.errors()[0]
+        names = f", but one of {', '.join(_LOSSES)}" if first["loc"] == ("loss",) else ""
+        place = ".".join(str(part) for part in first["loc"])
+        raise InputError(f"{place} is not {given or reduction!r}{names}: {first['msg']}") from error
+    return config, made or (make_algorithm(config).loss if changes else None)
+
+
+def weighted_logprobs(config: AlgorithmConfig) -> AlgorithmConfig:
+    """Return an algorithm whose loss is the sum of -advantage * log-prob over all tokens."""
+    plain = AlgorithmConfig(advantage=NoAdvantage(), loss=CrossEntropy(), reduction="sum")
+    return plain.model_copy(update={"kl": config.kl.model_copy(update={"coef": 0.0})})
 
 
 def _made(

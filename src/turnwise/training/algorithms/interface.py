@@ -95,6 +95,8 @@ class Loss:
 
     needs_reference: ClassVar[bool] = False
     """Whether it needs `Tokens.reference_logprobs_N`, regardless of `algorithm.kl`."""
+    on_policy: ClassVar[bool] = False
+    """Whether it is right for samples of the current weights alone, because it has no ratio."""
     needs_pairs: ClassVar[bool] = False
     """Whether it compares the best trajectory of each group with the worst. Sequence 2i of its
     tokens is then chosen and 2i + 1 rejected, advantages are not used, and the batch's loss is the

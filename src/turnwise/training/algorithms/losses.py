@@ -20,6 +20,7 @@ import torch
 
 from turnwise.config import algorithm as sections
 from turnwise.config.algorithm import AlgorithmConfig
+from turnwise.errors import InputError
 from turnwise.training.algorithms.advantages import has_signal
 from turnwise.training.algorithms.correction import Correction, correct
 from turnwise.training.algorithms.interface import (
@@ -228,6 +229,26 @@ class DpoLoss(Loss):
         return self.unclipped(tokens, pair_loss_P[tokens.sequence_N // 2])
 
 
+class FunctionLoss(Loss):
+    """A function of the tokens as a loss: it returns the losses, [N], or a `TokenLoss`."""
+
+    def __init__(self, function: Callable[[Tokens], torch.Tensor | TokenLoss]) -> None:
+        self._function = function
+
+    def __call__(self, tokens: Tokens) -> TokenLoss:
+        given = self._function(tokens)
+        if isinstance(given, TokenLoss):
+            return given
+        if not isinstance(given, torch.Tensor) or given.shape != tokens.logprobs_N.shape:
+            name = getattr(self._function, "__qualname__", "the loss")
+            found = f"{type(given).__name__}{list(getattr(given, 'shape', ()))}"
+            raise InputError(
+                f"{name} must return a tensor of {len(tokens.logprobs_N)} losses, one for each "
+                f"token, not {found}"
+            )
+        return self.unclipped(tokens, given)
+
+
 class CrossEntropyLoss(Loss):
     """Cross-entropy of the trained tokens: supervised training.
 
@@ -238,6 +259,8 @@ class CrossEntropyLoss(Loss):
     (Williams, "Simple Statistical Gradient-Following Algorithms", 1992), for samples of the current
     weights.
     """
+
+    on_policy = True
 
     def __call__(self, tokens: Tokens) -> TokenLoss:
         return self.unclipped(tokens, -tokens.advantages_N * tokens.logprobs_N)
@@ -361,7 +384,7 @@ def far_off_policy(tokens: Tokens, threshold: float) -> torch.Tensor:
 
 
 def token_weights(
-    reduction: Literal["token_mean", "sequence_mean", "sequence_sum", "constant"],
+    reduction: Literal["token_mean", "sequence_mean", "sequence_sum", "constant", "sum"],
     tokens: Tokens,
     *,
     total_tokens: int,
@@ -374,6 +397,7 @@ def token_weights(
         sequence_mean   1 / (tokens of the trajectory * trajectories)  (GRPO, 2402.03300, eq. 3)
         sequence_sum    1 / trajectories                               (LUSPO, 2602.05261)
         constant        1 / (trajectories * constant)                  (Dr. GRPO, 2503.20783)
+        sum             1
 
     Numbers are arXiv's. An output in the papers is a whole trajectory here: its branches share one
     weight, regardless of their number. The totals are over the whole batch and include trajectories
@@ -390,6 +414,8 @@ def token_weights(
             return ones_N / total_trajectories
         case "constant":
             return ones_N / (total_trajectories * constant)
+        case "sum":
+            return ones_N
 
 
 def kl_N(

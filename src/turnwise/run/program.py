@@ -1,0 +1,530 @@
+"""A run whose loop is the user's own program: engines and trainer, with the steps as methods.
+
+The run's folder is that of any run, with a line of metrics, trajectories and token values for each
+optimizer step. `run.opened` has the same methods as plain calls.
+"""
+
+import itertools
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple, ParamSpec, TypeVar, cast
+
+import numpy as np
+
+from turnwise.config import Config, SamplingConfig
+from turnwise.core.aio import run_in_thread, together
+from turnwise.core.json_types import JsonObject
+from turnwise.core.optional import Foreign
+from turnwise.core.user_code import call_user_code
+from turnwise.core.watchdog import waiting
+from turnwise.engine.protocol import Request, generate
+from turnwise.errors import InputError
+from turnwise.observe.metrics import StepMetrics
+from turnwise.rollouts import Batch, Group, Problem, check_failures
+from turnwise.rollouts.evaluation import Evaluation, evaluate
+from turnwise.rollouts.group import turn_times
+from turnwise.rollouts.problems import Row, make_stream
+from turnwise.run.run_dir import RunDir
+from turnwise.run.runtime import Runtime, TrainingStep
+from turnwise.run.token_values import columns_of
+from turnwise.training import checkpoint
+from turnwise.training.algorithms import weighted_logprobs, with_loss
+from turnwise.training.algorithms.losses import CrossEntropyLoss
+from turnwise.training.loading import missing_model
+from turnwise.training.lora import ModelName
+from turnwise.training.reports import OptimSettings, TrainedSample
+from turnwise.training.sample import Sample
+from turnwise.training.samples import SampleBatch, recent_versions
+from turnwise.training.trainer_group import TrainerGroup
+from turnwise.trajectory import ExactnessReport, Message
+
+logger = logging.getLogger(__name__)
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_Parts = tuple[Runtime, TrainerGroup, TrainingStep]
+_SUMS = ("trained_tokens", "train_seconds")
+_FOREIGN = "these samples are of another run: make them by this run's samples()"
+
+
+class Answer(NamedTuple):
+    """One sampled answer to a prompt."""
+
+    text: str
+    """Its text, special tokens included except for a final EOS."""
+    token_ids: list[int]
+    logprobs: list[float]
+    """Natural-log probability of each token under the sampling distribution."""
+    finish_reason: str
+
+
+@dataclass(slots=True)
+class Samples(SampleBatch):
+    """The samples of some groups, as `samples()` makes them for `forward_backward`."""
+
+    groups: Sequence[Group] = ()
+    owner: "AsyncRun | None" = None
+
+
+class AsyncRun:
+    """Engines and trainer of a run, for an `async with` block of a program's own loop.
+
+    Attributes:
+        config: The run's configuration.
+        folder: The run's folder.
+        step: Optimizer steps taken, also before the run was resumed.
+        exactness: Audit of every token trained so far.
+
+    Example:
+        async with turnwise.open("config.yaml") as run:
+            ahead = asyncio.create_task(run.rollout(run.problems(16)))
+            while run.step < 100:
+                groups = await ahead
+                ahead = asyncio.create_task(run.rollout(run.problems(16)))
+                await run.forward_backward(await run.samples(groups))
+                await run.optim_step()
+                await run.sync()
+            ahead.cancel()
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        runtime: Runtime,
+        data: Sequence[Problem],
+        heldout: Sequence[Problem],
+        files: RunDir,
+    ) -> None:
+        assert runtime.policy is not None
+        self.config = config
+        self.folder = files.path
+        self.step = 0
+        self.exactness = ExactnessReport()
+        self.state: JsonObject = {}
+        """Values that the program gave to `save`, once a checkpoint is loaded."""
+        self._opened: _Parts | None = runtime, runtime.policy, TrainingStep(config, runtime)
+        self._stream = make_stream(config, data)
+        self._heldout = heldout
+        self._files = files
+        self._tags = itertools.count(1)
+        self._added: list[Samples] = []
+        """Samples whose gradients wait for a step."""
+        self._metrics: list[JsonObject] = []
+        self._values: list[TrainedSample] = []
+        self._line: StepMetrics | None = None
+        """Metrics of the last step, whose line is written; what follows the step is added."""
+        self._ended = time.perf_counter()
+        self._seconds: dict[str, float] = {}
+
+    def close(self) -> None:
+        """Refuse all further calls."""
+        self._opened = None
+
+    @property
+    def _parts(self) -> "_Parts":
+        if self._opened is None:
+            raise InputError("the run is closed: use it inside its with block")
+        return self._opened
+
+    @property
+    def _runtime(self) -> Runtime:
+        return self._parts[0]
+
+    @property
+    def _policy(self) -> TrainerGroup:
+        return self._parts[1]
+
+    @property
+    def _training(self) -> TrainingStep:
+        return self._parts[2]
+
+    @property
+    def version(self) -> int:
+        """Version of the trainer's weights: the number of optimizer steps that changed them."""
+        return self._policy.version
+
+    def problems(self, count: int) -> list[Problem]:
+        """Return the next problems of `data.path`, in an endless order of shuffled epochs."""
+        return self._stream.take(count)
+
+    async def rollout(self, problems: Sequence[Problem | Row]) -> list[Group]:
+        """Sample `sampling.n` trajectories of each problem, or row, and judge them.
+
+        Raises:
+            StepError: when more than `rollout.max_failed_fraction` of them fail.
+        """
+        run_group = self._runtime.training_runner(self.config.sampling)
+        tag, started = f"program{next(self._tags)}", time.perf_counter()
+        named = [
+            each if isinstance(each, Problem) else Problem(f"{tag}:{number}", dict(each))
+            for number, each in enumerate(problems, start=1)
+        ]
+
+        async def group_of(problem: Problem, number: int) -> Group:
+            return await run_group(problem, f"{tag}-{number}")
+
+        groups = await together(group_of(each, number) for number, each in enumerate(named, 1))
+        self._spent("idle", started)
+        check_failures(groups, self.config.rollout.max_failed_fraction, "rollouts")
+        return groups
+
+    async def samples(self, groups: Sequence[Group]) -> Samples:
+        """Return the samples of groups, with advantages and masks, audited token by token.
+
+        Raises:
+            ExactnessError: naming the first token that differs from the sampled one, unless
+                `exactness` is `warn`.
+        """
+        made = await self._training.make_samples(groups)
+        self._training.check_exact(made.report)
+        fields = {name: getattr(made, name) for name in SampleBatch.__dataclass_fields__}
+        return Samples(**fields, groups=groups, owner=self)
+
+    async def forward_backward(
+        self,
+        samples: Samples | Sequence[Sample],
+        loss: object = None,
+        reduction: str | None = None,
+    ) -> JsonObject:
+        """Compute the gradient of samples, and add it to those that wait for `optim_step`.
+
+        Args:
+            loss: Name of a loss (`ppo_clip`), or a mapping with its settings; a path,
+                package.module:name; a `turnwise.training.algorithms.Loss`; or a function of its
+                `Tokens` that returns the losses of the `N` tokens, [N], and runs in the trainer's
+                processes. None takes `algorithm.loss`.
+            reduction: As `algorithm.reduction`, in its place.
+
+        Returns:
+            The metrics of the loss; empty if there is nothing to train.
+
+        Raises:
+            InputError: when the loss or the samples cannot be used.
+        """
+        algorithm, made = with_loss(self.config.algorithm, loss, reduction)
+        used = made or self._training.algorithm.loss
+        if used.needs_reference and (why := missing_model(self.config.algorithm, "reference")):
+            raise InputError(why)
+        if used.needs_pairs and not self._training.algorithm.loss.needs_pairs:
+            raise InputError(
+                "this loss compares pairs, which samples() makes where algorithm.loss does: set it"
+            )
+        chosen = self._chosen(samples)
+        if used.on_policy and any(
+            (each.weight_versions_T[each.response_mask_T] < self.version).any() for each in chosen
+        ):
+            raise InputError(
+                f"some of these tokens were sampled before version {self.version}, and this loss "
+                "has no importance ratio: sample again, or take a loss such as ppo_clip"
+            )
+        changes = () if loss is None and reduction is None else (algorithm, made)
+        metrics = await self._add(samples, chosen, *changes)
+        return metrics
+
+    async def forward_backward_custom(
+        self,
+        samples: Samples | Sequence[Sample],
+        function: Callable[..., Foreign],
+    ) -> JsonObject:
+        """Compute a loss of log-probs in this process, and add its gradient to the others.
+
+        Args:
+            function: function(samples, logprobs) -> (loss, metrics): `logprobs` has for each sample
+                a tensor of its N trained tokens' log-probs, with gradient; the loss is a scalar.
+
+        Returns:
+            The function's metrics, and `loss`.
+        """
+        import torch
+
+        chosen = self._chosen(samples)
+        scored = await self._training.forward("policy", chosen)
+        masks = [each.response_mask_T for each in chosen]
+        logprobs = [
+            torch.tensor(np.asarray(values)[mask], dtype=torch.float32, requires_grad=True)
+            for values, mask in zip(scored, masks, strict=True)
+        ]
+
+        def compute() -> tuple[float, JsonObject]:
+            loss, metrics = function(chosen, logprobs)
+            loss.backward()
+            return float(loss), dict(metrics)
+
+        seconds, key = self.config.training.step_timeout, "training.step_timeout"
+        loss, metrics = await call_user_code(compute, name="the loss", seconds=seconds, key=key)
+        linear: list[Sample] = []
+        for sample, mask, leaf in zip(chosen, masks, logprobs, strict=True):
+            weights_T = np.zeros(sample.length, np.float32)
+            if leaf.grad is not None:
+                weights_T[mask] = -leaf.grad.numpy()
+            linear.append(replace(sample, advantages_T=weights_T, teacher_weights=(0.0, 0.0)))
+        plain = weighted_logprobs(self.config.algorithm)
+        await self._add(samples, linear, plain, CrossEntropyLoss())
+        return {**metrics, "loss": loss}
+
+    def _chosen(self, samples: Samples | Sequence[Sample]) -> list[Sample]:
+        if not isinstance(samples, Samples):
+            return list(samples)
+        if samples.owner is not self:
+            raise InputError(_FOREIGN)
+        return samples.samples
+
+    async def _add(
+        self, given: Samples | Sequence[Sample], chosen: Sequence[Sample], *how: Foreign
+    ) -> JsonObject:
+        started = time.perf_counter()
+        if isinstance(given, Samples) and all(given is not each for each in self._added):
+            self._added.append(given)
+            self.exactness += given.report
+            await run_in_thread(self._files.write_exactness, self.exactness)
+        if not chosen:
+            return {}
+        metrics = await self._training.forward_backward(chosen, *how)
+        self._metrics.append(metrics)
+        self._values += self._policy.trained_tokens
+        self._spent("train", started)
+        return metrics
+
+    async def optim_step(
+        self,
+        learning_rate: float | None = None,
+        *,
+        betas: tuple[float, float] | None = None,
+        eps: float | None = None,
+        weight_decay: float | None = None,
+        max_grad_norm: float | None = None,
+    ) -> JsonObject:
+        """Take an optimizer step with the gradients that wait for it, and write the step's files.
+
+        The values are those of the configuration and its schedule, but for those that are given.
+
+        Returns:
+            `step`, `reward_mean`, `loss`, `grad_norm`, `learning_rate` and `skipped_updates`.
+
+        Raises:
+            InputError: when no gradient waits.
+        """
+        started, version = time.perf_counter(), self.version
+        settings = OptimSettings(learning_rate, betas, eps, weight_decay, max_grad_norm)
+        taken = await self._training.optim_step(settings)
+        self.step += 1
+        self._spent("train", started)
+        line = StepMetrics(step=self.step)
+        groups = [group for each in self._added for group in each.groups]
+        line.add_rollouts(Batch(groups), sum((g.dropped for g in groups), Counter[str]()))
+        for each in self._added:
+            line.add_samples(each)
+        line.add(_joined(self._metrics) | taken)
+        await self._write(line, groups, version)
+        self._added, self._metrics, self._values = [], [], []
+        names = ("step", "reward_mean", "loss", "grad_norm", "learning_rate", "skipped_updates")
+        return {name: getattr(line, name) for name in names}
+
+    async def _write(self, line: StepMetrics, groups: Sequence[Group], version: int) -> None:
+        """Write the files of a step."""
+        trajectories = [t for group in groups for t in group.trajectories]
+        await run_in_thread(self._files.write_trajectories, self.step, trajectories)
+        await run_in_thread(self._files.write_timeline, self.step, turn_times(groups))
+        origins = {k: v for each in self._added for k, v in each.origins.items()}
+        known = list({id(p[0]): p for p in self._values[::-1] if id(p[0]) in origins}.values())
+        if known:  # of each sample those of its first pass
+            columns = await run_in_thread(columns_of, known, origins, trajectories, version)
+            await run_in_thread(self._files.write_token_values, self.step, columns)
+        line.step_seconds, self._ended = time.perf_counter() - self._ended, time.perf_counter()
+        line.phase_seconds, self._seconds = self._seconds, {}
+        self._line = line
+        await run_in_thread(self._files.metrics.write, line.to_json())
+
+    async def drop(self) -> None:
+        """Drop the gradients that wait for a step."""
+        self._added, self._metrics, self._values = [], [], []
+        await self._policy.drop()
+
+    async def sync(self) -> int:
+        """Bring the engines to the trainer's weights, and return the version that they have now;
+        nothing is sent if they have these."""
+        started = time.perf_counter()
+        update = await self._training.update_weights()
+        self._spent("weights", started)
+        await self._amend(update)
+        return int(update["weight_version"])
+
+    async def _amend(self, metrics: JsonObject) -> None:
+        """Add metrics to the line of the last step."""
+        if self._line is not None:
+            self._line.add(metrics)
+            await run_in_thread(self._files.metrics.amend, self._line.to_json())
+
+    def _spent(self, phase: str, started: float) -> None:
+        self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - started
+
+    async def evaluate(self) -> Evaluation:
+        """Evaluate the engines' weights on the held-out problems, under `eval.sampling`.
+
+        Raises:
+            InputError: when there are no held-out rows.
+            StepError: when more than `rollout.max_failed_fraction` of the trajectories fail.
+        """
+        if not self._heldout:
+            raise InputError("there are no held-out rows: set data.eval_path, or give eval_data")
+        run_group = self._runtime.group_runner(self.config.eval.sampling)
+        kept = self._files.group_log("eval", self.step)
+        tag = f"eval{self.step}-{next(self._tags)}"
+        made = await evaluate(run_group, self._heldout, self.config, tag, kept=kept)
+        line = StepMetrics(step=self.step) if self._line is None else self._line
+        line.add_evaluation(made)
+        if self._line is None and not self._files.metrics.rows:
+            line.reward_mean, line.trajectories = made.summary["reward_mean"], made.finished
+            self._line = line
+            await run_in_thread(self._files.metrics.write, line.to_json())
+        else:
+            await self._amend({})
+        return made
+
+    async def sample(
+        self,
+        /,
+        prompt: str | Sequence[int] | Sequence[Message],
+        n: int = 1,
+        **sampling: object,
+    ) -> list[Answer]:
+        """Sample answers to one prompt, without tools and rewards.
+
+        Args:
+            prompt: Messages; a text, which is a user's message; or token ids.
+            **sampling: Keys of `sampling` with other values than the configuration's.
+        """
+        template = self._runtime.runner.template
+        if isinstance(prompt, str):
+            prompt = [{"role": "user", "content": prompt}]
+        if prompt and not isinstance(prompt[0], int):
+            ids = await run_in_thread(template.render, cast("Sequence[Message]", prompt))
+        else:
+            ids = list(cast("Sequence[int]", prompt))
+        if unknown := sampling.keys() - SamplingConfig.model_fields.keys():
+            raise InputError(f"sampling has no {', '.join(sorted(unknown))}")
+        values = self.config.sampling.model_dump() | sampling
+        chosen = SamplingConfig.model_validate(values)
+        room = self.config.model.max_length - len(ids)
+        if room < 1:
+            raise InputError(f"a prompt of {len(ids)} tokens leaves no room (model.max_length)")
+        chosen = chosen.model_copy(update={"max_tokens": min(chosen.max_tokens, room)})
+        tag = f"sample{next(self._tags)}"
+        made = await together(
+            generate(self._runtime.generator, Request(ids, chosen, f"{tag}-{number}"))
+            for number in range(n)
+        )
+        return [
+            Answer(template.decode(c.token_ids), c.token_ids, c.logprobs, c.finish_reason)
+            for c in made
+        ]
+
+    async def logprobs(
+        self,
+        samples: Samples | Sequence[Sample] | Sequence[Sequence[int]],
+        model: ModelName = "policy",
+    ) -> list[list[float]]:
+        """Score samples, or sequences of token ids, with a model of the trainer.
+
+        Args:
+            model: `policy`, as it is trained now, `reference`, or `value`.
+
+        Returns:
+            For each T floats, 0.0 at the first token and at those of samples that are not trained:
+            log-probs, or, from the value model, the expected return before the token.
+        """
+        if why := missing_model(self.config.algorithm, model):
+            raise InputError(why)
+        given: Sequence[Sample | Sequence[int]]
+        given = self._chosen(samples) if isinstance(samples, Samples) else list(samples)
+        made = [
+            each if isinstance(each, Sample) else Sample.to_score(each, [1] * len(each))
+            for each in given
+        ]
+        return await self._training.forward(model, made)
+
+    async def save(
+        self, folder: str | Path | None = None, state: Mapping[str, object] | None = None
+    ) -> Path:
+        """Write a checkpoint, whole or not at all: the model in Hugging Face's format, or with LoRA
+        the adapter, and the state to go on from. Returns its folder.
+
+        Args:
+            folder: Where to write it; None takes the run's own folder, from which
+                `turnwise.open(resume=...)` goes on.
+            state: Plain values of the program's own; a run that loads the checkpoint has them as
+                its `state`.
+
+        Raises:
+            InputError: when the folder holds anything but an earlier checkpoint.
+        """
+        own = checkpoint.folder_of(self.folder, self.step)
+        place = _absolute(own if folder is None else folder)
+        taken = place.exists() and (not place.is_dir() or any(place.iterdir()))
+        if taken and (flaw := checkpoint.incomplete_reason(place)):
+            raise InputError(f"{place} exists and is no checkpoint to replace: {flaw}")
+        loop = {
+            "step": self.step,
+            "exactness": self.exactness.to_dict(),
+            "versions": list(self._training.versions),
+            "problems": self._stream.state(),
+            "program": dict(state or {}),
+        }
+        with waiting(f"the trainer to save {place}"):
+            begun = await run_in_thread(checkpoint.begin, place)
+            await self._policy.save(begun)
+            await run_in_thread(checkpoint.write_loop, place, loop)
+            await run_in_thread(checkpoint.commit, place)
+        return place
+
+    async def load(self, folder: str | Path) -> int:
+        """Go on from a checkpoint of `save` or of `turnwise train`: model, optimizer, `step`,
+        `exactness`, `state`, and the place among the problems. The engines get its weights; returns
+        their version."""
+        place = _absolute(folder)
+        if flaw := checkpoint.incomplete_reason(place):
+            raise InputError(f"{place} is no checkpoint to go on from: {flaw}")
+        with waiting(f"the trainer to load {place}"):
+            loop = await run_in_thread(checkpoint.read_loop, place)
+            self._training.has_new_weights = True
+            version = await self._policy.load(place)
+        self._training.versions = recent_versions(self.config, version, loop.get("versions"))
+        if "problems" in loop:
+            await run_in_thread(self._stream.restore, loop["problems"])
+        self.step, self.state = loop["step"], loop.get("program", {})
+        self.exactness = ExactnessReport.from_dict(loop["exactness"])
+        return await self.sync()
+
+
+def _absolute(folder: str | Path) -> Path:
+    return Path(folder).expanduser().resolve()
+
+
+def _joined(passes: Sequence[JsonObject]) -> JsonObject:
+    """Return the metrics of several gradients of one step: sums of counts, largest maxima, and
+    means over trained tokens of all else."""
+    if len(passes) < 2:
+        return dict(passes[0]) if passes else {}
+    joined: JsonObject = {}
+    for name in dict.fromkeys(name for each in passes for name in each):
+        having = [each for each in passes if name in each]
+        values, tokens = [e[name] for e in having], [e["trained_tokens"] for e in having]
+        if isinstance(values[0], dict) and name != "loss_metrics":
+            joined[name] = dict(sum(map(Counter, values), Counter[str]()))
+        elif isinstance(values[0], dict):
+            joined[name] = {key: _mean([v[key] for v in values], tokens) for key in values[0]}
+        elif name in _SUMS:
+            joined[name] = sum(values)
+        elif name.endswith("_max") or name == "train_memory_gib":
+            joined[name] = max(values)
+        else:
+            joined[name] = _mean(values, tokens)
+    return joined
+
+
+def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
+    return sum(v * w for v, w in zip(values, weights, strict=True)) / max(1, sum(weights))
