@@ -22,6 +22,7 @@ KEYS: dict[str, Any] = {
     "sampling": {"n": 4, "max_tokens": 12},
     "rollout.prompts_per_step": 2,
     "training": {"learning_rate": 1e-3, "steps": 8, "lr_schedule": "linear"},
+    "eval.sampling": {"n": 2, "temperature": 1.0},
     "serving.workers": 1,
     "progress": False,
 }
@@ -136,6 +137,7 @@ def test_gradients_add_up_and_may_be_dropped(run: turnwise.Run) -> None:
 def test_a_loss_is_a_name_a_path_a_class_a_function_or_one_of_this_process(
     run: turnwise.Run,
 ) -> None:
+    run.sync()
     batch = run.samples(run.rollout(run.problems(2)))
     given: list[Any] = [
         "cross_entropy",

@@ -496,6 +496,8 @@ class AsyncRun:
         if "problems" in loop:
             await run_in_thread(self._stream.restore, loop["problems"])
         self.step, self.state = loop["step"], loop.get("program", {})
+        rows = [row for row in self._files.metrics.rows if row["step"] == self.step]
+        self._line = StepMetrics.from_json(rows[0]) if rows else None
         self.exactness = ExactnessReport.from_dict(loop["exactness"])
         return await self.sync()
 
