@@ -52,10 +52,11 @@ def test_importing_turnwise_imports_nothing_slow() -> None:
 
 
 def test_every_public_name_is_there_and_has_one_home() -> None:
-    for name in turnwise.__all__:
+    for name in [*turnwise.__all__, "open"]:
         assert getattr(turnwise, name) is not None
         assert name in dir(turnwise)
-    assert set(turnwise._HOMES) < set(turnwise.__all__)
+    assert set(turnwise._HOMES) - {"open"} < set(turnwise.__all__)
+    assert "open" not in turnwise.__all__  # a star import would hide Python's
     with pytest.raises(AttributeError, match="module 'turnwise' has no attribute 'nothing'"):
         turnwise.nothing  # noqa: B018
 

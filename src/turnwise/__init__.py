@@ -51,7 +51,8 @@ if TYPE_CHECKING:
     from turnwise.rollouts.environment import AgentTask, Environment, Rewards
     from turnwise.rollouts.sampler import TrajectorySampler
     from turnwise.rollouts.simulated_user import SimulatedUser
-    from turnwise.run.api import evaluate, open, rollout, serve, sft, train
+    from turnwise.run.api import evaluate, rollout, serve, sft, train
+    from turnwise.run.api import open as open
     from turnwise.run.commands import TrainingResult
     from turnwise.run.opened import Run
     from turnwise.run.program import AsyncRun
@@ -108,6 +109,7 @@ _PUBLIC = {
 }
 _HOMES = {name: f"turnwise.{module}" for module, names in _PUBLIC.items() for name in names}
 
+# Without `open`, which a star import would put in the place of Python's own.
 __all__ = [
     "AgentLoop",
     "AgentTask",
@@ -159,7 +161,6 @@ __all__ = [
     "bridge",
     "evaluate",
     "load_config",
-    "open",
     "refit_sender",
     "replace_prefix_tokens",
     "rollout",
@@ -178,4 +179,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *_HOMES, *__all__})
