@@ -164,6 +164,7 @@ def test_a_loss_is_a_name_a_path_a_class_a_function_or_one_of_this_process(
 def test_what_cannot_be_used_is_one_sentence(
     run: turnwise.Run, opening: Callable[..., turnwise.Run]
 ) -> None:
+    run.sync()
     batch = run.samples(run.rollout(run.problems(1)))
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"loss": "ppo"}, "but one of ppo_clip, gspo"),

@@ -252,7 +252,7 @@ class AsyncRun:
         def compute() -> tuple[float, JsonObject]:
             loss, metrics = function(chosen, logprobs)
             loss.backward()
-            return float(loss), dict(metrics)
+            return float(loss.detach()), dict(metrics)
 
         seconds, key = self.config.training.step_timeout, "training.step_timeout"
         loss, metrics = await call_user_code(compute, name="the loss", seconds=seconds, key=key)
@@ -314,6 +314,7 @@ class AsyncRun:
         self.step += 1
         self._spent("train", started)
         line = StepMetrics(step=self.step)
+        line.add_evaluation(None)
         groups = [group for each in self._added for group in each.groups]
         line.add_rollouts(Batch(groups), sum((g.dropped for g in groups), Counter[str]()))
         for each in self._added:
