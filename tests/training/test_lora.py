@@ -55,7 +55,7 @@ def plain(path: str) -> Any:
 
 def scored(policy: TrainerRank, name: Any, batch: Any) -> list[list[float]]:
     (share,) = plan_micro_batches(batch, 1, 1, 10_000, "padded")[0]
-    return [values for _, values in sorted(policy.score(name, share))]
+    return [values for _, values in sorted(policy.forward(name, share))]
 
 
 def learned(policy: TrainerRank) -> torch.Tensor:

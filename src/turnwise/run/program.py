@@ -110,7 +110,7 @@ class AsyncRun:
         self._stream = make_stream(config, data)
         self._heldout = heldout
         self._files = files
-        self._tags = itertools.count(1)
+        self._tags, self._numbers = itertools.count(1), itertools.count()
         self._added: list[Samples] = []
         """Samples whose gradients wait for a step."""
         self._metrics: list[JsonObject] = []
@@ -158,16 +158,17 @@ class AsyncRun:
             StepError: when more than `rollout.max_failed_fraction` of them fail.
         """
         run_group = self._runtime.training_runner(self.config.sampling)
-        tag, started = f"program{next(self._tags)}", time.perf_counter()
+        tag, started = f"rows{next(self._tags)}", time.perf_counter()
         named = [
             each if isinstance(each, Problem) else Problem(f"{tag}:{number}", dict(each))
             for number, each in enumerate(problems, start=1)
         ]
 
-        async def group_of(problem: Problem, number: int) -> Group:
-            return await run_group(problem, f"{tag}-{number}")
+        async def group_of(problem: Problem, name: str) -> Group:
+            return await run_group(problem, name)
 
-        groups = await together(group_of(each, number) for number, each in enumerate(named, 1))
+        # Named as by `turnwise train`: seeds of deterministic runs depend on it.
+        groups = await together(group_of(p, f"group{next(self._numbers)}") for p in named)
         self._spent("idle", started)
         check_failures(groups, self.config.rollout.max_failed_fraction, "rollouts")
         return groups

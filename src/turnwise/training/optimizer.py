@@ -173,14 +173,14 @@ def decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Forei
     """Return an optimizer's groups of parameters: those that decay, and norms and biases."""
     norms = [part for part in module.modules() if isinstance(part, nn.LayerNorm)]
     spared = {id(parameter) for norm in norms for parameter in norm.parameters()}
-    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    groups: dict[float, list[nn.Parameter]] = {weight_decay: [], 0.0: []}
     for name, parameter in module.named_parameters():
         # With adapters, names have slashes for dots.
         plain = _SPARED.search(name.replace("/", ".").lower()) or id(parameter) in spared
-        groups[not plain].append(parameter)
+        groups[0.0 if plain else weight_decay].append(parameter)
     return [
-        {"params": parameters, "weight_decay": weight_decay * decays, "decays": decays}
-        for decays, parameters in groups.items()
+        {"params": parameters, "weight_decay": decay, "decays": decay == weight_decay}
+        for decay, parameters in groups.items()
         if parameters
     ]
 

@@ -33,10 +33,11 @@ class OptimSettings(NamedTuple):
 
     learning_rate: float | None = None
     betas: tuple[float, float] | None = None
-    """Of AdamW alone, as eps."""
+    """Coefficients of AdamW's moments; other optimizers have neither these nor `eps`."""
     eps: float | None = None
     weight_decay: float | None = None
-    """Of the parameters that decay: all but norms and biases."""
+    """Decay of all parameters but norms and biases; of these too if `training.weight_decay` is
+    0."""
     max_grad_norm: float | None = None
 
 
