@@ -134,6 +134,21 @@ def test_gradients_add_up_and_may_be_dropped(run: turnwise.Run) -> None:
     assert run.version == before + 2
 
 
+def test_a_step_without_anything_to_train_takes_no_optimizer_step(run: turnwise.Run) -> None:
+    groups = run.rollout(run.problems(2))
+    for group in groups:
+        for trajectory in group.trajectories:
+            trajectory.set_reward(1.0)
+    before = run.sync()
+    batch = run.samples(groups)
+    assert batch.samples == []
+    assert run.forward_backward(batch) == {}
+    taken = run.optim_step()
+    assert (taken["reward_mean"], taken["grad_norm"]) == (1.0, None)
+    assert run.sync() == run.version == before
+    assert metrics_of(run.folder)[-1]["trained_tokens"] == 0
+
+
 def test_a_loss_is_a_name_a_path_a_class_a_function_or_one_of_this_process(
     run: turnwise.Run,
 ) -> None:

@@ -27,11 +27,17 @@ SHORTER = {
     "{path: Qwen/Qwen3-0.6B}": f"{{path: {MODEL}, max_length: 512}}",
     "{path: Qwen/Qwen3-0.6B, dtype: bfloat16}": f"{{path: {MODEL}, max_length: 512}}",
     "n: 8, max_tokens: 512": "n: 2, max_tokens: 16",
+    "range(100)": "range(2)",
+    "problems(16)": "problems(2)",
 }
 """Texts of the pages' files, and what a test runs in their place."""
 ROWS = [{"question": f"How warm is it in city {n}?", "answer": "21"} for n in range(16)]
 WARM_START = WarmStart(updates=30, conversations=8)
-PAGES = (("README.md", "train.py"), ("docs/how-to/pipelines.md", "pipeline.py"))
+PAGES = (
+    ("README.md", "train.py"),
+    ("docs/how-to/pipelines.md", "pipeline.py"),
+    ("docs/how-to/own-loop.md", "loop.py"),
+)
 """Programs of pages; those of other pages are the same, which a test checks."""
 
 

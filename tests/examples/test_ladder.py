@@ -40,7 +40,7 @@ def run_ladder(folder: Path, part: str, names: tuple[str, ...]) -> str:
 
 
 def test_the_ladder_runs(tmp_path: Path) -> None:
-    assert run_ladder(tmp_path, "first", ("step01", "step03")).count("--- ") == 4
+    assert run_ladder(tmp_path, "first", ("step01", "step03")).count("--- ") == 5
 
 
 @pytest.mark.slow  # pipelines, self-play and simulated users have tests of their own

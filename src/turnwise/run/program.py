@@ -306,12 +306,16 @@ class AsyncRun:
         Returns:
             `step`, `reward_mean`, `loss`, `grad_norm`, `learning_rate` and `skipped_updates`.
 
+            Without anything to train, no optimizer step is taken, and the last four are None.
+
         Raises:
-            InputError: when no gradient waits.
+            InputError: when `forward_backward` was not called.
         """
         started, version = time.perf_counter(), self.version
         settings = OptimSettings(learning_rate, betas, eps, weight_decay, max_grad_norm)
-        taken = await self._training.optim_step(settings)
+        taken: JsonObject = {}
+        if self._metrics or not self._added:  # else there was nothing to train
+            taken = await self._training.optim_step(settings)
         self.step += 1
         self._spent("train", started)
         line = StepMetrics(step=self.step)
