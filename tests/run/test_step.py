@@ -27,7 +27,7 @@ class Fleet:
 class Trainer:
     version = 0
 
-    async def score(self, *_: Any) -> list[list[float]]:
+    async def forward(self, *_: Any) -> list[list[float]]:
         raise InputError("there is no value model")
 
     async def train(self, *_: Any) -> dict[str, Any]:

@@ -256,7 +256,7 @@ async def _resumable(run: Path, config: Config, supervised: bool) -> "Resume":
     if found.state.get("supervised", False) is not supervised:
         other = "train" if supervised else "sft"
         raise InputError(f"{run} is a run of another command: turnwise {other} --resume {run}")
-    if "producer" not in found.state:
+    if "problems" in found.state:
         raise InputError(f"{run} is a program's run: turnwise.open(resume=...) goes on with it")
     if found.step >= config.training.steps:
         raise CompleteError(
