@@ -5,13 +5,12 @@ optimizer step. `run.opened` has the same methods as plain calls.
 """
 
 import itertools
-import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple, ParamSpec, TypeVar, cast
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -42,10 +41,6 @@ from turnwise.training.samples import SampleBatch, recent_versions
 from turnwise.training.trainer_group import TrainerGroup
 from turnwise.trajectory import ExactnessReport, Message
 
-logger = logging.getLogger(__name__)
-
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 _Parts = tuple[Runtime, TrainerGroup, TrainingStep]
 _SUMS = ("trained_tokens", "train_seconds")
 _FOREIGN = "these samples are of another run: make them by this run's samples()"
@@ -110,7 +105,8 @@ class AsyncRun:
         self._stream = make_stream(config, data)
         self._heldout = heldout
         self._files = files
-        self._tags, self._numbers = itertools.count(1), itertools.count()
+        self._tags = itertools.count(1)
+        self._begun = 0  # groups
         self._added: list[Samples] = []
         """Samples whose gradients wait for a step."""
         self._metrics: list[JsonObject] = []
@@ -168,7 +164,8 @@ class AsyncRun:
             return await run_group(problem, name)
 
         # Named as by `turnwise train`: seeds of deterministic runs depend on it.
-        groups = await together(group_of(p, f"group{next(self._numbers)}") for p in named)
+        first, self._begun = self._begun, self._begun + len(named)
+        groups = await together(group_of(p, f"group{n}") for n, p in enumerate(named, first))
         self._spent("idle", started)
         check_failures(groups, self.config.rollout.max_failed_fraction, "rollouts")
         return groups
@@ -478,6 +475,7 @@ class AsyncRun:
             "exactness": self.exactness.to_dict(),
             "versions": list(self._training.versions),
             "problems": self._stream.state(),
+            "groups": self._begun,
             "program": dict(state or {}),
         }
         with waiting(f"the trainer to save {place}"):
@@ -501,6 +499,7 @@ class AsyncRun:
         self._training.versions = recent_versions(self.config, version, loop.get("versions"))
         if "problems" in loop:
             await run_in_thread(self._stream.restore, loop["problems"])
+            self._begun = loop["groups"]
         self.step, self.state = loop["step"], loop.get("program", {})
         rows = [row for row in self._files.metrics.rows if row["step"] == self.step]
         self._line = StepMetrics.from_json(rows[0]) if rows else None

@@ -322,7 +322,7 @@ class TrainingStep:
     async def score(
         self, name: "ModelName", token_ids: Sequence[Sequence[int]], masks: Sequence[Sequence[int]]
     ) -> list[list[float]]:
-        """Score sequences with one of the trainer's models; see `TrainerGroup.score`."""
+        """Score sequences with one of the trainer's models; under `sampling`, as `forward` does."""
         made = (Sample.to_score(*each) for each in zip(token_ids, masks, strict=True))
         return await self.forward(name, list(made))
 
