@@ -46,7 +46,8 @@ async def opened_run(
     check_sources(config, *inputs.paths(config))
     start = None if resume is None else await run_in_thread(find_resume, resume)
     display = Display(config.name, config.training.steps, console, config.eval.success_reward)
-    with display, logs.open_logs(config):
+    with logs.open_logs(config), ExitStack() as shown:
+        shown.enter_context(display)
         load = partial(all_problems, config, inputs)
         data, heldout = await call_user_code(load, name="the data", seconds=_START_SECONDS)
         files = await run_in_thread(RunDir, config, start)
@@ -64,6 +65,7 @@ async def opened_run(
                     await run.sync()
                 else:
                     await run.load(start.checkpoint)
+                shown.close()  # what follows is the program's to show
                 try:
                     yield run
                 finally:
@@ -95,11 +97,7 @@ class Run:
 
     Example:
         with turnwise.open("config.yaml") as run:
-            for _ in range(100):
-                groups = run.rollout(run.problems(16))
-                run.forward_backward(run.samples(groups), loss="ppo_clip")
-                print(run.optim_step(), run.sync())
-            run.save("my_model")
+            print(run.sample("What is 1 plus 2?")[0].text)
     """
 
     def __init__(
