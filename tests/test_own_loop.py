@@ -199,8 +199,10 @@ def test_what_cannot_be_used_is_one_sentence(
     foreign = Samples(batch.samples)
     with pytest.raises(InputError, match="these samples are of another run"):
         run.forward_backward(foreign)
-    with pytest.raises(InputError, match="sampling has no heat"):
+    with pytest.raises(InputError, match="sampling_params has no heat"):
         run.sample("Hello", heat=1)
+    with pytest.raises(InputError, match="sampling_params: temperature: "):
+        run.sample("Hello", temperature="hot")
 
 
 def test_prompts_are_sampled_and_scored(run: turnwise.Run) -> None:

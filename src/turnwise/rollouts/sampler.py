@@ -4,6 +4,8 @@ import asyncio
 import itertools
 from collections.abc import AsyncGenerator, Mapping, Sequence
 
+from pydantic import ValidationError
+
 from turnwise.chat.template import load_tokenizer
 from turnwise.config import Config, SamplingConfig
 from turnwise.core.aio import for_each
@@ -19,6 +21,18 @@ from turnwise.trajectory import Message, Trajectory
 from turnwise.trajectory.chat_template import Tokenizer
 
 _BATCHES = itertools.count(1)
+
+
+def changed_sampling(sampling: SamplingConfig, keys: Mapping[str, object]) -> SamplingConfig:
+    """Return sampling parameters with other values of some keys; InputError names a wrong one."""
+    if unknown := keys.keys() - SamplingConfig.model_fields.keys():
+        raise InputError(f"sampling_params has no {', '.join(sorted(unknown))}")
+    try:
+        return SamplingConfig.model_validate({**sampling.model_dump(), **keys})
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = ".".join(map(str, first["loc"]))
+        raise InputError(f"sampling_params: {name}: {first['msg']}") from error
 
 
 class TrajectorySampler:
@@ -62,10 +76,7 @@ class TrajectorySampler:
         self._llm = llm
         self._config = config
         if not isinstance(sampling_params, SamplingConfig):
-            given = dict(sampling_params or {})
-            if unknown := given.keys() - SamplingConfig.model_fields.keys():
-                raise InputError(f"sampling_params has no {', '.join(sorted(unknown))}")
-            sampling_params = SamplingConfig.model_validate(config.sampling.model_dump() | given)
+            sampling_params = changed_sampling(config.sampling, sampling_params or {})
         self._sampling = sampling_params
         self._tag = f"batch{next(_BATCHES)}"
 

@@ -14,7 +14,7 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
-from turnwise.config import Config, SamplingConfig
+from turnwise.config import Config
 from turnwise.core.aio import run_in_thread, together
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
@@ -27,6 +27,7 @@ from turnwise.rollouts import Batch, Group, Problem, check_failures
 from turnwise.rollouts.evaluation import Evaluation, evaluate
 from turnwise.rollouts.group import turn_times
 from turnwise.rollouts.problems import Row, make_stream
+from turnwise.rollouts.sampler import changed_sampling
 from turnwise.run.run_dir import RunDir
 from turnwise.run.runtime import Runtime, TrainingStep
 from turnwise.run.token_values import columns_of
@@ -408,10 +409,7 @@ class AsyncRun:
             ids = await run_in_thread(template.render, cast("Sequence[Message]", prompt))
         else:
             ids = list(cast("Sequence[int]", prompt))
-        if unknown := sampling.keys() - SamplingConfig.model_fields.keys():
-            raise InputError(f"sampling has no {', '.join(sorted(unknown))}")
-        values = self.config.sampling.model_dump() | sampling
-        chosen = SamplingConfig.model_validate(values)
+        chosen = changed_sampling(self.config.sampling, sampling)
         room = self.config.model.max_length - len(ids)
         if room < 1:
             raise InputError(f"a prompt of {len(ids)} tokens leaves no room (model.max_length)")
