@@ -134,6 +134,8 @@ async def test_within_an_environment_the_order_is_that_of_the_seed() -> None:
     for name, count in (("a", 20), ("b", 10)):
         assert [p for p in taken if p.environment == name] == alone[name].take(count)
     assert [p.environment for p in taken[:6]] == ["a", "b", "a"] * 2
+    at_once = MixedStream(streams({"a": 5, "b": 3}, 7), {"a": 2.0, "b": 1.0})
+    assert at_once.take(30) == taken
 
 
 @given(before=st.integers(0, 30), after=st.integers(0, 30))
