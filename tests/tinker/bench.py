@@ -19,9 +19,9 @@ import uvicorn
 from fastapi import FastAPI
 
 from tests.simulated import SimulatedEngine
+from tests.tinker.local import LocalTrainer
 from turnwise.config import Config
 from turnwise.tinker.backend import server_config
-from turnwise.tinker.rank import AdapterRank
 from turnwise.tinker.routes import add_routes
 from turnwise.tinker.service import TinkerService
 from turnwise.tinker.wire import PROTOBUF, message_classes
@@ -125,19 +125,15 @@ def loss_of(reply: bytes) -> float:
 async def opened(
     config: Config, folder: Path, stable: str = ""
 ) -> AsyncIterator[tuple[Client, TinkerService]]:
-    rank = AdapterRank(config)
-    words = rank._model.config.get_text_config().vocab_size
+    trainer = LocalTrainer(config)
+    words = await trainer.begin_adapters()
     engine = SimulatedEngine(vocab_size=min(words, VOCABULARY))
-
-    async def ask(method: str, *arguments: object) -> Any:
-        return getattr(rank, method)(*arguments)
-
-    service = TinkerService(config, engine, ask, words, folder, stable=stable)
+    service = TinkerService(config, engine, trainer, words, folder, stable=stable)
     app = add_routes(FastAPI(), service)
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://server") as http:
         client = Client(http)
-        client.rank = rank
+        client.rank = trainer.rank
         yield client, service
 
 

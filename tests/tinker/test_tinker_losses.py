@@ -8,6 +8,7 @@ import torch
 
 from turnwise.errors import InputError
 from turnwise.tinker.losses import LOSSES, loss_named
+from turnwise.training.algorithms import Tokens
 
 NEW = np.array([-0.5, -2.0, -1.0, -0.2, -3.0])
 OLD = np.array([-1.0, -1.0, -1.1, -0.9, -0.3])
@@ -20,13 +21,23 @@ RATIO = np.exp(NEW - OLD)
 def computed(name: str, settings: Mapping[str, float] | None = None) -> tuple[float, np.ndarray]:
     """Return the sum of a loss, and its gradient with respect to the log-probs."""
     loss = loss_named(name, settings or {})
-    logprobs = torch.tensor(NEW, dtype=torch.float32, requires_grad=True)
     known = {"logprobs": OLD, "advantages": ADVANTAGES, "sequence_ratio_mask": MASK}
-    inputs = {key: torch.tensor(known[key], dtype=torch.float32) for key in loss.needs}
-    inputs |= {key: torch.full((5,), value) for key, value in loss.defaults.items()}
-    total = loss.compute(logprobs, inputs | {"datum": torch.tensor(DATUM)}).sum()
+
+    def stream(name: str) -> torch.Tensor:
+        values = known.get(name, np.full(5, loss.defaults.get(name, 0.0)))
+        return torch.tensor(values, dtype=torch.float32)
+
+    logprobs = torch.tensor(NEW, dtype=torch.float32, requires_grad=True)
+    old, advantages = stream("logprobs"), stream(loss.factor)
+    datum, none = torch.tensor(DATUM), torch.zeros(5, dtype=torch.long)
+    streams = {name: stream(name) for name in loss.streams}
+    tokens = Tokens(logprobs, old, old, advantages, datum, 2, none, none, streams=streams)
+    made = loss.loss(tokens).loss_N
+    total = made.sum()
     total.backward()
     assert logprobs.grad is not None
+    if loss.scaled:
+        assert (made[advantages == 0] == 0).all()
     return total.item(), logprobs.grad.numpy()
 
 

@@ -94,20 +94,20 @@ async def test_a_state_that_waits_for_the_trainer_is_loaded_as_it_was(
     path = (await save(client, 1, "state"))["path"]
     found = service.checkpoints.find(path, owner_of(service))
     before = (service.checkpoints.folder(found) / WEIGHTS).read_bytes()
-    read, loaded = client.rank.read, list[bytes]()
+    read, loaded = client.rank._adapters.read, list[bytes]()
 
     def note(name: str, folder: Path, optimizer: bool) -> None:
         loaded.append((folder / WEIGHTS).read_bytes())
         read(name, folder, optimizer)
 
-    monkeypatch.setattr(client.rank, "read", note)
-    await service._trainer_turn.acquire()  # another model trains
+    monkeypatch.setattr(client.rank._adapters, "read", note)
+    await service._trainer._turn.acquire()  # another model trains
     body = {"session_id": client.session, "model_seq_id": 1, "path": path, "optimizer": True}
     promise = await client.tree("load_weights", body)
     while not list(service.checkpoints.root.glob("*/held/*")):
         await asyncio.sleep(0.01)
     saved(service.checkpoints, b"newer", replace(found, created="later"))
-    service._trainer_turn.release()
+    service._trainer._turn.release()
     assert (await client.result(promise))["path"] == path
     assert loaded == [before]
 

@@ -127,15 +127,15 @@ async def test_adapters_without_a_seed_begin_apart_and_those_with_one_alike(clie
     first = []
     for seed in (None, None, 7, 7):
         await client.open(seed=seed)
-        adapter = client.rank._adapters[client.model]
-        first.append(next(iter(adapter.parameters.values())).detach().clone())
+        adapter = client.rank._adapters._held[client.model]
+        first.append(adapter.parameters[0].detach().clone())
     assert not torch.equal(first[0], first[1])
     assert torch.equal(first[2], first[3])
 
 
 async def test_only_the_layers_that_are_asked_for_are_trained(client: Client) -> None:
     await client.open(train_mlp=False)
-    label = client.rank._adapters[client.model].label
+    label = client.rank._adapters._held[client.model].label
     named = [n for n, _ in client.rank._model.named_parameters() if f".{label}." in n]
     assert named
     assert all("self_attn" in name for name in named)
@@ -219,7 +219,7 @@ async def test_a_session_that_ends_takes_its_models_with_it(client: Client) -> N
         410
     )
     assert (await client.post("get_info", {"model_id": client.model})).status_code == 404
-    assert not client.rank._adapters
+    assert not client.rank._adapters._held
     assert not any(".lora_" in name for name, _ in client.rank._model.named_parameters())
 
 
@@ -326,4 +326,4 @@ async def test_nothing_is_left_of_clients_that_vanish(
     await asyncio.sleep(0)
     assert not service._sessions
     assert not any(each.models or each.samplers or each.futures.entries for each in ended)
-    assert not client.rank._adapters
+    assert not client.rank._adapters._held

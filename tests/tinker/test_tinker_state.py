@@ -128,7 +128,7 @@ async def test_states_that_cannot_be_loaded_are_refused_in_words(client: Client)
     await client.open()
     sampler = (await save(client, 1, "s", "save_weights_for_sampler"))["path"]
     assert "no state of an optimizer" in (await load(client, sampler))["error"]
-    assert not [name for name in client.rank._adapters if name == client.model]
+    assert not [name for name in client.rank._adapters._held if name == client.model]
     assert "path" in await load(client, sampler, 2, optimizer=False)
     for number, (path, more, said) in enumerate(
         [
@@ -292,7 +292,7 @@ async def test_a_save_that_fails_leaves_nothing(
         (folder / "half").write_bytes(b"1234")
         raise TurnwiseError("no space left on device")
 
-    monkeypatch.setattr(client.rank, "write", write)
+    monkeypatch.setattr(client.rank._adapters, "write", write)
     assert "no space left" in (await save(client, 1, "state"))["error"]
     assert not [each for each in (tmp_path / "tinker").rglob("*") if each.is_file()]
     monkeypatch.undo()

@@ -9,11 +9,14 @@ import torch
 
 from tests.tinker.bench import KEY, Client, logprobs_of, loss_of, message
 from tests.vision import vision_config
+from turnwise.config import AlgorithmConfig
 from turnwise.errors import InputError, TurnwiseError
 from turnwise.tinker import requests
 from turnwise.tinker.images import ChunkReader
 from turnwise.tinker.service import TinkerService
+from turnwise.tinker.trainer import AdapterTrainer
 from turnwise.tinker.wire import PROTOBUF, message_classes, read_training_request
+from turnwise.training.model import Models
 
 IDS = [5, 6, 7, 8, 9, 10]
 
@@ -27,9 +30,9 @@ def shapes_of(reply: bytes) -> list[tuple[int, list[int]]]:
 
 
 def gradient_of(client: Client) -> list[torch.Tensor]:
-    adapter = client.rank._adapters[client.model]
-    found = [parameter.grad.clone() for parameter in adapter.parameters.values()]
-    adapter.optimizer.zero_grad()
+    adapter = client.rank._adapters._held[client.model]
+    found = [parameter.grad.clone() for parameter in adapter.parameters]
+    adapter.learner.optimizer.zero_grad()
     return found
 
 
@@ -183,16 +186,16 @@ async def test_adapters_that_are_moved_out_and_back_train_as_if_they_had_stayed(
     for number, each in enumerate(here):
         await each.open(seed=number)
     expected = await run(*here)
-    client.rank._near = 0
+    client.rank._adapters._near = 0
     moving = [Client(client.http), Client(client.http)]
     for number, each in enumerate(moving):
         await each.open(seed=number)
-    away = client.rank._adapters[moving[0].model]
-    assert away.is_away
+    away = client.rank._adapters._held[moving[0].model]
+    assert away.offloaded
     assert all(tensor.untyped_storage().nbytes() == 0 for tensor in away.tensors())
     for own, wanted in zip(await run(*moving), expected, strict=True):
         np.testing.assert_array_equal(own, wanted)
-    assert sum(not each.is_away for each in client.rank._adapters.values()) == 1
+    assert sum(not each.offloaded for each in client.rank._adapters._held.values()) == 1
 
 
 async def test_an_adapter_that_was_loaded_with_its_optimizer_is_moved_out_too(
@@ -211,9 +214,9 @@ async def test_an_adapter_that_was_loaded_with_its_optimizer_is_moved_out_too(
     promise = await client.tree("load_weights", body)
     client.model = promise["model_id"]
     await client.result(promise)
-    client.rank._near = 0
+    client.rank._adapters._near = 0
     await Client(client.http).open()
-    assert client.rank._adapters[client.model].is_away
+    assert client.rank._adapters._held[client.model].offloaded
     await client.trained(1, data, "cross_entropy")
     await client.step(2, learning_rate=1e-2)
     (own,) = logprobs_of(await client.trained(3, data, "cross_entropy"))
@@ -226,7 +229,7 @@ async def test_a_step_fails_after_a_pass_that_left_half_of_its_gradient(
     data = [{"tokens": IDS[:-1], "target_tokens": IDS[1:]}]
     await client.open()
     await client.trained(1, data, "cross_entropy")
-    score, calls = client.rank._score, list[int]()
+    score, calls = Models.score, list[int]()
 
     def second_fails(*given: Any) -> Any:
         calls.append(1)
@@ -234,7 +237,7 @@ async def test_a_step_fails_after_a_pass_that_left_half_of_its_gradient(
             raise TurnwiseError("out of memory")
         return score(*given)
 
-    monkeypatch.setattr(client.rank, "_score", second_fails)
+    monkeypatch.setattr(Models, "score", second_fails)
     monkeypatch.setattr(requests, "TURN_TOKENS", len(IDS) - 1)
     failed = await client.trained(2, data * 2, "cross_entropy")
     assert "out of memory" in failed["error"]
@@ -283,21 +286,23 @@ async def test_only_a_pass_that_has_run_fails_the_step_after_it(
 
 
 async def test_nothing_is_left_of_an_adapter_that_ends_while_it_is_away(client: Client) -> None:
-    client.rank._near = 0
+    client.rank._adapters._near = 0
     first, second = client, Client(client.http)
     await first.open()
     await second.open()
-    assert first.model in client.rank._offload._away
+    assert first.model in client.rank._adapters._offload._away
     await first.tree(f"sessions/{first.session}/finish", {})
-    assert not client.rank._offload._away
-    assert list(client.rank._tensors) == list(client.rank._adapters) == [second.model]
+    assert not client.rank._adapters._offload._away
+    assert (
+        list(client.rank._adapters._tensors) == list(client.rank._adapters._held) == [second.model]
+    )
 
 
 async def test_a_model_that_has_no_room_is_refused_in_words_and_others_go_on(
     client: Client,
 ) -> None:
     await client.open()
-    client.rank._most = client.rank._adapters[client.model].nbytes + 1
+    client.rank._adapters._most = client.rank._adapters._held[client.model].nbytes + 1
     second = Client(client.http)
     failed = await second.open()
     assert failed["category"] == "user"
@@ -360,25 +365,24 @@ async def test_nothing_is_left_of_a_model_whose_session_ends_while_it_is_made(
     ends.set()
     await finishing
     async with asyncio.timeout(5):
-        while client.rank._adapters:
+        while client.rank._adapters._held:
             await asyncio.sleep(0.01)
     assert not service._sessions
 
 
-async def test_a_cancelled_call_keeps_the_trainer_until_it_has_ended(
-    served: tuple[Client, TinkerService], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, service = served
+async def test_a_cancelled_call_keeps_the_trainer_until_it_has_ended() -> None:
     begun, ended = list[str](), list[str]()
 
-    async def slow(method: str, name: str) -> None:
-        begun.append(name)
-        await asyncio.sleep(0.05)
-        ended.append(name)
+    class Slow:
+        async def drop(self, name: str) -> None:
+            begun.append(name)
+            await asyncio.sleep(0.05)
+            ended.append(name)
 
-    monkeypatch.setattr(service, "_trainer", slow)
-    first = asyncio.create_task(service._ask("run", "first"))
-    second = asyncio.create_task(service._ask("run", "second"))
+    slow: Any = Slow()
+    trainer = AdapterTrainer(slow, AlgorithmConfig())
+    first = asyncio.create_task(trainer.drop("first"))
+    second = asyncio.create_task(trainer.drop("second"))
     await asyncio.sleep(0.01)
     first.cancel()
     await asyncio.sleep(0.01)
@@ -393,12 +397,12 @@ async def test_a_model_is_not_replaced_when_its_creation_is_sent_again(
 ) -> None:
     client, service = served
     await client.open()
-    adapter = client.rank._adapters[client.model]
+    adapter = client.rank._adapters._held[client.model]
     service._sessions[client.session].futures.drop(client.model)  # as old results are
     body = {"session_id": client.session, "model_seq_id": 0, "base_model": "model"}
     promise = await client.tree("create_model", body | {"lora_config": {"rank": 4}})
     assert "is not kept any more" in (await client.result(promise))["error"]
-    assert client.rank._adapters[client.model] is adapter
+    assert client.rank._adapters._held[client.model] is adapter
 
 
 async def test_a_session_that_ends_twice_at_once_ends_once(
@@ -408,7 +412,7 @@ async def test_a_session_that_ends_twice_at_once_ends_once(
     await client.open()
     session = service._sessions[client.session]
     await asyncio.gather(service._end(session), service._end(session))
-    assert not client.rank._adapters
+    assert not client.rank._adapters._held
     assert (await client.train(1, [], "cross_entropy")).status_code == 404
 
 
@@ -441,7 +445,7 @@ async def test_a_forward_pass_that_fails_leaves_the_gradient(
         raise RuntimeError("out of memory")
 
     with monkeypatch.context() as patched:
-        patched.setattr(client.rank, "_score", failing)
+        patched.setattr(Models, "score", failing)
         promise = (await client.train(2, data, "cross_entropy", forward_only=True)).json()
         assert "out of memory" in (await client.result(promise))["error"]
     assert all(each.abs().sum() >= 0 for each in gradient_of(client))

@@ -10,7 +10,6 @@ from turnwise.chat.template import load_tokenizer
 from turnwise.config import Config, load_config, make_config
 from turnwise.config.base import NEEDED_KEYS, Tree
 from turnwise.core.aio import run_in_thread, task_group
-from turnwise.core.optional import Foreign
 from turnwise.core.ray import watching_ray
 from turnwise.errors import InputError, translate_unwritable
 from turnwise.run.commands import run_folder
@@ -37,16 +36,6 @@ DEFAULTS: Tree = {
 adapters that sample at once."""
 
 
-class AdapterGroup(TrainerGroup):
-    """All ranks of the adapters' trainer."""
-
-    rank_class = "turnwise.tinker.rank:AdapterRank"
-
-    async def ask(self, method: str, name: str, *arguments: object) -> Foreign:
-        """Call a method of `AdapterRank` with the name of an adapter; return rank 0's answer."""
-        return (await self._same(f"{method} {name}", method, name, *arguments))[0]
-
-
 def server_config(
     model: str | None, file: Path | None = None, overrides: Sequence[str] = ()
 ) -> Config:
@@ -65,10 +54,10 @@ def server_config(
             "a Tinker server trains adapters: model.lora.rank must be the largest rank that "
             "clients may ask for, and weights.lora must be adapter"
         )
-    if config.training.colocated or config.training.ranks > 1:
+    if config.training.colocated:
         raise InputError(
-            "a Tinker server trains on one rank beside its engines: leave out training.colocated "
-            "and training.ranks"
+            "a Tinker server trains beside its engines, which sample at any time: leave out "
+            "training.colocated"
         )
     key = api_key(config)
     if key is not None and not key.startswith(KEY_PREFIX):
@@ -96,7 +85,7 @@ async def open_tinker(
         share = gpu_share(config, gpus, training=True)
         manager = make_manager(config, share)
         stack.push_async_callback(manager.shutdown)
-        start = partial(AdapterGroup.start, config, folder, num_gpus=share)
+        start = partial(TrainerGroup.start, config, folder, num_gpus=share)
         trainers = show_part(progress, "starting the trainer", start)
         async with task_group() as starting:
             starting.create_task(show_part(progress, starting_engines(config), manager.start))
@@ -104,8 +93,8 @@ async def open_tinker(
             texts = starting.create_task(run_in_thread(load_tokenizer, config))
         trainer = started.result()
         stack.push_async_callback(trainer.close)
-        words, decode = await trainer.ask("vocabulary", ""), texts.result().decode
-        made = trainer.ask, words, folder, decode, stable
+        words, decode = await trainer.begin_adapters(), texts.result().decode
+        made = trainer, words, folder, decode, stable
         service = TinkerService(config, manager.scheduler, *made)
         await run_in_thread(service.restore)
         server_class = await import_server()

@@ -1,6 +1,5 @@
-"""The losses that clients name, as sums over tokens.
+"""The losses that clients name, as functions of the trainer's tokens.
 
-A loss needs the policy's log-probs of the targets, with gradient, and tensors of the datum by name.
 Nothing is averaged: a client scales by its weights and advantages. Formulas are those of Tinker's
 pages "Loss functions" (tinker-docs.thinkingmachines.ai/tinker/losses).
 """
@@ -12,11 +11,10 @@ from typing import NamedTuple
 import torch
 
 from turnwise.errors import InputError
+from turnwise.training.algorithms import Loss, TokenLoss, Tokens
 from turnwise.training.algorithms.interface import importance_ratio
+from turnwise.training.algorithms.losses import Formula, clipped
 
-Inputs = Mapping[str, torch.Tensor]
-"""Tensors of the `N` tokens, [N], by the names of `loss_fn_inputs`; and `datum`, the index of the
-datum that each belongs to."""
 Settings = Mapping[str, float | str]
 """The client's `loss_fn_config`."""
 
@@ -26,63 +24,72 @@ class TinkerLoss(NamedTuple):
 
     needs: tuple[str, ...]
     """Names of the inputs that it needs beside `target_tokens`."""
-    compute: Callable[[torch.Tensor, Inputs], torch.Tensor]
-    """Returns the loss of each token, [N], of log-probs [N] and of all inputs."""
+    formula: Callable[[Tokens], TokenLoss]
+    """Returns the losses of the tokens; `Tokens.streams` has the inputs but for these two."""
     defaults: Mapping[str, float] = {}
     """Values of inputs that a datum may leave out; `loss_fn_config` replaces them."""
     factor: str = "advantages"
-    """Name of the input that is 0 where a token has no gradient; "" if there is none."""
+    """Name of the input that the tokens have for advantages."""
+    scaled: bool = True
+    """Whether a token has no gradient where this is 0."""
     several: bool = False
     """Whether each token may have `K` targets: then all tensors are [N, K]."""
 
+    @property
+    def loss(self) -> Loss:
+        """The trainer's loss."""
+        return Formula(self.formula, scaled=self.scaled)
 
-def _cross_entropy(logprobs_N: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+    @property
+    def streams(self) -> list[str]:
+        """Names of the inputs that are streams of the tokens."""
+        return [n for n in (*self.needs, *self.defaults) if n not in ("logprobs", self.factor)]
+
+
+def _ratio(tokens: Tokens) -> torch.Tensor:
+    return importance_ratio(tokens.logprobs_N - tokens.engine_logprobs_N)
+
+
+def _bounds(tokens: Tokens) -> tuple[torch.Tensor, torch.Tensor]:
+    return tokens.streams["clip_low_threshold"], tokens.streams["clip_high_threshold"]
+
+
+def _cross_entropy(tokens: Tokens) -> TokenLoss:
     """Return -w_t log pi(t)."""
-    return -logprobs_N * inputs["weights"]
+    return Loss.unclipped(tokens, -tokens.logprobs_N * tokens.advantages_N)
 
 
-def _importance_sampling(logprobs_N: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+def _importance_sampling(tokens: Tokens) -> TokenLoss:
     """Return -A_t pi(t) / q(t), where q sampled the tokens."""
-    return -importance_ratio(logprobs_N - inputs["logprobs"]) * inputs["advantages"]
+    return Loss.unclipped(tokens, -_ratio(tokens) * tokens.advantages_N)
 
 
-def _ppo(logprobs_N: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+def _ppo(tokens: Tokens) -> TokenLoss:
     """Return -min(r_t A_t, clip(r_t, low, high) A_t), where r_t = pi(t) / q(t)."""
-    return _clipped(importance_ratio(logprobs_N - inputs["logprobs"]), inputs)
+    return clipped(_ratio(tokens), tokens.advantages_N, *_bounds(tokens))
 
 
-def _clipped(ratio_N: torch.Tensor, inputs: Inputs) -> torch.Tensor:
-    return -torch.minimum(
-        ratio_N * inputs["advantages"], _clip(ratio_N, inputs) * inputs["advantages"]
-    )
-
-
-def _clip(ratio_N: torch.Tensor, inputs: Inputs) -> torch.Tensor:
-    return torch.clamp(ratio_N, inputs["clip_low_threshold"], inputs["clip_high_threshold"])
-
-
-def _cispo(logprobs_N: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+def _cispo(tokens: Tokens) -> TokenLoss:
     """Return -clip(r_t, low, high) A_t log pi(t), with no gradient of the ratio."""
-    ratio_N = importance_ratio(logprobs_N.detach() - inputs["logprobs"])
-    return -_clip(ratio_N, inputs) * inputs["advantages"] * logprobs_N
+    weight_N = torch.clamp(_ratio(tokens).detach(), *_bounds(tokens))
+    return Loss.unclipped(tokens, -weight_N * tokens.advantages_N * tokens.logprobs_N)
 
 
-def _dro(logprobs_N: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+def _dro(tokens: Tokens) -> TokenLoss:
     """Return -A_t log pi(t) + beta / 2 (log pi(t) - log q(t))^2."""
-    penalty_N = (logprobs_N - inputs["logprobs"]) ** 2
-    return -logprobs_N * inputs["advantages"] + 0.5 * inputs["beta"] * penalty_N
+    penalty_N = (tokens.logprobs_N - tokens.engine_logprobs_N) ** 2
+    loss_N = -tokens.logprobs_N * tokens.advantages_N + 0.5 * tokens.streams["beta"] * penalty_N
+    return Loss.unclipped(tokens, loss_N)
 
 
-def _gspo(logprobs_N: torch.Tensor, inputs: Inputs) -> torch.Tensor:
+def _gspo(tokens: Tokens) -> TokenLoss:
     """Return PPO's loss with one ratio for all tokens of a datum, the geometric mean of those where
     `sequence_ratio_mask` is not 0; its gradient is that of the token's own log-prob."""
-    sampled_N = (inputs["sequence_ratio_mask"] != 0).float()
-    log_ratio_N = (logprobs_N.detach() - inputs["logprobs"]) * sampled_N
-    sums_2S = torch.zeros(2, int(inputs["datum"][-1]) + 1, device=logprobs_N.device)
-    sums_2S.index_add_(1, inputs["datum"], torch.stack([log_ratio_N, sampled_N]))
-    ratio_S = importance_ratio(sums_2S[0] / sums_2S[1].clamp(min=1))
-    ratio_N = ratio_S[inputs["datum"]] * (logprobs_N - logprobs_N.detach()).exp()
-    return _clipped(ratio_N, inputs)
+    sampled_N, own_N = (tokens.streams["sequence_ratio_mask"] != 0).float(), tokens.logprobs_N
+    log_ratio_N = (own_N.detach() - tokens.engine_logprobs_N) * sampled_N
+    mean_S = tokens.sums_S(log_ratio_N) / tokens.sums_S(sampled_N).clamp(min=1)
+    ratio_N = importance_ratio(mean_S)[tokens.sequence_N] * (own_N - own_N.detach()).exp()
+    return clipped(ratio_N, tokens.advantages_N, *_bounds(tokens))
 
 
 def _range(low: float, high: float) -> Mapping[str, float]:
@@ -95,7 +102,7 @@ LOSSES: Mapping[str, TinkerLoss] = {
     "importance_sampling": TinkerLoss(_RL, _importance_sampling),
     "ppo": TinkerLoss(_RL, _ppo, _range(0.8, 1.2)),
     "cispo": TinkerLoss(_RL, _cispo, _range(0.0, 4.0)),
-    "dro": TinkerLoss(_RL, _dro, {"beta": 0.05}, factor=""),
+    "dro": TinkerLoss(_RL, _dro, {"beta": 0.05}, scaled=False),
     # The range is that of Zheng et al., "Group Sequence Policy Optimization" (arXiv 2507.18071).
     "gspo": TinkerLoss((*_RL, "sequence_ratio_mask"), _gspo, _range(1 - 3e-4, 1 + 4e-4)),
 }
@@ -104,7 +111,7 @@ LOSSES: Mapping[str, TinkerLoss] = {
 
 STABLE = "stable_reinforce"
 """A loss of the protocol whose formula is not published."""
-STAND_INS = [n for n, each in LOSSES.items() if each.needs == _RL and each.factor]
+STAND_INS = [n for n, each in LOSSES.items() if each.needs == _RL and each.scaled]
 """Losses that can be computed in its place, from inputs that its data have."""
 NOT_STABLE = (
     "this server does not compute stable_reinforce: choose another loss (the cookbook's programs "

@@ -4,6 +4,7 @@ Keys that are not known are ignored, as the protocol grows. A mistake is an `Inp
 words of the protocol.
 """
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cache
@@ -22,6 +23,7 @@ from turnwise.serving.openai.errors import errors_of, explain
 from turnwise.tinker.images import ImageChunk
 from turnwise.tinker.losses import TinkerLoss, loss_named
 from turnwise.tinker.wire import MOST_VALUES, Datum, Joined, TrainingRequest
+from turnwise.training.reports import OptimSettings
 from turnwise.trajectory.images import placed
 
 _Id = Annotated[str, Field(max_length=300)]
@@ -93,7 +95,7 @@ class Named(BaseRequest):
     """URL of the server, as its client writes it."""
 
 
-class AdapterSpec(BaseRequest):
+class LoraSpec(BaseRequest):
     """An adapter as a client asks for it; none is trained in the output head."""
 
     model_config = ConfigDict(extra="ignore")
@@ -110,7 +112,7 @@ class OfNewModel(OfSession):
 class CreateModel(OfNewModel):
     base_model: str
     user_metadata: dict[str, str] | None = None
-    lora_config: AdapterSpec | None = None
+    lora_config: LoraSpec | None = None
 
 
 class GetInfo(BaseRequest):
@@ -131,6 +133,12 @@ class AdamStep(BaseRequest):
     eps: Annotated[_Finite, Field(gt=0)] = 1e-12
     weight_decay: Annotated[_Finite, Field(ge=0)] = 0.0
     grad_clip_norm: _Finite = 0.0
+
+    @property
+    def settings(self) -> OptimSettings:
+        limit = self.grad_clip_norm if self.grad_clip_norm > 0 else math.inf
+        betas = self.beta1, self.beta2
+        return OptimSettings(self.learning_rate, betas, self.eps, self.weight_decay, limit)
 
 
 class OptimStep(OfModel):

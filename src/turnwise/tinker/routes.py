@@ -142,7 +142,7 @@ def _part(items: Sequence[_Item], asked: Page) -> tuple[Sequence[_Item], JsonObj
 
 async def weights_info(service: TinkerService, owner: str, asked: Named) -> JsonObject:
     found = await run_in_thread(service.checkpoints.find, asked.tinker_path, owner)
-    spec = requests.AdapterSpec.model_validate(found.spec)
+    spec = requests.LoraSpec.model_validate(found.spec)
     trained = {"train_unembed": False, "train_mlp": spec.train_mlp, "train_attn": spec.train_attn}
     return {"base_model": found.base_model, "is_lora": True, "lora_rank": spec.rank} | trained
 

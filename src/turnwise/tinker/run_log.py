@@ -129,7 +129,7 @@ class RunLog:
         if request.forward_only:
             return
         self._loss += loss
-        factor = LOSSES[request.loss].factor or "advantages"
+        factor = LOSSES[request.loss].factor
         for datum, logprobs_T in zip(request.data, logprobs, strict=True):
             length = len(datum.token_ids_T)
             size = length + _DATUM_TOKENS

@@ -22,7 +22,6 @@ from typing import TypeVar
 from turnwise.config import Config
 from turnwise.core.aio import run_in_thread, together
 from turnwise.core.json_types import JsonObject
-from turnwise.core.optional import Foreign
 from turnwise.core.run_files import RunFiles
 from turnwise.engine.protocol import Generator, Route, generate
 from turnwise.errors import EngineError, InputError, TurnwiseError, text_of, visible
@@ -34,6 +33,7 @@ from turnwise.tinker.images import ChunkReader
 from turnwise.tinker.losses import NOT_STABLE, STABLE
 from turnwise.tinker.requests import parsed
 from turnwise.tinker.run_log import RunLog, SampleIndex
+from turnwise.tinker.trainer import AdapterTrainer, Trainer
 from turnwise.tinker.wire import Array, TrainingRequest, sample_reply, training_reply
 
 logger = logging.getLogger(__name__)
@@ -106,16 +106,12 @@ class Sampler:
         return saved if saved is not None and saved.kind == "snapshots" else None
 
 
-Ask = Callable[..., Awaitable[Foreign]]
-"""Calls a method of `AdapterRank` by its name, with the name of an adapter; one call at a time."""
-
-
 class TinkerService:
     """One server's sessions, models and samplers.
 
     Args:
         generator: The engines.
-        ask: The trainer.
+        trainer: The trainer.
         vocabulary: Number of ids that the model knows.
         folder: The run's folder; checkpoints are in `tinker` below it, and the files of each
             client's training run.
@@ -127,7 +123,7 @@ class TinkerService:
         self,
         config: Config,
         generator: Generator,
-        ask: Ask,
+        trainer: Trainer,
         vocabulary: int,
         folder: Path,
         decode: Callable[[list[int]], str] = str,
@@ -143,8 +139,8 @@ class TinkerService:
         self._names = {self.model_name, path, Path(path).name}
         self._tokenizer = config.model.tokenizer or path
         self._config, self._stable = config, stable
-        self._generator, self._trainer, self._vocabulary = generator, ask, vocabulary
-        self._trainer_turn = asyncio.Lock()
+        self._generator, self._vocabulary = generator, vocabulary
+        self._trainer = AdapterTrainer(trainer, config.algorithm)
         self._sessions: dict[str, Session] = {}
         self._held: dict[str, int] = {}
         self._files = RunFiles(folder / "tinker_sessions")
@@ -268,7 +264,7 @@ class TinkerService:
         model.session.models.pop(model.id, None)
         await model.log.close()
         try:
-            await self._ask("remove", model.id)
+            await self._trainer.remove(model.id)
         except TurnwiseError as error:  # the trainer's own watch ends the server if it died
             logger.warning("the adapter %s is not removed: %s", model.id, error)
 
@@ -306,9 +302,11 @@ class TinkerService:
         await self._add_model(session, replace(new, run_metadata=asked.user_metadata))
         return {"model_id": name}
 
-    async def _add_model(self, session: Session, state: Checkpoint, *loaded: object) -> Model:
-        """Add an adapter; `loaded` are the arguments of `AdapterRank.read`, if it was saved."""
-        name, spec = state.run, requests.AdapterSpec.model_validate(state.spec)
+    async def _add_model(
+        self, session: Session, state: Checkpoint, loaded: tuple[Path, bool] | None = None
+    ) -> Model:
+        """Add an adapter; `loaded` are the arguments of `Adapters.read`, if it was saved."""
+        name, spec = state.run, requests.LoraSpec.model_validate(state.spec)
         if name in session.models:
             raise Gone(f"the result of the request {name} is not kept any more")
         if not 1 <= spec.rank <= (most := self._config.model.lora.rank):
@@ -319,9 +317,9 @@ class TinkerService:
         log = RunLog(self._config, self.checkpoints.root, name, session.owner, self._sampled)
         model = session.models[name] = Model(session, state, log)
         try:
-            await self._ask("create", name, spec)
-            if loaded:
-                await self._ask("read", name, *loaded)
+            await self._trainer.add(name, spec)
+            if loaded is not None:
+                await self._trainer.read(name, *loaded)
         except Exception:  # a session that ends meanwhile removes it
             await self._remove(model)
             raise
@@ -350,7 +348,7 @@ class TinkerService:
         outputs, loss = list[Array](), 0.0
         try:
             for part in requests.turns_of(request):
-                found, its_loss = await self._ask("run", model.id, part)
+                found, its_loss = await self._trainer.run(model.id, part)
                 outputs, loss = outputs + found, loss + its_loss
             model.log.add(request, [each[0] for each in outputs], loss)
             return await run_in_thread(training_reply, outputs, loss)
@@ -381,13 +379,13 @@ class TinkerService:
         taken = asked.adam_params
         try:
             if model.lost:
-                await self._ask("drop", model.id)
+                await self._trainer.drop(model.id)
                 why, model.lost = model.lost, ""
                 raise InputError(
                     f"optim_step: a pass of this step failed ({why}), so the gradient was dropped "
                     "and nothing changed: send the passes of this step again"
                 )
-            metrics = await self._ask("step", model.id, taken)
+            metrics = await self._trainer.step(model.id, taken)
         except InputError:  # the gradient is dropped
             model.log.drop()
             raise
@@ -425,7 +423,7 @@ class TinkerService:
     async def load(self, model: Model, asked: requests.LoadWeights) -> Reply:
         saved = await self._saved(asked, model.session)
         async with self._holding(saved) as held:
-            await self._ask("read", model.id, held, asked.optimizer)
+            await self._trainer.read(model.id, held, asked.optimizer)
         model.log.drop()  # of passes whose gradient is dropped
         model.lost = ""
         model.state = replace(model.state, version=saved.version)
@@ -436,7 +434,7 @@ class TinkerService:
         new = replace(saved, run=name, kind="snapshots", created=str(expiry(0)), expires=None)
         new = replace(new, run_metadata=asked.user_metadata)
         async with self._holding(saved) as held:
-            await self._add_model(session, new, held, asked.optimizer)
+            await self._add_model(session, new, (held, asked.optimizer))
         return {"path": saved.address, "model_id": name}
 
     async def _saved(self, asked: requests.LoadWeights, session: Session) -> Checkpoint:
@@ -469,23 +467,12 @@ class TinkerService:
         flush = kind != "snapshots"  # which end with their session
         how = {"overwrite": asked.overwrite, "flush": flush}
         try:
-            await self._ask("write", model.id, begun, kind == "weights")
+            await self._trainer.write(model.id, begun, kind == "weights")
             await run_in_thread(partial(self.checkpoints.commit, saved, begun, **how))
         except BaseException:  # a full disk would stay full
             await run_in_thread(partial(shutil.rmtree, begun, ignore_errors=True))
             raise
         return saved
-
-    async def _ask(self, method: str, name: str, *arguments: object) -> Foreign:
-        """Call a method of `AdapterRank`; models take turns, in the order of their requests. The
-        trainer ends what it has begun, so a call that is cancelled keeps its turn until then."""
-        async with self._trainer_turn:
-            call = asyncio.ensure_future(self._trainer(method, name, *arguments))
-            try:
-                return await asyncio.shield(call)
-            except asyncio.CancelledError:
-                await asyncio.wait([call])
-                raise
 
     def _enqueue(self, model: Model, position: int, work: Work, size: int = 0) -> JsonObject:
         """Begin a request of a model, of some bytes, which runs once those before have ended."""

@@ -6,7 +6,7 @@ changes no result.
 """
 
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -286,6 +286,8 @@ class Columns:
     targets, counted from 0; the others were drawn under the run's `sampling`."""
     allowed: Allowed | None = None
     """Ids that grammars allowed at the targets of this rank; None without a grammar."""
+    learns_N: torch.Tensor | None = None
+    """Whether each target of this rank has a gradient; None: all have."""
     others_see: bool = False
     """Whether columns of the same optimizer step, maybe on other ranks, have images."""
 
@@ -327,7 +329,10 @@ class Columns:
             column_T[:-1][sample.response_mask_T[1:]]
             for sample, column_T in zip(samples, columns, strict=True)
         )
-        targets = _concatenated(sample.token_ids_T[sample.response_mask_T] for sample in samples)
+        targets = joined_rows(
+            (s.token_ids_T if s.targets_T is None else s.targets_T)[s.response_mask_T]
+            for s in samples
+        )
         share = width // size
         row, column = np.divmod(before, width)
         column -= rank * share
@@ -362,6 +367,7 @@ class Columns:
                 if len(at_K := np.flatnonzero(kind_N[own_N] == number))
             ),
             Allowed.of(samples, own_N, device) if any(s.allowed for s in samples) else None,
+            None,
             others_see,
         )
 
@@ -467,6 +473,17 @@ def _distributions(samples: Sequence[Sample], targets: int) -> tuple[list[Distri
     return list(numbers), kind_N
 
 
+def joined_rows(parts: Iterable[Array]) -> Array:
+    """Return values of all tokens, one after another: [N], or [N, K] if any part has several
+    columns; rows that have fewer are filled up with 0."""
+    listed = list(parts)
+    wide = max((part.shape[1] for part in listed if part.ndim > 1), default=0)
+    if wide:
+        rows = [part.reshape(len(part), -1) for part in listed]
+        listed = [np.pad(row, ((0, 0), (0, wide - row.shape[1]))) for row in rows]
+    return np.concatenate([np.zeros((0, wide) if wide else 0, np.int64), *listed])
+
+
 def _concatenated(parts: Iterable[_Ids]) -> _Ids:
     return np.concatenate([np.zeros(0, np.int64), *parts])
 
@@ -530,15 +547,17 @@ def make_micro_batch(
     masks, repeats = [s.response_mask_T for s in samples], [s.trained for s in samples]
 
     def picked(rows: Iterable[Array], dtype: type) -> torch.Tensor:
-        parts = [row[mask] for row, mask in zip(rows, masks, strict=True)]
-        joined = np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype)
-        return torch.from_numpy(joined).to(device)
+        joined = joined_rows(row[mask] for row, mask in zip(rows, masks, strict=True))
+        return torch.from_numpy(joined.astype(dtype)).to(device)
 
     def spread(values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
         repeated = np.repeat(np.asarray(values, dtype=np.float64), repeats)
         return torch.from_numpy(repeated).to(device, dtype)
 
     engine_N = picked((s.logprobs_T for s in samples), np.float32)
+    streams = defaultdict[str, torch.Tensor](lambda: engine_N)  # of no token, without samples
+    for name in samples[0].streams if samples else ():
+        streams[name] = picked((s.streams[name] for s in samples), np.float32)
     tokens = Tokens(
         engine_N,
         engine_N,
@@ -548,6 +567,7 @@ def make_micro_batch(
         len(numbers),
         spread([trajectory_tokens[s.trajectory] for s in samples], torch.float32),
         version - picked((s.weight_versions_T for s in samples), np.int64),
+        streams=streams,
     )
     if any(any(s.teacher_weights) for s in samples):
         rows = (  # NaN also where a teacher in the ranks will score

@@ -48,8 +48,9 @@ class ContextGroup:
         return own_BHTD
 
     def union(self, values_N: torch.Tensor, number_N: torch.Tensor, total: int) -> torch.Tensor:
-        """Return the values of all ranks, each at its number among the total: [total]."""
-        own_N = values_N.new_zeros(total).index_copy(0, number_N, values_N)
+        """Return the values of all ranks, each at its number among the total: [total], or
+        [total, K]."""
+        own_N = values_N.new_zeros(total, *values_N.shape[1:]).index_copy(0, number_N, values_N)
         whole_N = own_N.detach().clone()
         dist.all_reduce(whole_N, group=self.ranks)
         # All ranks compute the same from them, so the gradient of own values is complete.

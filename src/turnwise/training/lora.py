@@ -30,7 +30,7 @@ from turnwise.weights.transport import NamedTensors
 
 ModelName = Literal["policy", "reference", "value"]
 """The models of the trainer, by the role that they play in training."""
-_ADAPTERS: dict[ModelName, str] = {"policy": "default", "value": "value"}
+_ADAPTERS: dict[str, str] = {"policy": "default", "value": "value"}
 """PEFT's name of the adapter that is active in each role; the reference model has none."""
 _POLICY = _ADAPTERS["policy"]
 PREFIX = "base_model.model."  # beginning of the names of tensors in PEFT's files
@@ -222,18 +222,22 @@ def adapted_layers(model: nn.Module) -> dict[str, Foreign]:
     return {name: module for name, module in model.named_modules() if isinstance(module, kind)}
 
 
-def take_role(model: nn.Module, role: ModelName) -> None:
-    """Make the adapter of a role the active one, for the next forward and backward pass."""
-    active = [_ADAPTERS[role]] if role in _ADAPTERS else []
-    activate(adapted_layers(model).values(), active)
+def take_role(model: nn.Module, role: str) -> None:
+    """Make the adapter of a role, or one by PEFT's name, the active one, for the next forward and
+    backward pass."""
+    activate(adapted_layers(model).values(), [] if role == "reference" else [_adapter_of(role)])
 
 
-def trained_part(module: nn.Module, role: ModelName) -> nn.Module:
-    """Return a module of the parameters that one role trains: its adapter, and the value model's
-    head. Their names have slashes for dots."""
+def _adapter_of(role: str) -> str:
+    return _ADAPTERS.get(role, role)
+
+
+def trained_part(module: nn.Module, role: str) -> nn.Module:
+    """Return a module of the parameters that one role, or an adapter by PEFT's name, trains: the
+    adapter's, and those of the value model's head. Their names have slashes for dots."""
     part = nn.Module()
     for name, parameter in module.named_parameters():
-        own = f".{_ADAPTERS[role]}." in name
+        own = f".{_adapter_of(role)}." in name
         if parameter.requires_grad and (own or (role == "value" and ".lora_" not in name)):
             part.register_parameter(name.replace(".", "/"), parameter)
     return part

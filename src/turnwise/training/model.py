@@ -151,7 +151,7 @@ class Scorer(nn.Module):
         self._entropy_gradient = entropy_gradient
 
     def forward(
-        self, columns: Columns, sampling: SamplingConfig | None = None, role: ModelName = "policy"
+        self, columns: Columns, sampling: SamplingConfig | None = None, role: str = "policy"
     ) -> Scores | torch.Tensor:
         """Return the scores of the targets, under `sampling` or, if it is None, what each was drawn
         from; in the role of the value model, values."""
@@ -215,12 +215,10 @@ class Models:
     group: ContextGroup | None = None
     """Ranks that share each sequence; None: each rank computes its own."""
 
-    def score(
-        self, name: ModelName, columns: Columns, sampling: SamplingConfig | None = None
-    ) -> Scores:
-        """Return the scores of targets by a model, under `sampling`; None: what each was drawn
-        from."""
-        module = self.policy if name == "policy" else self.reference
+    def score(self, name: str, columns: Columns, sampling: SamplingConfig | None = None) -> Scores:
+        """Return the scores of targets by a model, one of `ModelName` or an adapter by PEFT's name,
+        under `sampling`; None: what each was drawn from."""
+        module = self.reference if name == "reference" else self.policy
         assert module is not None, f"there is no {name} model"
         with self.computing(module):
             scores: Scores = module(columns, sampling, name)
@@ -296,22 +294,29 @@ def score_columns(
     # Padding needs no attention mask: it is on the right, and attention is causal.
     hidden_NH = hidden_before(backbone_of(model), columns, images)
     targets_N, drawn, allowed = columns.targets_N, columns.distributions, columns.allowed
-    if not drawn:
+    learns_N = columns.learns_N if torch.is_grad_enabled() else None
+    if not drawn and (learns_N is None or learns_N.all()):
         scores = score_hidden(model, hidden_NH, targets_N, sampling, entropy_gradient, allowed)
         return columns.whole(scores[0]), columns.whole(scores[1])
-    other_N = torch.ones_like(targets_N, dtype=torch.bool)
+    other_N = torch.ones(len(targets_N), dtype=torch.bool, device=targets_N.device)
     for _, at_K in drawn:
         other_N[at_K] = False
     rest_K = other_N.nonzero()[:, 0]
     parts: list[tuple[SamplingConfig | Distribution, torch.Tensor]] = [*drawn]
     parts += [(sampling, rest_K)] if len(rest_K) else []
-    found = [
-        score_hidden(
-            *(model, hidden_NH[at_K], targets_N[at_K], own, entropy_gradient),
-            None if allowed is None else allowed[at_K],
-        )
-        for own, at_K in parts
-    ]
+    if learns_N is not None:  # a head's backward pass is much of the work
+        parts = [(s, at_K[learns_N[at_K] == own]) for s, at_K in parts for own in (True, False)]
+    found = []
+    for own, at_K in parts:
+        with torch.set_grad_enabled(
+            torch.is_grad_enabled() and (learns_N is None or bool(learns_N[at_K].all()))
+        ):
+            found.append(
+                score_hidden(
+                    *(model, hidden_NH[at_K], targets_N[at_K], own, entropy_gradient),
+                    None if allowed is None else allowed[at_K],
+                )
+            )
     back_N = torch.cat([at_K for _, at_K in parts]).argsort()
     logprobs, entropies = zip(*found, strict=True)
     return columns.whole(torch.cat(logprobs)[back_N]), columns.whole(torch.cat(entropies)[back_N])

@@ -7,7 +7,7 @@ computes sums, which the caller adds up.
 
 import resource
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -15,16 +15,13 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 
 from turnwise.config import AlgorithmConfig, Config, SamplingConfig
-from turnwise.core.process import give_back
 from turnwise.errors import InputError, TurnwiseError
 from turnwise.training import checkpoint_state
+from turnwise.training.adapters import Adapters
 from turnwise.training.algorithms import Loss, make_algorithm
-from turnwise.training.algorithms.advantages import moments, normalised, of_time_steps
-from turnwise.training.algorithms.entropy import EntropyControl, entropy_floor, mean_part
-from turnwise.training.algorithms.losses import kl_N, objective, reward_penalty, teach
+from turnwise.training.algorithms.entropy import EntropyControl
 from turnwise.training.batching import (
     Columns,
     MicroBatch,
@@ -34,6 +31,7 @@ from turnwise.training.batching import (
 )
 from turnwise.training.context import ContextGroup
 from turnwise.training.export import export_adapter, export_model
+from turnwise.training.gradient import Gradients, How
 from turnwise.training.layout_check import check_run
 from turnwise.training.loading import load_models, missing_model
 from turnwise.training.lora import (
@@ -41,6 +39,7 @@ from turnwise.training.lora import (
     adapter_tensors,
     changed_parameters,
     merged_tensors,
+    remove_adapter,
     said_without_adapter,
 )
 from turnwise.training.memory import check_room
@@ -63,9 +62,6 @@ from turnwise.weights.transport import Manifest, NamedTensors, canary_prompt, ma
 
 _T = TypeVar("_T")
 _PLAIN = SamplingConfig()
-_GIVE_BACK_SECONDS = 10.0
-"""Seconds after which a rank on a CPU gives freed memory back again, which costs it new pages:
-holes between the blocks of different micro-batches add up."""
 _ALL = ("params", "optimizer")
 
 
@@ -126,10 +122,13 @@ class TrainerRank:
         kinds = {"params": self._models.weights, "optimizer": self._moments}
         self._offload = Offload(kinds, run.absolute())
         self._entropy = EntropyControl(config.algorithm.entropy)
-        self._added: list[UpdateReport] = []
-        """Reports of the gradients that wait for `optim_step`."""
+        self._gradients = Gradients(config, models, self._advantage, self._entropy, ranks)
+        self._adapters: Adapters | None = None
+        if config.model.lora.rank:
+            self._adapters = Adapters(config, self._model, self.device, run.absolute())
+        self._added = defaultdict[str, list[UpdateReport]](list)
+        """Reports of the gradients that wait for `optim_step`, by the model's name."""
         self._steps = 0
-        self._gave_back = time.monotonic()
         self._skipped_in_row: dict[str, int] = {}
         """Updates in a row without a finite gradient, by learner."""
         self.version = 0
@@ -147,19 +146,27 @@ class TrainerRank:
         self._offload.bring_back(_ALL)
         steps = [[self._batch(samples, s) for samples in s.micro_batches] for s in shares]
         batches = [batch for step in steps for batch in step]
-        self._prepare(batches, self._algorithm, self._loss, len(steps) * passes)
+        how = How(self._algorithm, self._loss)
+        self._gradients.prepare(batches, how, len(steps) * passes)
         recorded = [torch.zeros(len(RECORDED), 0, device=self.device)]
         updates: list[UpdateReport] = []
         for _ in range(passes):
             for step, share in zip(steps, shares, strict=True):
                 self.drop()  # of an update that failed
-                self._add_gradient(step, share, self._algorithm, self._loss, recorded)
+                self._added["policy"].append(
+                    self._gradients.add(step, share, how, recorded, self._warming)
+                )
                 updates.append(self._update(CONFIGURED))
         self._end_step()
         return self._report(shares, batches, passes, updates, recorded, started)
 
     def forward_backward(
-        self, share: RankBatches, algorithm: AlgorithmConfig | None = None, loss: Loss | None = None
+        self,
+        share: RankBatches,
+        algorithm: AlgorithmConfig | None = None,
+        loss: Loss | None = None,
+        name: str = "policy",
+        learns: bool = True,
     ) -> StepReport:
         """Add the gradient of a share to those that wait for `optim_step`; an error drops all of
         them.
@@ -167,6 +174,9 @@ class TrainerRank:
         Args:
             algorithm: Loss, penalties and reduction, in the place of the configured ones.
             loss: Loss in the place of the one that this names.
+            name: The policy, or an adapter that was added, whose tokens are scored at temperature
+                1.
+            learns: Whether to add the gradient; if not, only the report is made.
         """
         started = time.perf_counter()
         self._offload.bring_back(["params"])
@@ -174,31 +184,72 @@ class TrainerRank:
             algorithm, loss = self._algorithm, loss or self._loss
         elif loss is None:
             loss = make_algorithm(algorithm).loss
+        how, warming = How(algorithm, loss, learns=learns), self._warming and name == "policy"
+        if name != "policy":
+            label = self._added_adapters.use(name).label
+            how = how._replace(model=label, sampling=_PLAIN)
         batches = [self._batch(samples, share) for samples in share.micro_batches]
         recorded = [torch.zeros(len(RECORDED), 0, device=self.device)]
         try:
-            self._prepare(batches, algorithm, loss, 1)
-            self._add_gradient(batches, share, algorithm, loss, recorded)
-        except BaseException:  # perhaps a part of it was added
-            self.drop()
+            with torch.set_grad_enabled(learns):
+                self._gradients.prepare(batches, how, 1)
+                report = self._gradients.add(batches, share, how, recorded, warming)
+        except BaseException:
+            if learns:  # perhaps a part of it was added
+                self.drop(name)
             raise
-        return self._report([share], batches, 1, self._added[-1:], recorded, started)
+        if learns:
+            self._added[name].append(report)
+        return self._report([share], batches, 1, [report], recorded, started)
 
-    def optim_step(self, settings: OptimSettings) -> tuple[int, UpdateReport]:
+    def optim_step(self, settings: OptimSettings, name: str = "policy") -> tuple[int, UpdateReport]:
         """Take an optimizer step with the gradients that were added since the last one; return the
-        version of the weights."""
-        if not self._added:
+        version of the policy's weights."""
+        if name != "policy":
+            adapter, added = self._added_adapters.use(name), self._added.pop(name, [])
+            if added:
+                adapter.average()
+            report = added[-1] if added else UpdateReport()
+            report.grad_norm, finite = adapter.learner.step(settings)
+            report.learning_rate, report.skipped = settings.learning_rate or 0.0, not finite
+            return self.version, report
+        if not self._added[name]:
             raise InputError("optim_step: no gradient was added since the last step")
         self._offload.bring_back(_ALL)
         report = self._update(settings)
         self._end_step()
         return self.version, report
 
-    def drop(self) -> None:
-        """Drop the gradients that wait for a step."""
-        self._added = []
-        for learner in self._learners.values():
+    def drop(self, name: str = "policy") -> None:
+        """Drop the gradients of a model that wait for a step."""
+        self._added.pop(name, None)
+        learners = [*self._learners.values()]
+        if name != "policy":
+            learners = [self._added_adapters.use(name).learner]
+        for learner in learners:
             learner.optimizer.zero_grad()
+
+    @property
+    def _added_adapters(self) -> Adapters:
+        if self._adapters is None:
+            raise InputError("adapters can be added to a trainer with model.lora.rank alone")
+        return self._adapters
+
+    def adapter(self, method: str, name: str, *arguments: object) -> None:
+        """Call a method of `Adapters`: add, remove, write or read."""
+        if method == "remove":
+            self._added.pop(name, None)
+        getattr(self._added_adapters, method)(name, *arguments)
+
+    def remove_policy(self) -> None:
+        """Free the memory of the policy's own adapter, for a trainer of added adapters alone."""
+        remove_adapter(self._model, "default")
+        self._learners.clear()
+        del self._learner
+
+    def vocabulary(self) -> int:
+        """Return the number of ids that the model knows."""
+        return int(self._scorer.model.config.get_text_config().vocab_size)
 
     def _end_step(self) -> None:
         self._steps += 1
@@ -249,42 +300,10 @@ class TrainerRank:
         """Whether the value model alone is trained."""
         return self._steps < self._warmup
 
-    def _add_gradient(
-        self,
-        batches: Sequence[MicroBatch],
-        share: RankBatches,
-        algorithm: AlgorithmConfig,
-        loss: Loss,
-        recorded: list[torch.Tensor],
-    ) -> None:
-        """Add the gradient of the loss, the sum over all trained tokens of all ranks."""
-        report, warming = UpdateReport(), self._warming
-        self._added.append(report)
-        counted = share.total_tokens
-        if not warming:
-            counted = self._find_low_entropies(batches, share, algorithm.entropy.top_quantile)
-        for batch in batches:
-            if not warming:
-                self._add_policy_gradient(batch, share, algorithm, loss, counted, report, recorded)
-            if batch.returns_N is not None:
-                assert batch.values_N is not None
-                values_N = self._models.estimate(batch.columns)
-                loss_N = self._advantage.value_loss(values_N, batch.values_N, batch.returns_N)
-                total = loss_N.sum() / share.total_tokens * self._ranks
-                total.backward()  # type: ignore[no-untyped-call]
-                report.sums["value_loss"] += float(loss_N.detach().sum())
-            report.tokens += len(batch.tokens.advantages_N)
-            if (
-                self.device.type == "cpu"
-                and time.monotonic() > self._gave_back + _GIVE_BACK_SECONDS
-            ):
-                give_back()
-                self._gave_back = time.monotonic()
-
     def _update(self, settings: OptimSettings) -> UpdateReport:
         """Take one optimizer step; return the last report of its gradients, and of the step."""
-        added, warming, critic = self._added, self._warming, self._learners.get("critic")
-        report, self._added, self._whole = added[-1], [], False
+        added, warming = self._added.pop("policy"), self._warming
+        report, critic, self._whole = added[-1], self._learners.get("critic"), False
         if not warming:
             own = settings.learning_rate
             report.learning_rate = self._learner.rate if own is None else own
@@ -294,7 +313,7 @@ class TrainerRank:
             self._check_skips("policy", finite)
             if self._algorithm.entropy.adaptive and finite:
                 entropy = sum(each.mean_entropy for each in added) / len(added)
-                self._entropy.adapt(sum(self._of_all_ranks(entropy)))
+                self._entropy.adapt(sum(self._gradients.of_all_ranks(entropy)))
             if self._algorithm.entropy.has_bonus:
                 report.entropy_coef = self._entropy.coef
             if finite and (every := self._algorithm.kl.sync_steps) and self.version % every == 0:
@@ -304,133 +323,6 @@ class TrainerRank:
             report.skipped |= not finite
             self._check_skips("critic", finite)
         return report
-
-    def _prepare(
-        self, batches: Sequence[MicroBatch], algorithm: AlgorithmConfig, loss: Loss, updates: int
-    ) -> None:
-        """Compute what the losses need before the first update of a step: log-probs of the policy
-        and of the reference model, values, and from them each token's advantage."""
-        kl, corrected = algorithm.kl, algorithm.correction.name != "none"
-        teaches = any(teacher.in_ranks for teacher in self._config.teachers().values())
-        penalised = bool(kl.coef) and kl.where == "reward"  # the KL penalty is part of the reward
-        valued = self._advantage.needs_values and algorithm.advantage == self._algorithm.advantage
-        with torch.no_grad():
-            for batch in batches:
-                if penalised or (corrected and updates > 1):
-                    batch.old_logprobs_N, _ = self._models.score("policy", batch.columns)
-                taught_N = batch.tokens.teacher_logprobs_N
-                if loss.needs_reference or kl.coef or teaches:
-                    reference_N, _ = self._models.score("reference", batch.columns)
-                    batch.tokens = replace(batch.tokens, reference_logprobs_N=reference_N)
-                if teaches and taught_N is not None:
-                    taught_N = torch.where(taught_N.isnan(), reference_N, taught_N)
-                    batch.tokens = replace(batch.tokens, teacher_logprobs_N=taught_N)
-                tokens, penalties_N = batch.tokens, None
-                if penalised:
-                    assert batch.old_logprobs_N is not None
-                    penalties_N = kl_N(batch.old_logprobs_N, reference_N, kl.estimator)
-                if valued:  # until here, `advantages_N` are rewards
-                    batch.values_N = self._models.estimate(batch.columns)
-                    rewards_N = tokens.advantages_N
-                    if penalties_N is not None:
-                        rewards_N = rewards_N - kl.coef * penalties_N
-                    advantages_N, returns_N = (torch.zeros_like(rewards_N) for _ in range(2))
-                    for span in batch.spans():
-                        steps = rewards_N[span], batch.values_N[span], batch.call_N[span]
-                        advantages_N[span], returns_N[span] = of_time_steps(self._advantage, *steps)
-                    batch.tokens = replace(tokens, advantages_N=advantages_N)
-                    batch.returns_N = returns_N
-                elif penalties_N is not None and penalties_N.any():
-                    for span in batch.spans():
-                        tokens.advantages_N[span] -= reward_penalty(penalties_N[span], kl.coef)
-        if self._advantage.normalise and valued:
-            sums_3 = moments(torch.cat([batch.tokens.advantages_N for batch in batches]))
-            if self._ranks > 1:
-                dist.all_reduce(sums_3)
-            for batch in batches:
-                advantages_N = normalised(batch.tokens.advantages_N, sums_3)
-                batch.tokens = replace(batch.tokens, advantages_N=advantages_N)
-
-    def _find_low_entropies(
-        self, batches: Sequence[MicroBatch], share: RankBatches, quantile: float
-    ) -> int:
-        """Find the tokens that `algorithm.entropy.top_quantile` leaves out of an update; return the
-        number of tokens of all ranks that it keeps."""
-        if quantile >= 1:
-            return share.total_tokens
-        with torch.no_grad():
-            found = [self._models.score("policy", batch.columns)[1] for batch in batches]
-        entropies = torch.cat(self._of_all_ranks(torch.cat(found).cpu()))
-        floor = entropy_floor(entropies, quantile)
-        for batch, entropy_N in zip(batches, found, strict=True):
-            batch.low_entropy_N = entropy_N < floor
-        return int((entropies >= floor).sum())
-
-    def _of_all_ranks(self, value: _T) -> list[_T]:
-        """Return the values of all ranks, one for each group that shares its sequences."""
-        values = [value] * self._ranks
-        if self._ranks > 1:
-            dist.all_gather_object(values, value)
-        return values[:: self._training.context_parallel]
-
-    def _add_policy_gradient(
-        self,
-        batch: MicroBatch,
-        share: RankBatches,
-        algorithm: AlgorithmConfig,
-        loss: Loss,
-        counted: int,
-        report: UpdateReport,
-        recorded: list[torch.Tensor],
-    ) -> None:
-        """Add a micro-batch's part of the policy's gradient, and its tokens' `RECORDED` values;
-        `counted` tokens of the update count in the mean entropy."""
-        logprobs_N, entropy_N = self._models.score("policy", batch.columns)
-        engine_N = batch.tokens.engine_logprobs_N
-        # The old log-probs, which ratios are taken against, are the engine's or, with a correction,
-        # the policy's own from before the step.
-        if algorithm.correction.name == "none":
-            old_N = engine_N
-        elif batch.old_logprobs_N is not None:
-            old_N = batch.old_logprobs_N
-        else:
-            old_N = logprobs_N.detach()  # the only update of its step
-        tokens = replace(batch.tokens, logprobs_N=logprobs_N, old_logprobs_N=old_N)
-        taught_N = None
-        if (teaching := teach(tokens)) is not None:
-            tokens, taught_N, divergence_N = teaching
-            report.sums["teacher_kl"] += float(divergence_N.sum())
-        rollout, bonus = self._config.rollout, None
-        turns = 1 if self._config.loops == {"single_turn"} else rollout.max_turns
-        if algorithm.entropy.has_bonus:
-            mean = mean_part(entropy_N, batch.low_entropy_N, counted)
-            report.mean_entropy += float(mean.detach())
-            if self._entropy.applied:
-                bonus = self._entropy.applied * mean
-                report.bonus += float(bonus.detach())
-        made = objective(
-            algorithm,
-            loss,
-            tokens,
-            total_tokens=share.total_tokens,
-            total_trajectories=share.total_trajectories,
-            constant=rollout.max_response_tokens or self._config.sampling.max_tokens * turns,
-            low_entropy_N=batch.low_entropy_N,
-            bonus=bonus,
-            taught_N=taught_N,
-        )
-        # The factor compensates for FSDP, which averages gradients over ranks.
-        (made.loss * self._ranks).backward()  # type: ignore[no-untyped-call]
-        report.add(made, logprobs_N.detach() - engine_N, entropy_N)
-        values = (
-            logprobs_N,
-            entropy_N,
-            tokens.advantages_N,
-            made.factors_N,
-            made.result.ratio_N,
-            made.result.clipped_N,
-        )
-        recorded.append(torch.stack([value_N.detach().float() for value_N in values]))
 
     def _check_skips(self, name: str, finite: bool) -> None:
         skipped = 0 if finite else self._skipped_in_row.get(name, 0) + 1

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 OF_STEPS = ("grad_norm", "learning_rate", "skipped_updates", "entropy_coef")
 """Metrics of optimizer steps, which a gradient alone has not."""
-RECORDED = ("trainer_logprob", "entropy", "advantage", "weight", "ratio", "clipped")
+RECORDED = ("trainer_logprob", "entropy", "advantage", "weight", "ratio", "clipped", "loss")
 """Values of each trained token that a rank reports, in the order of the rows of `tokens_KN`; all of
 the update that trained it, before its optimizer step."""
 _Always = Literal["ratio", "clip_fraction", "entropy", "correction", "logprob_diff_mean"]
@@ -176,6 +176,16 @@ TrainedSample = tuple[Sample, npt.NDArray[np.float32]]
 """A sample that was trained, and the `RECORDED` values of its trained tokens: [K, N]."""
 
 
+def own_columns(
+    values_KN: npt.NDArray[np.float32], wide: int, width: int
+) -> npt.NDArray[np.float32]:
+    """Return the values of a sample's own targets, of which its micro-batch has `wide` for each
+    token."""
+    if width == wide:
+        return values_KN
+    return values_KN.reshape(len(values_KN), -1, wide)[:, :, :width].reshape(len(values_KN), -1)
+
+
 def by_sample(
     shares: Sequence[Sequence["RankBatches"]], reports: Sequence[StepReport]
 ) -> list[TrainedSample]:
@@ -183,9 +193,12 @@ def by_sample(
     found: list[TrainedSample] = []
     for share, report in zip(shares, reports, strict=True):
         start = 0
-        for sample in (s for update in share for batch in update.micro_batches for s in batch):
-            end = start + sample.trained
-            if end <= report.tokens_KN.shape[1]:
-                found.append((sample, report.tokens_KN[:, start:end]))
-            start = end
+        for batch in (batch for update in share for batch in update.micro_batches):
+            wide = max((sample.width for sample in batch), default=1)
+            for sample in batch:
+                end = start + sample.trained * wide
+                if end <= report.tokens_KN.shape[1]:
+                    values_KN = report.tokens_KN[:, start:end]
+                    found.append((sample, own_columns(values_KN, wide, sample.width)))
+                start = end
     return found

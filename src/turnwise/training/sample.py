@@ -55,6 +55,11 @@ class Sample:
     calls were drawn under the run's `sampling`."""
     allowed: Mapping[int, bytes] = field(default_factory=dict)
     """By position, the `Turn.allowed` of trained tokens that a grammar restricted."""
+    targets_T: npt.NDArray[np.int64] | None = None
+    """Ids that are scored in the place of the trained tokens: [T], or [T, K] with `K` for each;
+    advantages, log-probs and streams then have this shape. None: the tokens themselves."""
+    streams: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict)
+    """Further values of each trained token, by name, for losses (`Tokens.streams`)."""
 
     @classmethod
     def of(
@@ -121,3 +126,8 @@ class Sample:
     @property
     def trained(self) -> int:
         return int(self.response_mask_T.sum())
+
+    @property
+    def width(self) -> int:
+        """Number of targets of each trained token, `K`."""
+        return 1 if self.targets_T is None else self.targets_T[0].size

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import ray
 from ray.actor import ActorHandle as RayActor
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_RANK = "turnwise.training.rank:TrainerRank"  # imported in the ranks' processes alone
 _GRACE_SECONDS = 5.0
 """Seconds to wait for the other ranks' errors after the first: one of them may be the cause."""
 _PING_SECONDS = 2.0
@@ -103,8 +104,6 @@ class TrainerGroup:
     Every call raises `TrainerError` naming the rank that died or failed, or `DeadlineError` naming
     the one that did not answer within `training.step_timeout` seconds.
     """
-
-    rank_class: ClassVar[str] = "turnwise.training.rank:TrainerRank"
 
     def __init__(
         self,
@@ -165,7 +164,7 @@ class TrainerGroup:
                 nodes = await trainer._each("report its address", "node")
                 host = LOOPBACK if len(set(nodes)) == 1 else nodes[0]
                 address = await trainer._first("open a rendezvous address", "open_store", host)
-            given = config, str(folder), cls.rank_class
+            given = config, str(folder), _RANK
             arguments = [(*given, n, len(ranks), address) for n in range(len(ranks))]
             started = await trainer._each("start", "start", arguments)
         except BaseException:
@@ -197,24 +196,41 @@ class TrainerGroup:
         samples: Sequence[Sample],
         algorithm: AlgorithmConfig | None = None,
         loss: "Loss | None" = None,
+        name: str = "policy",
+        learns: bool = True,
     ) -> JsonObject:
         """Add the gradient of samples to those that wait for `optim_step`; see
         `TrainerRank.forward_backward`. Returns the metrics of the loss."""
         shares = await self._shares(samples, 1)
-        arguments = [("forward_backward", share[0], algorithm, loss) for share in shares]
+        how = algorithm, loss, name, learns
+        arguments = [("forward_backward", share[0], *how) for share in shares]
         reports = await self._each("compute a gradient", "call", arguments)
         size = self._config.training.context_parallel
         self.trained_tokens = by_sample(shares[::size], reports[::size])
         return {k: v for k, v in merge(reports, size).items() if k not in OF_STEPS}
 
-    async def optim_step(self, settings: OptimSettings = CONFIGURED) -> JsonObject:
+    async def optim_step(
+        self, settings: OptimSettings = CONFIGURED, name: str = "policy"
+    ) -> JsonObject:
         """Take an optimizer step with the gradients that wait for it; return its metrics."""
-        self.version, report = (await self._same("take a step", "optim_step", settings))[0]
+        self.version, report = (await self._same("take a step", "optim_step", settings, name))[0]
         return of_step(report)
 
-    async def drop(self) -> None:
-        """Drop the gradients that wait for a step."""
-        await self._same("drop its gradient", "drop")
+    async def drop(self, name: str = "policy") -> None:
+        """Drop the gradients of a model that wait for a step."""
+        await self._same("drop its gradient", "drop", name)
+
+    async def adapter(self, method: str, name: str, *arguments: object) -> None:
+        """Call a method of `Adapters` on all ranks: add, remove or read; or write, on one."""
+        call = self._first if method == "write" else self._same
+        given = ("call", "adapter") if method == "write" else ("adapter",)
+        await call(f"{method} {name}", *given, method, name, *arguments)
+
+    async def begin_adapters(self) -> int:
+        """Free the memory of the policy's own adapter, for a trainer of added adapters alone;
+        return the number of ids that the model knows."""
+        await self._same("make room for adapters", "remove_policy")
+        return int(await self._first("report its vocabulary", "call", "vocabulary"))
 
     async def _shares(self, samples: Sequence[Sample], updates: int) -> list[list[RankBatches]]:
         """Return each rank's share of each update; the ranks of a context group have the same."""

@@ -24,12 +24,12 @@ from pydantic import BaseModel
 
 from tests.serving.openai.test_http_limits import HELLO, QUICK
 from tests.simulated import SimulatedEngine
+from tests.tinker.local import LocalTrainer
 from turnwise.config import Config
 from turnwise.core.untrusted import JsonCount
 from turnwise.serving.openai import bodies
 from turnwise.serving.openai.server import OpenAIServer
 from turnwise.serving.openai.vllm_app import ROUTES
-from turnwise.tinker.rank import AdapterRank
 from turnwise.tinker.requests import BaseRequest
 from turnwise.tinker.routes import ROOT, VERBS, add_routes
 from turnwise.tinker.service import TinkerService
@@ -172,13 +172,10 @@ async def served(
         sampling={"max_tokens": 1},
     )
     engine = SimulatedEngine(vocab_size=len(tokenizer), latency=QUICK)
-    rank, apps = AdapterRank(config), list[FastAPI]()
-
-    async def ask(method: str, *arguments: object) -> Any:
-        return getattr(rank, method)(*arguments)
-
+    trainer, apps = LocalTrainer(config), list[FastAPI]()
+    await trainer.begin_adapters()
     folder = tmp_path_factory.mktemp("tinker")
-    service = TinkerService(config, engine, ask, len(tokenizer), folder)
+    service = TinkerService(config, engine, trainer, len(tokenizer), folder)
 
     def extend(app: FastAPI) -> FastAPI:
         apps.append(add_routes(app, service))

@@ -51,6 +51,8 @@ class Tokens:
     """The teacher's log-probs, NaN where both weights are 0; None without a teacher."""
     teacher_weights_2N: torch.Tensor | None = None
     """Factors of the divergence from the teacher in the advantages, and in the loss."""
+    streams: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """Further values of each token, by name: those of `Sample.streams`."""
 
     def sums_S(self, values_N: torch.Tensor) -> torch.Tensor:
         """Return the sum over each sequence's tokens: [S]."""
@@ -95,6 +97,8 @@ class Loss:
 
     needs_reference: ClassVar[bool] = False
     """Whether it needs `Tokens.reference_logprobs_N`, regardless of `algorithm.kl`."""
+    scaled: bool = False
+    """Whether a token of advantage 0 has no gradient, so that it need not be computed."""
     on_policy: ClassVar[bool] = False
     """Whether it is right for samples of the current weights alone, because it has no ratio."""
     needs_pairs: ClassVar[bool] = False

@@ -36,10 +36,11 @@ _DELTAS = {"tv": 0.2, "kl": 0.05}  # SkyRL's
 
 
 class Formula(Loss):
-    """A loss by a function of the tokens, such as `ppo_clip`."""
+    """A loss by a function of the tokens, such as `ppo_clip`; see `Loss.scaled`."""
 
-    def __init__(self, formula: Callable[[Tokens], TokenLoss]) -> None:
+    def __init__(self, formula: Callable[[Tokens], TokenLoss], *, scaled: bool = False) -> None:
         self._formula = formula
+        self.scaled = scaled
 
     def __call__(self, tokens: Tokens) -> TokenLoss:
         return self._formula(tokens)
@@ -55,7 +56,9 @@ def ppo_clip(config: sections.PpoClip, tokens: Tokens) -> TokenLoss:
     bounds: Yu et al., "DAPO" (arXiv 2503.14476), eq. 10; dual clip: Ye et al., "Mastering Complex
     Control in MOBA Games" (arXiv 1912.09729), eq. 5.
     """
-    return _clipped(config, _ratios(tokens, "token"), tokens.advantages_N)
+    ratio_N = _ratios(tokens, "token")
+    bounds = 1 - config.clip_low, 1 + config.clip_high
+    return clipped(ratio_N, tokens.advantages_N, *bounds, config.dual_clip)
 
 
 def _ratios(tokens: Tokens, level: Literal["token", "sequence"]) -> torch.Tensor:
@@ -68,15 +71,19 @@ def _ratios(tokens: Tokens, level: Literal["token", "sequence"]) -> torch.Tensor
     return value_N * (logprobs_N - logprobs_N.detach()).exp()
 
 
-def _clipped(
-    config: sections.PpoClip | sections.Gspo, ratio_N: torch.Tensor, advantages_N: torch.Tensor
+def clipped(
+    ratio_N: torch.Tensor,
+    advantages_N: torch.Tensor,
+    low: float | torch.Tensor,
+    high: float | torch.Tensor,
+    dual_clip: float | None = None,
 ) -> TokenLoss:
-    """Return -min(r A, clip(r, 1 - low, 1 + high) A), with the dual clip, for given ratios r."""
+    """Return -min(r A, clip(r, low, high) A), with the dual clip, for given ratios r."""
     plain_N = ratio_N * advantages_N
-    bounded_N = ratio_N.clamp(1 - config.clip_low, 1 + config.clip_high) * advantages_N
+    bounded_N = torch.clamp(ratio_N, low, high) * advantages_N  # type: ignore[arg-type]
     loss_N, clipped_N = -torch.minimum(plain_N, bounded_N), bounded_N < plain_N
-    if config.dual_clip is not None:
-        most_N = -config.dual_clip * advantages_N
+    if dual_clip is not None:
+        most_N = -dual_clip * advantages_N
         dual_N = (advantages_N < 0) & (loss_N > most_N)
         loss_N, clipped_N = torch.where(dual_N, most_N, loss_N), clipped_N | dual_N
     return TokenLoss(loss_N, ratio_N.detach(), clipped_N)
@@ -100,7 +107,9 @@ def gspo(config: sections.Gspo, tokens: Tokens) -> TokenLoss:
     over its trained tokens, while the reduction weights the branches together as one trajectory;
     the paper has no dual clip.
     """
-    return _clipped(config, _ratios(tokens, "sequence"), tokens.advantages_N)
+    ratio_N = _ratios(tokens, "sequence")
+    bounds = 1 - config.clip_low, 1 + config.clip_high
+    return clipped(ratio_N, tokens.advantages_N, *bounds, config.dual_clip)
 
 
 def cispo(config: sections.Cispo, tokens: Tokens) -> TokenLoss:

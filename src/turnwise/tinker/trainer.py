@@ -1,0 +1,167 @@
+"""The trainer as clients see it: passes over their data, and steps, of one adapter at a time."""
+
+import asyncio
+import random
+from collections.abc import Coroutine, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from turnwise.config import AlgorithmConfig
+from turnwise.core.aio import run_in_thread
+from turnwise.core.json_types import JsonObject
+from turnwise.core.optional import Foreign
+from turnwise.errors import InputError
+from turnwise.tinker.losses import TinkerLoss, loss_named
+from turnwise.tinker.requests import AdamStep, LoraSpec
+from turnwise.tinker.wire import Array, Datum, TrainingRequest
+from turnwise.training.adapters import AdapterSpec
+from turnwise.training.algorithms import Loss, weighted_logprobs
+from turnwise.training.reports import RECORDED, OptimSettings, TrainedSample
+from turnwise.training.sample import Sample
+from turnwise.trajectory.images import PromptIds
+
+_T = TypeVar("_T")
+
+
+class Trainer(Protocol):
+    """The part of `TrainerGroup` that this needs."""
+
+    @property
+    def trained_tokens(self) -> Sequence[TrainedSample]: ...
+
+    async def adapter(self, method: str, name: str, *arguments: object) -> None: ...
+
+    async def forward_backward(
+        self,
+        samples: Sequence[Sample],
+        algorithm: AlgorithmConfig | None = None,
+        loss: Loss | None = None,
+        name: str = "policy",
+        learns: bool = True,
+    ) -> JsonObject: ...
+
+    async def optim_step(self, settings: OptimSettings, name: str = "policy") -> JsonObject: ...
+
+    async def drop(self, name: str = "policy") -> None: ...
+
+
+class AdapterTrainer:
+    """Calls a trainer, which does one thing at a time: models take turns, in the order of their
+    requests. A call that is cancelled keeps its turn until the trainer has ended it."""
+
+    def __init__(self, trainer: Trainer, algorithm: AlgorithmConfig) -> None:
+        self._trainer = trainer
+        self._algorithm = weighted_logprobs(algorithm)
+        self._turn = asyncio.Lock()
+
+    async def add(self, name: str, spec: LoraSpec) -> None:
+        seed = random.getrandbits(62) if spec.seed is None else spec.seed
+        made = AdapterSpec(spec.rank, seed, spec.train_attn, spec.train_mlp)
+        await self._in_turn(self._trainer.adapter("add", name, made))
+
+    async def remove(self, name: str) -> None:
+        await self._in_turn(self._trainer.adapter("remove", name))
+
+    async def read(self, name: str, folder: Path, optimizer: bool) -> None:
+        await self._in_turn(self._trainer.adapter("read", name, folder, optimizer))
+
+    async def write(self, name: str, folder: Path, optimizer: bool) -> None:
+        await self._in_turn(self._trainer.adapter("write", name, folder, optimizer))
+
+    async def drop(self, name: str) -> None:
+        await self._in_turn(self._trainer.drop(name))
+
+    async def run(self, name: str, part: TrainingRequest) -> tuple[list[Array], float]:
+        """Add the gradient of a part of a pass, unless it is one without; return log-prob and loss
+        of each datum's targets, [2, T] or [2, T, K], and the sum of the loss."""
+        loss = loss_named(part.loss, part.loss_config)
+        samples = await run_in_thread(samples_of, part.data, loss)
+
+        async def work() -> Sequence[TrainedSample]:
+            how = self._algorithm, loss.loss, name, not part.forward_only
+            await self._trainer.forward_backward(samples, *how)
+            return self._trainer.trained_tokens
+
+        outputs = await run_in_thread(answers_of, await self._in_turn(work()), part.data)
+        return outputs, float(sum(each[1].sum(dtype=np.float64) for each in outputs))
+
+    async def step(self, name: str, step: AdamStep) -> dict[str, float]:
+        """Take an optimizer step; an InputError if the gradient, which is dropped, is not finite.
+        Return its metrics."""
+        found = await self._in_turn(self._trainer.optim_step(step.settings, name))
+        norm = float(found["grad_norm"])
+        if found["skipped_updates"]:
+            raise InputError(
+                f"optim_step: the gradient's norm is {norm}, so the step was skipped and "
+                "the gradient dropped: look at the weights, advantages and log-probs of the data"
+            )
+        return {"grad_norm": norm}
+
+    async def _in_turn(self, work: Coroutine[Foreign, Foreign, _T]) -> _T:
+        try:
+            await self._turn.acquire()
+        except BaseException:
+            work.close()
+            raise
+        try:
+            call = asyncio.ensure_future(work)
+            try:
+                return await asyncio.shield(call)
+            except asyncio.CancelledError:
+                await asyncio.wait([call])
+                raise
+        finally:
+            self._turn.release()
+
+
+_Floats = npt.NDArray[np.float32]
+_Number = TypeVar("_Number", bound=np.generic)
+_LOGPROB, _LOSS = RECORDED.index("trainer_logprob"), RECORDED.index("loss")
+
+
+def samples_of(data: Sequence[Datum], loss: TinkerLoss) -> list[Sample]:
+    """Return the sample of each datum: its tokens and, at the end, the last target, since a sample
+    scores each token by those before it."""
+    samples: list[Sample] = []
+    for number, datum in enumerate(data):
+        targets = datum.inputs["target_tokens"]
+        length = len(targets)
+        ids = np.append(datum.token_ids_T, targets.reshape(length, -1)[-1, :1])
+        made = Sample.to_score(PromptIds(ids.tolist(), datum.images), [0] + [1] * length, number)
+        follow = targets.ndim == 1 and bool((targets[:-1] == datum.token_ids_T[1:]).all())
+        samples.append(
+            replace(
+                made,
+                targets_T=None if follow else _after_first(targets.astype(np.int64)),
+                logprobs_T=_stream(datum, "logprobs", 0.0),
+                advantages_T=_stream(datum, loss.factor, loss.defaults.get(loss.factor, 0.0)),
+                streams={
+                    name: _stream(datum, name, loss.defaults.get(name, 0.0))
+                    for name in loss.streams
+                },
+            )
+        )
+    return samples
+
+
+def _stream(datum: Datum, name: str, default: float) -> _Floats:
+    """Return an input of a datum, [T + 1], or [T + 1, K] if it has `K` targets for each token."""
+    values = datum.inputs.get(name)
+    if values is None:
+        values = np.full(datum.inputs["target_tokens"].shape, default)
+    return _after_first(values.astype(np.float32))
+
+
+def _after_first(values: npt.NDArray[_Number]) -> npt.NDArray[_Number]:
+    return np.concatenate([np.zeros_like(values[:1]), values])
+
+
+def answers_of(trained: Sequence[TrainedSample], data: Sequence[Datum]) -> list[Array]:
+    """Return log-prob and loss of each datum's targets: [2, T] or [2, T, K]."""
+    found = {sample.sequence: values_KN[[_LOGPROB, _LOSS]] for sample, values_KN in trained}
+    shapes = (datum.inputs["target_tokens"].shape for datum in data)
+    return [found[number].reshape(2, *shape) for number, shape in enumerate(shapes)]

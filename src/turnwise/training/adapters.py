@@ -1,0 +1,224 @@
+"""The adapters that are added to a trainer while it runs, each with its gradient and optimizer.
+
+Every rank holds them whole, and averages their gradients before a step. Those that were not used
+for the longest time are offloaded where the device has no room for all. Methods raise `InputError`
+where their caller is wrong.
+"""
+
+import itertools
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import psutil
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import nn
+
+from turnwise.config import Config, LoraConfig
+from turnwise.core.optional import Foreign
+from turnwise.engine.adapters import read_adapter
+from turnwise.errors import InputError
+from turnwise.training import lora
+from turnwise.training.loading import path_of
+from turnwise.training.memory import GIB
+from turnwise.training.offload import Offload
+from turnwise.training.optimizer import TrainableModule
+
+ALPHA = 32.0
+"""The `lora_alpha` of adapters of every rank, unless `model.lora.alpha` is set: that of Tinker, so
+that learning rates mean the same."""
+_BYTES = 16
+"""Bytes of each parameter of an adapter: value, gradient and two moments in float32."""
+_NEAR, _FAR = 0.25, 0.5
+"""Shares of the memory that is free when the base model is loaded: of the device's for adapters
+that compute at once, and of the host's for all others."""
+_OPTIMIZER = "optimizer.pt"
+_ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
+"""Names of the modules of a decoder layer that are its attention; others are its MLP."""
+
+
+class AdapterSpec(NamedTuple):
+    """An adapter to add."""
+
+    rank: int
+    seed: int
+    """Seed of its first factor."""
+    attention: bool = True
+    """Whether the layers of attention have it."""
+    mlp: bool = True
+    """Whether the others have it."""
+
+
+@dataclass(slots=True, eq=False)
+class Adapter:
+    """One of them."""
+
+    label: str
+    """PEFT's name of it; other names may have dots."""
+    learner: TrainableModule
+    offloaded: bool = False
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return list(self.learner.module.parameters())
+
+    @property
+    def nbytes(self) -> int:
+        return _BYTES * sum(parameter.numel() for parameter in self.parameters)
+
+    def tensors(self) -> Iterator[torch.Tensor]:
+        for parameter in self.parameters:
+            yield parameter
+            if parameter.grad is not None:
+                yield parameter.grad
+            yield from self.learner.optimizer.state[parameter].values()
+
+    def average(self) -> None:
+        """Replace the gradient by the mean of all ranks'."""
+        if not dist.is_initialized():
+            return
+        for parameter in self.parameters:
+            if parameter.grad is None:  # this rank had no sample of it
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= dist.get_world_size()
+
+
+class Adapters:
+    """All adapters on one rank, of a model whose layers PEFT has wrapped."""
+
+    def __init__(
+        self, config: Config, model: nn.Module, device: torch.device, folder: Path
+    ) -> None:
+        self._config, self._model, self._device = config, model, device
+        self._layers = lora.adapted_layers(model)
+        self._held: dict[str, Adapter] = {}
+        """By name, the least recently used first."""
+        self._numbers = itertools.count(1)
+        self._tensors: dict[str, Callable[[], Iterator[torch.Tensor]]] = {}
+        self._offload = Offload(self._tensors, folder)
+        host = psutil.virtual_memory().available
+        on_gpu = device.type == "cuda"
+        free = torch.cuda.mem_get_info(device)[0] if on_gpu else host
+        self._near = int(_NEAR * free)
+        self._most = (self._near if on_gpu else 0) + int(_FAR * host)
+
+    def add(self, name: str, spec: AdapterSpec) -> None:
+        own = self._config.model.lora
+        targets = [
+            layer
+            for layer in self._layers
+            if (spec.attention if _ATTENTION.search(layer) else spec.mlp)
+        ]
+        if not targets:
+            raise InputError("lora_config: train_attn and train_mlp leave no layer to train")
+        self._check_memory(spec.rank, targets)
+        label = f"added{next(self._numbers)}"
+        settings = LoraConfig(rank=spec.rank, alpha=own.alpha or ALPHA, rslora=own.rslora)
+        try:
+            lora.add_adapter(self._model, settings, label, targets, spec.seed)
+            for _, parameter in lora.adapter_parameters(self._model, label):
+                parameter.data = parameter.data.to(self._device)
+            part, training = lora.trained_part(self._model, label), self._config.training
+            learner = TrainableModule(part, training, training.learning_rate, None)
+        except BaseException:  # the device may be full; nobody could remove a part of an adapter
+            lora.remove_adapter(self._model, label)
+            raise
+        made = Adapter(label, learner)
+        self._held[name], self._tensors[name] = made, made.tensors
+
+    def _check_memory(self, rank: int, targets: Sequence[str]) -> None:
+        """Make room on the device for a new adapter; InputError when there is none for it."""
+        layers = [self._layers[name].base_layer for name in targets]
+        needed = _BYTES * rank * sum(each.in_features + each.out_features for each in layers)
+        taken = sum(each.nbytes for each in self._held.values())
+        if taken + needed > self._most:
+            raise InputError(
+                f"create_model: the trainer has no room for another adapter of rank {rank}, which "
+                f"needs {needed / GIB:.2f} GiB: its {len(self._held)} models have "
+                f"{taken / GIB:.2f} of {self._most / GIB:.2f} GiB; ask for a lower rank, or wait "
+                "until a session ends"
+            )
+        self._make_room(needed)
+
+    def _make_room(self, needed: int) -> None:
+        """Offload the adapters that were not used for the longest time."""
+        near = {name: each for name, each in self._held.items() if not each.offloaded}
+        taken = sum(each.nbytes for each in near.values())
+        for name, each in near.items():
+            if taken + needed <= self._near:
+                return
+            self._offload.put_away([name])
+            each.offloaded = True
+            taken -= each.nbytes
+
+    def use(self, name: str) -> Adapter:
+        """Return an adapter, which is on the device from now on."""
+        if (adapter := self._held.pop(name, None)) is None:
+            raise InputError(f"the trainer holds no model {name}: it was not saved before it left")
+        self._held[name] = adapter
+        if adapter.offloaded:
+            self._make_room(adapter.nbytes)
+            self._offload.bring_back([name])
+            adapter.offloaded = False
+        return adapter
+
+    def write(self, name: str, folder: Path, optimizer: bool = False) -> None:
+        """Write an adapter in PEFT's format into a folder, and what its optimizer remembers."""
+        adapter, base = self.use(name), path_of(self._config)
+        found = lora.adapter_parameters(self._model, adapter.label)
+        tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in found}
+        settings: dict[str, Foreign] = lora.adapter_config(self._model, base, adapter.label)
+        names = {target.rpartition(".")[2] for target in settings["target_modules"]}
+        lora.write_adapter(folder, settings | {"target_modules": sorted(names)}, tensors)
+        if optimizer:
+            torch.save(adapter.learner.optimizer.state_dict(), folder / _OPTIMIZER)
+
+    def read(self, name: str, folder: Path, optimizer: bool) -> None:
+        """Load a saved adapter into one, with the state of its optimizer, or none; a gradient that
+        has been added up is dropped."""
+        adapter, moments = self.use(name), folder / _OPTIMIZER
+        own = adapter.learner.optimizer
+        state = own.state_dict() | {"state": {}}
+        _, saved = read_adapter(str(folder), "load_weights")
+        if optimizer and not moments.is_file():
+            raise InputError(
+                "load_weights: the checkpoint has no state of an optimizer, because it was saved "
+                "to be sampled from: create_training_client_from_state takes its weights alone"
+            )
+        if optimizer:
+            state = state | {"state": _moments(moments)}
+        found = load_file(folder / lora.ADAPTER_TENSORS)
+        parameters = dict(lora.adapter_parameters(self._model, adapter.label))
+        settings = lora.adapter_config(self._model, "", adapter.label)
+        fits = {n: t.shape for n, t in found.items()} == {n: t.shape for n, t in parameters.items()}
+        if not fits or any(saved[key] != settings[key] for key in ("lora_alpha", "use_rslora")):
+            raise InputError(
+                "load_weights: the checkpoint's adapter has other layers, another rank or another "
+                "scaling than the model's: create_training_client_from_state makes one that fits"
+            )
+        with torch.no_grad():
+            for key, tensor in parameters.items():
+                tensor.copy_(found[key])
+        own.load_state_dict(state)
+        for values in own.state.values():  # those of a file cannot be offloaded
+            values.update({key: value.clone() for key, value in values.items()})
+        own.zero_grad()
+
+    def remove(self, name: str) -> None:
+        """Forget an adapter; one that is unknown is forgotten already."""
+        if (adapter := self._held.pop(name, None)) is not None:
+            del self._tensors[name]
+            self._offload.forget(name)
+            lora.remove_adapter(self._model, adapter.label)
+
+
+def _moments(file: Path) -> dict[int, dict[str, torch.Tensor]]:
+    """Return the moments of a saved optimizer, by the number of the parameter."""
+    found: dict[int, dict[str, torch.Tensor]]
+    found = torch.load(file, map_location="cpu", weights_only=True)["state"]
+    return found
