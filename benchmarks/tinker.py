@@ -29,7 +29,7 @@ from transformers import AutoTokenizer
 
 from benchmarks.models import demo_files, make_model
 from benchmarks.report import Claim, parser, quotients, report
-from turnwise import Pipeline, VLLMModule
+from turnwise.compat.chatlearn import Pipeline, VLLMModule
 
 ROOT = Path(__file__).parent.parent
 SDK = ROOT / ".venv-tinker"

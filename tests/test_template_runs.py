@@ -43,7 +43,7 @@ class Texts(Prices):
 
 PIPELINE = """
 import json, sys
-from turnwise.pipeline import Pipeline, VLLMModule
+from turnwise.compat.chatlearn import Pipeline, VLLMModule
 
 policy = VLLMModule("policy")
 with Pipeline(sys.argv[1], policy, overrides=["name=pipeline"]) as pipeline:

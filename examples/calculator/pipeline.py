@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from turnwise.compat.chatlearn import Pipeline, VLLMModule
 from turnwise.errors import TurnwiseError
-from turnwise.pipeline import Pipeline, VLLMModule
 from turnwise.rollouts import ProblemStream
 
 HERE = Path(__file__).parent

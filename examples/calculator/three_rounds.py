@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from turnwise.pipeline import LLMServerManager
+from turnwise.compat.verl import LLMServerManager
 from turnwise.serving.chat_scheduler import ChatCompletionScheduler
 from turnwise.serving.data_proto import DataProto
 

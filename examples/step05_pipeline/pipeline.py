@@ -6,7 +6,7 @@ python -m examples.step05_pipeline.pipeline [key.sub=value ...]
 import sys
 from pathlib import Path
 
-from turnwise import Pipeline, VLLMModule
+from turnwise.compat.chatlearn import Pipeline, VLLMModule
 
 CONFIG = Path(__file__).parent / "config.yaml"
 

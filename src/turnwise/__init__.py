@@ -37,15 +37,6 @@ if TYPE_CHECKING:
     from turnwise.config import Config, load_config
     from turnwise.engine.function_processor import FunctionProcessor
     from turnwise.engine.vllm_engine import VllmEngine
-    from turnwise.pipeline import (
-        LLMServerManager,
-        Pipeline,
-        ReferenceModule,
-        RewardModule,
-        TrainerModule,
-        ValueModule,
-        VLLMModule,
-    )
     from turnwise.rollouts.agent_loop import AgentLoop, RolloutContext
     from turnwise.rollouts.batch_sampler import RolloutSampler
     from turnwise.rollouts.environment import AgentTask, Environment, Rewards
@@ -92,11 +83,6 @@ _PUBLIC = {
     "rollouts.agent_loop": ("AgentLoop", "RolloutContext"),
     "rollouts.batch_sampler": ("RolloutSampler",),
     "engine.function_processor": ("FunctionProcessor",),
-    # Your own training program.
-    "pipeline": (
-        *("Pipeline", "VLLMModule"),
-        *("ReferenceModule", "RewardModule", "TrainerModule", "ValueModule"),
-    ),
     # Engines without training, and exact tokens.
     "serving.chat_scheduler": ("ChatCompletionScheduler",),
     "serving.colocated.host": ("WorkerHost",),
@@ -107,6 +93,10 @@ _PUBLIC = {
     "engine.vllm_engine": ("VllmEngine",),
     "trajectory": ("ChatTemplate", "Trajectory", "audit", "bridge", "replace_prefix_tokens"),
 }
+_MOVED = (
+    *("Pipeline", "VLLMModule"),
+    *("ReferenceModule", "RewardModule", "TrainerModule", "ValueModule"),
+)
 _HOMES = {name: f"turnwise.{module}" for module, names in _PUBLIC.items() for name in names}
 
 # Without `open`, which a star import would put in the place of Python's own.
@@ -130,10 +120,7 @@ __all__ = [
     "MCPServer",
     "NemoGym",
     "OpenEnv",
-    "Pipeline",
     "ReasoningGym",
-    "ReferenceModule",
-    "RewardModule",
     "Rewards",
     "RolloutContext",
     "RolloutSampler",
@@ -144,14 +131,11 @@ __all__ = [
     "TextArena",
     "Tool",
     "TrainerError",
-    "TrainerModule",
     "TrainingResult",
     "Trajectory",
     "TrajectoryError",
     "TrajectorySampler",
     "TurnwiseError",
-    "VLLMModule",
-    "ValueModule",
     "VllmAsyncGenerationWorker",
     "VllmEngine",
     "WeightUpdateError",
@@ -172,6 +156,8 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     """Import a public name on its first use."""
+    if name in _MOVED:
+        raise ImportError(f"turnwise.{name} is turnwise.compat.chatlearn.{name} now")
     if name not in _HOMES:
         raise AttributeError(f"module 'turnwise' has no attribute {name!r}")
     value: object = getattr(importlib.import_module(_HOMES[name]), name)

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from turnwise import (
+from turnwise.compat.chatlearn import (
     Pipeline,
     ReferenceModule,
     RewardModule,

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from turnwise.pipeline import VLLMModule, VLLMPromptPipeline, get_model, print_rank_0
+from turnwise.compat.chatlearn import VLLMModule, VLLMPromptPipeline, get_model, print_rank_0
 
 
 class PagePolicy(VLLMModule):

@@ -14,10 +14,10 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from turnwise.compat.chatlearn import Pipeline, VLLMModule
+from turnwise.compat.chatlearn.outputs import RequestOutput
 from turnwise.engine.protocol import Chunk, Generator, Request
 from turnwise.errors import TurnwiseError
-from turnwise.pipeline import Pipeline, VLLMModule
-from turnwise.pipeline.outputs import RequestOutput
 from turnwise.rollouts import Group, Problem
 
 TEXTS = ["What is 3 + 4?", "What is 5 + 6?"]
@@ -42,7 +42,7 @@ class Warnings(logging.Handler):
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
         self._said: list[str] = []
-        self._logger = logging.getLogger("turnwise.pipeline.pipeline")
+        self._logger = logging.getLogger("turnwise.compat.chatlearn.pipeline")
         self._logger.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:

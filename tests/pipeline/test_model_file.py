@@ -3,12 +3,12 @@ from pathlib import Path
 
 import pytest
 
+from turnwise.compat.chatlearn import Pipeline, VLLMModule
 from turnwise.compat.chatlearn.model_file import read_model, sentences
 from turnwise.compat.chatlearn.pipeline_file import PipelineFile
 from turnwise.config import load_config
 from turnwise.config.algorithm import Gae
 from turnwise.errors import InputError
-from turnwise.pipeline import Pipeline, VLLMModule
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples" / "calculator"
 

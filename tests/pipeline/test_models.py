@@ -16,7 +16,7 @@ from tests.conftest import ROOT, command_environment, python
 from tests.models import make_reward_model, perturbed
 from tests.programs import Mark
 from tests.test_cli import metrics_of, turnwise
-from turnwise.pipeline import Pipeline, VLLMModule
+from turnwise.compat.chatlearn import Pipeline, VLLMModule
 from turnwise.training import checkpoint
 
 SAMPLES, GROUP = 8, 4

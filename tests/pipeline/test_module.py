@@ -9,11 +9,11 @@ from openai import AsyncOpenAI
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from tests.pipeline.bench import CONTEXT, NEW, Join, collated
+from turnwise.compat.chatlearn import Pipeline, VLLMModule
+from turnwise.compat.chatlearn.outputs import RequestOutput, request_outputs
 from turnwise.compat.nemo_rl import VllmAsyncGenerationWorker
 from turnwise.engine import Request, generate
 from turnwise.errors import InputError
-from turnwise.pipeline import Pipeline, VLLMModule
-from turnwise.pipeline.outputs import RequestOutput, request_outputs
 from turnwise.rollouts import Group
 from turnwise.serving.openai.server import OpenAIServer
 from turnwise.serving.worker_handle import WorkerHandle

@@ -9,8 +9,7 @@ from transformers import AutoConfig
 
 from tests.pipeline.bench import CONTEXT, NEW, Join, collated
 from tests.pipeline.page import PagePolicy
-from turnwise.errors import InputError
-from turnwise.pipeline import (
+from turnwise.compat.chatlearn import (
     Pipeline,
     PromptPipeline,
     VLLMModule,
@@ -18,7 +17,8 @@ from turnwise.pipeline import (
     get_model,
     print_rank_0,
 )
-from turnwise.pipeline.outputs import RequestOutput
+from turnwise.compat.chatlearn.outputs import RequestOutput
+from turnwise.errors import InputError
 
 TEXTS = ["Seven plus eight", "What is a group?"]
 

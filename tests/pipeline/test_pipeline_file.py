@@ -7,7 +7,13 @@ import pytest
 import yaml
 
 from tests.conftest import ROOT
-from turnwise import Pipeline, ReferenceModule, RewardModule, ValueModule, VLLMModule
+from turnwise.compat.chatlearn import (
+    Pipeline,
+    ReferenceModule,
+    RewardModule,
+    ValueModule,
+    VLLMModule,
+)
 from turnwise.compat.chatlearn.pipeline_file import PipelineFile, is_pipeline_file
 from turnwise.config.algorithm import Gae
 from turnwise.errors import InputError

@@ -13,10 +13,10 @@ import pytest
 from tests.pipeline.page import PagePolicy
 from tests.simulated import SimulatedEngine
 from tests.test_cli import metrics_of, turnwise
+from turnwise.compat.chatlearn import VLLMModule
 from turnwise.compat.chatlearn.pipeline_file import PipelineFile
+from turnwise.compat.chatlearn.policy_run import PolicyRun
 from turnwise.errors import InputError
-from turnwise.pipeline import VLLMModule
-from turnwise.pipeline.policy_run import PolicyRun
 from turnwise.rollouts import Problem, Runner
 
 HERE = "tests.pipeline.test_policy_run"
@@ -177,7 +177,7 @@ async def test_a_class_that_does_what_the_run_cannot_use_is_one_sentence(
 @pytest.mark.parametrize(
     ("path", "message"),
     [
-        ("tests.pipeline.page:print_rank_0", "is no subclass of turnwise.VLLMModule"),
+        ("tests.pipeline.page:print_rank_0", "is no subclass of VLLMModule"),
         ("no.such:Class", "models.policy.module"),
     ],
 )

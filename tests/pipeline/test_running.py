@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from turnwise.compat.chatlearn import Pipeline
 from turnwise.config import Config
-from turnwise.pipeline import Pipeline
 from turnwise.rollouts import Group
 from turnwise.training.samples import SampleBatch, make_samples
 from turnwise.trajectory import Trajectory

@@ -11,9 +11,9 @@ import pytest
 
 import turnwise
 from tests.rollouts.test_episode import Talking
+from turnwise.compat.chatlearn.outputs import rewarded_groups
 from turnwise.config import Config, SamplingConfig, parse_config
 from turnwise.errors import InputError
-from turnwise.pipeline.outputs import rewarded_groups
 from turnwise.rollouts import Group, Problem, Runner
 from turnwise.training.algorithms import make_algorithm
 from turnwise.training.samples import gives_signal, make_samples

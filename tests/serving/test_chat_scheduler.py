@@ -14,9 +14,9 @@ import torch
 from examples.calculator.three_rounds import FOLLOW_UPS, ThreeRounds, on_completion
 from examples.calculator.tool import TOOL_SCHEMA
 from tests.simulated import Latency, SimulatedEngine
+from turnwise.compat.verl import LLMServerManager
 from turnwise.config import Config, ServingConfig, parse_config
 from turnwise.errors import InputError, TrajectoryError
-from turnwise.pipeline import LLMServerManager
 from turnwise.rollouts import Runner
 from turnwise.rollouts.agents import load_chat_scheduler
 from turnwise.rollouts.data import load_training

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
+from turnwise.compat.chatlearn.outputs import rewarded_groups
 from turnwise.config import Config, parse_config
 from turnwise.errors import InputError
-from turnwise.pipeline.outputs import rewarded_groups
 from turnwise.rollouts import Group
 from turnwise.training.algorithms import Advantage, make_algorithm
 from turnwise.training.batching import make_micro_batch, plan_micro_batches

@@ -154,7 +154,7 @@ async def pipeline(
         read = await run_in_thread(lambda: PipelineFile(file, changes))
         config, notes = read.config, read.notes
     else:
-        from turnwise.pipeline.policy_run import POLICY_CLASS, PolicyRun
+        from turnwise.compat.chatlearn.policy_run import POLICY_CLASS, PolicyRun
 
         given = file, changes, read.module
         joined = await import_user_code(PolicyRun, *given, config=read.config, what=POLICY_CLASS)

@@ -1,1 +1,57 @@
-"""ChatLearn: its files of models and pipelines, with its names of keys."""
+"""ChatLearn: its modules and pipelines, its files of models and pipelines, and its names.
+
+A module defines its prompts, requests and outputs; a pipeline runs the engines and the trainer
+behind it, and keeps the engines at the trainer's weights. `pipeline_file` describes the file with
+several models that `turnwise pipeline` runs without a program.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from turnwise.compat.chatlearn.helpers import (
+        PromptPipeline,
+        VLLMPromptPipeline,
+        get_model,
+        print_rank_0,
+    )
+    from turnwise.compat.chatlearn.module import (
+        ReferenceModule,
+        RewardModule,
+        TrainerModule,
+        ValueModule,
+        VLLMModule,
+    )
+    from turnwise.compat.chatlearn.outputs import CompletionOutput, RequestOutput
+    from turnwise.compat.chatlearn.pipeline import Pipeline
+
+__all__ = [
+    "CompletionOutput",
+    "Pipeline",
+    "PromptPipeline",
+    "ReferenceModule",
+    "RequestOutput",
+    "RewardModule",
+    "TrainerModule",
+    "VLLMModule",
+    "VLLMPromptPipeline",
+    "ValueModule",
+    "get_model",
+    "print_rank_0",
+]
+_HELPERS = ("PromptPipeline", "VLLMPromptPipeline", "get_model", "print_rank_0")
+_PLACES = dict.fromkeys(_HELPERS, "turnwise.compat.chatlearn.helpers") | {
+    "CompletionOutput": "turnwise.compat.chatlearn.outputs",
+    "Pipeline": "turnwise.compat.chatlearn.pipeline",
+    "RequestOutput": "turnwise.compat.chatlearn.outputs",
+}
+
+
+def __getattr__(name: str) -> object:
+    """Import a class at its first use: a pipeline's imports take seconds."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__} has no attribute {name}")
+    found: object = getattr(
+        import_module(_PLACES.get(name, "turnwise.compat.chatlearn.module")), name
+    )
+    return found

@@ -14,14 +14,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar, cast
 
+from turnwise.compat.chatlearn.module import VLLMModule
+from turnwise.compat.chatlearn.outputs import rewarded_groups
+from turnwise.compat.chatlearn.pipeline import Parts, Pipeline
 from turnwise.core.deadlines import deadline_error
 from turnwise.core.loop_thread import Work
 from turnwise.core.optional import Foreign, load_object
 from turnwise.core.user_code import call_user_code, describe_user_error
 from turnwise.errors import InputError, TurnwiseError
-from turnwise.pipeline.module import VLLMModule
-from turnwise.pipeline.outputs import rewarded_groups
-from turnwise.pipeline.pipeline import Parts, Pipeline
 from turnwise.rollouts import Group, Problem
 from turnwise.rollouts.batch_sampler import Batch
 from turnwise.rollouts.producer import RunGroup
@@ -106,7 +106,7 @@ class PolicyRun:
     def __init__(self, file: Path, overrides: Sequence[str], path: str) -> None:
         kind: Foreign = load_object(path, POLICY_CLASS)
         if not (isinstance(kind, type) and issubclass(kind, VLLMModule)):
-            raise InputError(f"{POLICY_CLASS}: {path} is no subclass of turnwise.VLLMModule")
+            raise InputError(f"{POLICY_CLASS}: {path} is no subclass of VLLMModule")
         self._policy: VLLMModule = kind("policy")
         self.pipeline = _RunsPipeline(file, self._policy, overrides=overrides)
         config = self.pipeline.config

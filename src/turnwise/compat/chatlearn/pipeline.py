@@ -21,6 +21,7 @@ from turnwise.compat.chatlearn.model_file import (
     model_settings,
     sentences,
 )
+from turnwise.compat.chatlearn.outputs import rewarded_groups
 from turnwise.compat.chatlearn.pipeline_file import DEFAULTS, DRAFT, PipelineFile, is_pipeline_file
 from turnwise.config import Config, load_config, make_config
 from turnwise.core.aio import run_in_thread, task_group, together
@@ -30,7 +31,6 @@ from turnwise.core.watchdog import waiting, watching_progress
 from turnwise.engine.protocol import Generator
 from turnwise.errors import InputError
 from turnwise.observe.metrics import StepMetrics, mean
-from turnwise.pipeline.outputs import rewarded_groups
 from turnwise.rollouts import Group, Runner, check_failures
 from turnwise.rollouts.data import load_heldout, load_training
 from turnwise.run.runtime import Runtime, TrainingStep, open_runtime

@@ -25,14 +25,9 @@ from turnwise.compat.chatlearn.model_file import (
     read_model,
     sentences,
 )
-from turnwise.config import Config, SamplingConfig
-from turnwise.core.json_types import JsonObject
-from turnwise.core.optional import Foreign
-from turnwise.engine.protocol import Generator
-from turnwise.errors import InputError
-from turnwise.pipeline.outputs import Data, Outputs, RequestOutput, request_outputs
-from turnwise.pipeline.pipeline import Module, Pipeline, log_notes
-from turnwise.pipeline.prompts import (
+from turnwise.compat.chatlearn.outputs import Data, Outputs, RequestOutput, request_outputs
+from turnwise.compat.chatlearn.pipeline import Module, Pipeline, log_notes
+from turnwise.compat.chatlearn.prompts import (
     Conversation,
     ConversationProblem,
     ProblemBuilder,
@@ -43,6 +38,11 @@ from turnwise.pipeline.prompts import (
     PromptLoop,
     scheduled,
 )
+from turnwise.config import Config, SamplingConfig
+from turnwise.core.json_types import JsonObject
+from turnwise.core.optional import Foreign
+from turnwise.engine.protocol import Generator
+from turnwise.errors import InputError
 from turnwise.rollouts import Group, Problem, Runner, check_failures
 from turnwise.training import checkpoint
 from turnwise.training.model import ModelName

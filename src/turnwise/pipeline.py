@@ -1,0 +1,3 @@
+"""The former place of ChatLearn's names."""
+
+raise ImportError("turnwise.pipeline is turnwise.compat.chatlearn now")
