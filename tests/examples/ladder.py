@@ -94,6 +94,8 @@ def run_rest(folder: Path) -> None:
     """Rungs whose parts have tests of their own."""
     announce("step07")
     turnwise.train(config="examples/step07_self_play/config.yaml")
+    announce("step08")
+    turnwise.train(config="examples/step08_two_policies/config.yaml", steps=2)
     announce("step05")
     pipeline.main(
         ["training.steps=2", "rollout.prompts_per_step=4", f"output_dir={folder / 'runs'}"]

@@ -46,7 +46,7 @@ def test_the_ladder_runs(tmp_path: Path) -> None:
 @pytest.mark.slow  # pipelines, self-play and simulated users have tests of their own
 def test_the_rest_of_the_ladder_runs(tmp_path: Path) -> None:
     said = run_ladder(tmp_path, "rest", ("step07",))
-    assert said.count("--- ") == 3
+    assert said.count("--- ") == 4
     metrics = tmp_path / "runs" / "step06" / "metrics.jsonl"
     (*_, answered) = (json.loads(line) for line in metrics.open())
     assert answered["env"]["user_calls"] > 0.0

@@ -284,6 +284,10 @@ class RolloutConfig(Section):
     biases, min_tokens, logits processors. There `sampling` applies instead (override), or the turn
     is sampled as asked and is context that is not trained (context), or the request gets 400
     (refuse). override_all samples every turn by `sampling`. Events count what was asked for."""
+    policies: list[str] = []
+    """Names of several policies that are trained at once, each an adapter of its own (model.lora)
+    with its own samples and optimizer: the players of a game, whose environment says by its
+    `policies` which player is which, or the model without an adapter (base). Empty: one policy."""
     agent_env: list[str] = []
     """Names of environment variables to pass to an agent's command, in addition to PATH, HOME,
     PYTHON* and the like."""

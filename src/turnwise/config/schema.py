@@ -18,6 +18,8 @@ from turnwise.config.training import (
     TrainingConfig,
     TrajectoriesConfig,
 )
+_OTHER_POLICIES = ("base", "policy", "reference", "value", "default", "critic")
+"""Names that `rollout.policies` may not have: those of the trainer's other models."""
 
 
 class Config(Section):
@@ -201,6 +203,16 @@ class Config(Section):
         return {key: path for key, path in models.items() if path is not None}
 
     @property
+    def policies(self) -> list[str]:
+        """Names of the policies that are trained."""
+        return self.rollout.policies or ["policy"]
+
+    @property
+    def versions_per_step(self) -> int:
+        """Optimizer steps, hence weight versions, per training step."""
+        return self.training.optimizer_steps * len(self.policies)
+
+    @property
     def loops(self) -> set[str]:
         """Agent loops of the run: those of its environments."""
         return {part.rollout.loop for part in self.parts().values()}
@@ -242,6 +254,7 @@ class Config(Section):
         yield from _training_mistakes(self)
         yield from _weights_mistakes(self)
         yield from _teacher_mistakes(self)
+        yield from _policies_mistakes(self)
 
 
 def _set_keys(section: object) -> dict[str, object]:
@@ -375,6 +388,36 @@ def _weights_mistakes(config: Config) -> Iterator[str]:
         yield "weights.delta: a colocated engine reads the trainer's own tensors: set it to false"
     if config.weights.delta and config.model.lora.rank and config.weights.lora == "adapter":
         yield "weights.delta: all values of an adapter change in each update: set it to false"
+
+
+def _policies_mistakes(config: Config) -> Iterator[str]:
+    names, advantage = config.rollout.policies, config.algorithm.advantage
+    if not names:
+        return
+    for name in names:
+        if not re.fullmatch(r"[A-Za-z]\w*", name) or name in _OTHER_POLICIES:
+            yield (
+                f"rollout.policies: {name!r} cannot be a policy's name: take letters, digits and "
+                f"_, and none of {', '.join(_OTHER_POLICIES)}"
+            )
+    if len(set(names)) < len(names):
+        yield "rollout.policies: a name is there twice"
+    trains = config.model.lora.rank and config.weights.lora == "adapter"
+    if not trains and any(name not in config.serving.adapters for name in names):
+        yield (
+            "rollout.policies: each policy is an adapter: set model.lora.rank, and weights.lora to "
+            "adapter, or without training its folder in serving.adapters"
+        )
+    if others := config.loops & {"agent", "chat_scheduler", "sampler", "interleaved"}:
+        yield (
+            f"rollout.policies: the loop {min(others)} has no players: use self_play, or a loop of "
+            "your own that calls sample(policy=...)"
+        )
+    if isinstance(advantage, Gae) or isinstance(config.algorithm.loss, Dpo):
+        yield (
+            "rollout.policies: a value model, and a loss of pairs, are of one policy: choose "
+            "another algorithm.advantage and algorithm.loss"
+        )
 
 
 def _teacher_mistakes(config: Config) -> Iterator[str]:

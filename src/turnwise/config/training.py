@@ -109,8 +109,8 @@ class TrainingConfig(Section):
         return 1 + self.max_staleness
 
     @property
-    def versions_per_step(self) -> int:
-        """Optimizer steps per training step, in all passes."""
+    def optimizer_steps(self) -> int:
+        """Optimizer steps of a policy per training step, in all passes."""
         return self.updates_per_step * self.epochs_per_step
 
     def mistakes(self) -> Iterator[str]:

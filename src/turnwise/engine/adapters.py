@@ -6,11 +6,11 @@ Reading them needs neither vLLM nor PEFT, so mistakes are reported before anythi
 import json
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from safetensors import SafetensorError, safe_open
 
@@ -22,6 +22,7 @@ from turnwise.errors import InputError
 if TYPE_CHECKING:
     from turnwise.internals.vllm import LoRARequest, WeightVersionSpan
 
+_Tensor = TypeVar("_Tensor")
 POLICY = ""  # name of the model that is trained or served, among the names of adapters
 WEIGHTS = "adapter_model.safetensors"
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the largest ranks for which vLLM reserves memory
@@ -47,7 +48,10 @@ class EngineAdapters:
     """Folder or Hugging Face name by the adapter's name; that of `POLICY` is on top of the model
     in every request that names no other."""
     trained: JsonObject | None = None
-    """PEFT's configuration of the adapter that weight updates bring; None if they bring weights."""
+    """PEFT's configuration of the adapters that weight updates bring; None if they bring
+    weights."""
+    policies: Sequence[str] = (POLICY,)
+    """Names of these adapters."""
     rank: int = 0
     """The largest rank among them; 0 without any."""
 
@@ -60,7 +64,8 @@ class EngineAdapters:
         read = [read_adapter(path, key_of(name)) for name, path in paths.items()]
         ranks = [_rank(settings) for _, settings in read]
         trained, lora = None, config.model.lora
-        if lora.rank and config.weights.lora == "adapter":
+        policies = [name for name in config.rollout.policies or [POLICY] if name not in paths]
+        if lora.rank and config.weights.lora == "adapter" and policies:
             trained = peft_settings(lora) | {"target_modules": lora.target_modules}
             ranks.append(lora.rank)
         if max(ranks, default=0) > RANKS[-1]:
@@ -68,13 +73,14 @@ class EngineAdapters:
                 f"model.lora.rank {lora.rank} is above {RANKS[-1]}, the largest that vLLM applies: "
                 "set weights.lora to merged"
             )
-        return cls(paths, trained, max(ranks, default=0))
+        return cls(paths, trained, policies, max(ranks, default=0))
 
     def arguments(self, on_cpu: bool) -> JsonObject:
         """Return the arguments of vLLM's AsyncEngineArgs that reserve memory for the adapters."""
         if not self.rank:
             return {}
-        versions = VERSIONS + 1 if self.trained is not None else 0  # one is being loaded
+        # One is being loaded.
+        versions = (VERSIONS + 1) * len(self.policies) if self.trained is not None else 0
         count = len(self.paths) + versions
         return {
             "enable_lora": True,
@@ -93,6 +99,7 @@ class LoadedAdapter:
 
     number: int
     """vLLM's id of it."""
+    name: str
     request: "LoRARequest"
     version: int | None = None
     """Version of the trained weights that it is; None for others."""
@@ -118,10 +125,11 @@ class AdapterTable:
     that no request uses any more is dropped by the next update.
     """
 
-    def __init__(self, trained: JsonObject | None = None) -> None:
-        self.trained = trained  # PEFT's configuration of the trained adapter
+    def __init__(self, adapters: EngineAdapters = NO_ADAPTERS) -> None:
+        self.trained = adapters.trained
+        self.policies = adapters.policies
         self.older: list[LoadedAdapter] = []
-        """Versions of the trained adapter before the newest, oldest first."""
+        """Versions of trained adapters before the newest, oldest first."""
         self._by_name: dict[str, LoadedAdapter] = {}
         """The least recently used first."""
         self._numbers = 0
@@ -133,7 +141,8 @@ class AdapterTable:
         self._numbers += 1
         number = self._numbers
         label = f"{name or 'policy'} {number}"
-        return LoadedAdapter(number, vllm.LoRARequest(label, number, f"memory:{number}"), version)
+        request = vllm.LoRARequest(label, number, f"memory:{number}")
+        return LoadedAdapter(number, name, request, version)
 
     def add(self, name: str, adapter: LoadedAdapter) -> None:
         """Give an adapter to new requests of this name."""
@@ -160,12 +169,14 @@ class AdapterTable:
 
     def excess(self) -> list[LoadedAdapter]:
         """Remove and return the versions to drop: those that no request uses, and the oldest ones
-        beyond `VERSIONS`."""
+        of an adapter beyond `VERSIONS`."""
         excess = [adapter for adapter in self.older if not adapter.users]
-        kept = [adapter for adapter in self.older if adapter.users]
-        first = max(0, len(kept) + 1 - VERSIONS)
-        self.older = kept[first:]
-        return excess + kept[:first]
+        self.older = [adapter for adapter in self.older if adapter.users]
+        for name in self.policies:
+            kept = [adapter for adapter in self.older if adapter.name == name]
+            excess += kept[: max(0, len(kept) + 1 - VERSIONS)]
+        self.older = [adapter for adapter in self.older if adapter not in excess]
+        return excess
 
     @contextmanager
     def using(self, name: str, request_id: str) -> Iterator[LoadedAdapter | None]:
@@ -174,7 +185,7 @@ class AdapterTable:
         if adapter is None:
             if name != POLICY:
                 known = ", ".join(filter(None, self._by_name)) or "none"
-                raise InputError(f"there is no adapter {name!r} (serving.adapters has: {known})")
+                raise InputError(f"there is no adapter {name!r} (this engine has: {known})")
             yield None
             return
         adapter.users.add(request_id)
@@ -182,6 +193,20 @@ class AdapterTable:
             yield adapter
         finally:
             adapter.users.discard(request_id)
+
+
+def name_of_tensor(policy: str, name: str) -> str:
+    """Return the name that an update gives to a tensor of a policy's adapter, by PEFT's name."""
+    return f"{policy}:{name}" if policy else name
+
+
+def by_policy(tensors: Iterable[tuple[str, _Tensor]]) -> dict[str, dict[str, _Tensor]]:
+    """Return an update's tensors by policy, each under PEFT's name."""
+    found: dict[str, dict[str, _Tensor]] = {}
+    for name, tensor in tensors:
+        policy, _, own = name.rpartition(":")
+        found.setdefault(policy, {})[own] = tensor
+    return found
 
 
 def peft_settings(lora: LoraConfig) -> JsonObject:

@@ -53,7 +53,8 @@ class Route:
     group: str = ""
     """Name of the group of trajectories that begin with one prompt; "" for none."""
     adapter: str = ""
-    """Name in `serving.adapters` of the adapter that samples; "" for the policy."""
+    """Name in `serving.adapters`, or in `rollout.policies`, of the adapter that samples; "" for the
+    policy of a run that has one."""
     folder: str = ""
     """Folder in PEFT's format of an adapter under a name of its own, from which an engine loads it
     when it needs it; "" for those that an engine holds."""

@@ -128,7 +128,7 @@ class VllmEngine:
         self._pending: set[str] = set()
         self._cache_salt: str | None = None
         """Salt that keeps requests from using cached prefixes of older weights; None allows all."""
-        self._adapters = AdapterTable(adapters.trained)
+        self._adapters = AdapterTable(adapters)
         self._unloaded = dict(adapters.paths)  # paths of adapters that are not loaded yet, by name
         self._loading = asyncio.Lock()
         self._has_adapters = bool(adapters.rank)
@@ -424,19 +424,22 @@ class VllmEngine:
                 raise
 
     async def _load_adapter(self, version: int, in_flight: InFlight) -> list[JsonObject]:
-        """Load the open update as the adapter of new requests; those in flight keep theirs.
+        """Load the open update as the adapters of new requests; those in flight keep theirs.
 
         Their adapter is removed early only with `abort`, or if an engine would hold more than
-        `VERSIONS` of them: its requests then end with finish reason `abort`, as in other updates.
+        `VERSIONS` of one: its requests then end with finish reason `abort`, as in other updates.
         """
-        adapter = self._adapters.new(POLICY, version)
+        made = [self._adapters.new(name, version) for name in self._adapters.policies]
+        numbers = {adapter.name: adapter.number for adapter in made}
         try:
-            loaded = await self._ask("load_update", adapter.number, self._adapters.trained)
+            loaded = await self._ask("load_update", numbers, self._adapters.trained)
         except BaseException:
-            with suppress(Exception):  # the first error is the one to report
-                await self._ask("remove_adapter", adapter.number)
+            for adapter in made:
+                with suppress(Exception):  # the first error is the one to report
+                    await self._ask("remove_adapter", adapter.number)
             raise
-        self._adapters.add(POLICY, adapter)  # before others are aborted: they go on with this one
+        for adapter in made:  # before others are aborted: they go on with these
+            self._adapters.add(adapter.name, adapter)
         for old in self._adapters.excess():
             # First: vLLM cannot compute a request whose adapter is missing.
             await self._streams.abort(old.users)

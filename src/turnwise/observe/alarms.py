@@ -140,7 +140,7 @@ def _shares(row: JsonObject, config: Config) -> Iterator[tuple[str, Share]]:
     yield "idle", Share(alarms.idle, _share(waiting, row.get("step_seconds", 0)), said)
     if bound := training.max_staleness:
         by_age: dict[str, int] = row.get("staleness", {})
-        versions = bound * training.versions_per_step
+        versions = bound * config.versions_per_step
         old = sum(count for age, count in by_age.items() if int(age) >= versions)
         said = (
             f"{_MEAN} of the trained tokens are as old as training.max_staleness allows ({bound} "

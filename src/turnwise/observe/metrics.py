@@ -67,6 +67,9 @@ class StepMetrics:
     """In a run with several environments, by name: reward_mean (none without trajectories),
     trajectories, dropped (their number), groups, trajectories_discarded and groups_discarded (if
     any), the environment's own `pools`, and in `heldout` its evaluation."""
+    policies: dict[str, JsonObject] | None = None
+    """In a run of several policies (rollout.policies), by name: reward_mean, the mean reward of its
+    players, and the trainer's numbers of it alone, such as loss, entropy and grad_norm."""
     pools: Counts = None
     """With data.curriculum, the number of rows whose last group gave a signal (mixed), or none
     because all was right (mastered) or wrong (hopeless), and of those without a group so far
@@ -308,6 +311,15 @@ class StepMetrics:
         self.events = _sorted(sum((t.events for t in trajectories), Counter[str]()))
         self.turns_mean = mean([len(t.calls()) for t in trajectories])
         self.sampled_tokens = sum(t.sampled_tokens for t in trajectories)
+        played = defaultdict[str, list[float]](list)  # rewards of each policy's players
+        for t in trajectories:
+            calls = zip(t.calls(), t.turn_players, strict=False)
+            by = {player: t.turns[call.start].adapter for call, player in calls}
+            for player, policy in by.items():
+                if policy:
+                    played[policy].append(t.player_rewards.get(player, t.reward or 0.0))
+        if played:
+            self._add_policies({n: {"reward_mean": mean(r)} for n, r in sorted(played.items())})
         ended = [t for t in trajectories if t.status == "completed"]
         self.completion_tokens = {}
         for whose, lengths in (("", trajectories), ("ended_", ended)):
@@ -336,7 +348,14 @@ class StepMetrics:
     def add(self, metrics: JsonObject) -> None:
         """Add metrics by their names: those of the trainer, or of a weight update."""
         for name, value in metrics.items():
-            setattr(self, name, value)
+            if name == "policies":
+                self._add_policies(value)
+            else:
+                setattr(self, name, value)
+
+    def _add_policies(self, metrics: dict[str, JsonObject]) -> None:
+        before = self.policies or {}
+        self.policies = before | {n: before.get(n, {}) | own for n, own in metrics.items()}
 
     def add_evaluation(self, evaluation: "Evaluation | None") -> None:
         """Add an evaluation on held-out problems; None for a step without one."""

@@ -5,7 +5,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from turnwise.chat.messages import in_thread_if_long
@@ -35,6 +35,8 @@ _BOUNDED = ("generate", "tools", "environment")
 """Phases with their own deadlines: `engine.request_timeout`, `rollout.tool_timeout` and
 `rollout.environment_timeout`."""
 
+BASE = "base"
+"""The policy that is the model without an adapter, in a run of several policies."""
 _BETWEEN = ("tools", "environment")  # phases whose seconds belong to the turn before them
 
 
@@ -206,6 +208,7 @@ class RolloutContext:
         *,
         stop: Sequence[str] = (),
         messages: Sequence[Message] = (),
+        policy: str = "",
     ) -> Completion | None:
         """Sample a completion and record it as a turn.
 
@@ -213,6 +216,7 @@ class RolloutContext:
             stop: Strings at which to stop, besides those of `sampling`.
             messages: The messages that led to the turn, for people, where the trajectory is more
                 than one conversation.
+            policy: One of `rollout.policies`, or `base`, which is not trained; "" in a run of one.
 
         Returns:
             None, with status `context_full`, if the model's context or
@@ -239,14 +243,17 @@ class RolloutContext:
         ):
             seed = None if self.seed is None else stable_seed(self.seed, turn)
             name = f"{self.request_id}-{turn}"
-            request = Request(prompt_token_ids, sampling, name, seed, self.route, images=seen)
+            adapter = "" if policy == BASE else policy
+            route = replace(self.route, adapter=adapter) if adapter else self.route
+            request = Request(prompt_token_ids, sampling, name, seed, route, images=seen)
             completion = await generate(self.engine, request)
             sampled, reason = len(completion.token_ids), completion.finish_reason
             version = max(completion.weight_versions, default=-1)
             record_answer(span, len(prompt_token_ids), sampled, reason, version)
         if completion.finish_reason == "abort":
             raise TrajectoryError("engine_abort", f"{self.request_id} was aborted by the engine")
-        self.record(prompt_token_ids, completion, (asked, time.time()), 0.0, messages=messages)
+        times = asked, time.time()
+        self.record(prompt_token_ids, completion, times, 0.0, messages=messages, policy=policy)
         return completion
 
     def record(
@@ -257,9 +264,10 @@ class RolloutContext:
         tools: float | None = None,
         *,
         messages: Sequence[Message] = (),
+        policy: str = "",
     ) -> None:
         """Record the completion of a request that began and ended at `times` as a turn; `tools` is
-        that of `TurnTimes`."""
+        that of `TurnTimes`, `policy` that of `sample`."""
         self.trajectory.add_turn(
             prompt_token_ids,
             completion.token_ids,
@@ -270,6 +278,8 @@ class RolloutContext:
             fork_reason=self.fork_reason,
             messages=messages,
             experts=completion.experts,
+            adapter="" if policy == BASE else policy,
+            untrained="frozen_policy" if policy == BASE else "",
         )
         turn = len(self.trajectory.calls()) - 1
         first, worker, queued = completion.first_token_at, completion.worker, completion.queued

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import SupportsFloat, SupportsIndex, TypeGuard
+from typing import SupportsFloat, SupportsIndex, TypeGuard, cast
 
 from turnwise.chat.images import read_parts
 from turnwise.config import Config
@@ -84,6 +84,9 @@ class Environment:
             OpenAI's format, which `call_tool` answers. Read after `setup`.
         players: The opening messages of each player by name, in place of `problem`, where the
             policy plays all sides of a game: the loop `self_play`. The first player begins.
+        policies: In a run of several policies (`rollout.policies`) the name of each player's, or
+            `base`, the model without an adapter, which is not trained. A player who has the name of
+            a policy needs none.
         done: Set to True, for example by a tool, to end the trajectory after the turn's tool calls.
         current_turn: Index of the model's latest turn, which tool calls and `step` answer; -1
             before the first. Loops set it, for rewards of turns.
@@ -110,6 +113,7 @@ class Environment:
     problem: str | Sequence[Message]
     tools: Sequence[AnyTool] = ()
     players: Mapping[str, str | Sequence[Message]] = MappingProxyType({})
+    policies: Mapping[str, str] = MappingProxyType({})
     done: bool = False
     current_turn: int = -1
 
@@ -338,6 +342,18 @@ def read_problem(environment: object) -> tuple[list[Message], dict[str, list[Mes
         )
     players = {str(name): read_messages(said, f"{kind}.players") for name, said in given.items()}
     return next(iter(players.values())), players
+
+
+def read_policies(environment: object) -> dict[str, str]:
+    """Return the name of each player's policy, as far as a game names them."""
+    given = _attribute(environment, "policies") or {}
+    named = isinstance(given, Mapping) and all(isinstance(n, str) for n in given.values())
+    if not named:
+        raise InputError(
+            f'{type(environment).__name__}.policies must be a dictionary such as {{"asker": '
+            f'"asker", "guesser": "base"}}, not {shown(given)}'
+        )
+    return {str(player): str(name) for player, name in cast("Mapping[str, str]", given).items()}
 
 
 def read_move(move: object, players: Collection[str], what: str) -> tuple[str, list[Message]]:

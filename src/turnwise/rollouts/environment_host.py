@@ -125,7 +125,7 @@ class _Player:
 
     def _known(self) -> JsonObject:
         """Return the part of the episode that the driver must know (`remote_episode.Opened`)."""
-        names = "name", "problem", "players", "steps", "measures", "rewards"
+        names = "name", "problem", "players", "policies", "steps", "measures", "rewards"
         known = {name: getattr(self.episode, name) for name in names}
         return known | {"schemas": self.episode.toolbox.schemas}
 

@@ -44,6 +44,7 @@ from turnwise.rollouts.environment import (
     read_messages,
     read_metrics,
     read_move,
+    read_policies,
     read_problem,
     read_reward,
     read_rewards,
@@ -90,6 +91,8 @@ class Episode:
         self.problem: list[Message] = []
         self.players: dict[str, list[Message]] = {}
         """Opening messages of each player of a game; the first one's are the problem too."""
+        self.policies: dict[str, str] = {}
+        """Name of each player's policy, as far as the environment names them."""
         self.toolbox = make_toolbox([], rollout)
         """The environment's tools, and those of `rollout.tools`."""
         self.rewards = True  # whether the environment has a reward of its own, once that is known
@@ -170,6 +173,7 @@ class Episode:
         self._find_methods()  # `setup` may have set them
         try:
             problem, self.players = read_problem(self.environment)
+            self.policies = read_policies(self.environment)
             tools = read_tools(self.environment)
         except InputError as error:
             where = defined_at(type(self.environment))

@@ -14,7 +14,7 @@ from turnwise.core.spans import tool_span
 from turnwise.core.watchdog import waiting
 from turnwise.engine.function_processor import read_call
 from turnwise.errors import InputError
-from turnwise.rollouts.agent_loop import AgentLoop, RolloutContext
+from turnwise.rollouts.agent_loop import BASE, AgentLoop, RolloutContext
 from turnwise.rollouts.agents import ChatSchedulerLoop, HttpAgentLoop
 from turnwise.rollouts.batch_sampler import SamplerLoop
 from turnwise.rollouts.context_window import ContextWindow
@@ -93,6 +93,7 @@ class SelfPlayLoop:
                 "each player"
             )
         trajectory, tools = context.trajectory, context.toolbox.schemas
+        policies = {name: _policy_of(name, context) for name in players}
         said = {name: [dict(message) for message in opening] for name, opening in players.items()}
         last: dict[str, tuple[list[int], list[int]]] = {}  # prompt and completion of a player
         player, new = next(iter(players)), list[Message]()
@@ -102,7 +103,7 @@ class SelfPlayLoop:
                 prompt = await context.first_prompt(read, tools=tools)
             else:
                 prompt = await context.next_prompt(*own, new, tools=tools, conversation=read)
-            completion = await context.sample(prompt, messages=read)
+            completion = await context.sample(prompt, messages=read, policy=policies[player])
             if completion is None:
                 return
             trajectory.turn_players.append(player)
@@ -129,6 +130,18 @@ class SelfPlayLoop:
                 return
             player, new = move
         trajectory.status = "max_turns"
+
+
+def _policy_of(player: str, context: RolloutContext) -> str:
+    """Return the policy that plays a player; "" in a run of one."""
+    trained, named = context.rollout.policies, context.episode.policies
+    policy = named.get(player, player if player in trained else "")
+    if (trained and policy not in (*trained, BASE)) or (named and not policy):
+        raise InputError(
+            f"{context.episode.name}.policies must name the policy of {player}: "
+            f"{', '.join([*trained, BASE])} (rollout.policies)"
+        )
+    return policy
 
 
 class InterleavedLoop:

@@ -110,6 +110,7 @@ class Opened(TypedDict):
     name: _Name
     problem: list[_Message]
     players: dict[_Name, list[_Message]]
+    policies: dict[_Name, _Name]
     schemas: list[_Schema]
     steps: bool
     measures: bool

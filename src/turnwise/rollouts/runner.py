@@ -312,7 +312,7 @@ class Runner:
                 raise InputError(f"environments.{name}: {error}") from error
         self.tokenizer = tokenizer
         self.files = files or RunFiles(Path(config.output_dir, config.name))
-        max_steps = config.training.steps * config.training.versions_per_step
+        max_steps = config.training.steps * config.training.optimizer_steps
         self.rewards = RewardManager(
             config.rollout.rewards,
             functions,

@@ -441,8 +441,14 @@ def export_run(run: Path, output: Path | None = None, *, merged: bool = False) -
     from transformers.utils.logging import disable_progress_bar
 
     from turnwise.training.export import merge_adapter
+    from turnwise.training.lora import POLICIES
 
     disable_progress_bar()
+    if merged and (chosen / POLICIES).is_dir():
+        raise InputError(
+            f"{chosen} has several policies: {', '.join(sorted(own.name for own in (chosen / POLICIES).iterdir()))}; "
+            "without --merged each is exported as an adapter"
+        )
     if merged and (chosen / ADAPTER_CONFIG).exists():
         merge_adapter(chosen, output, config)
         return output

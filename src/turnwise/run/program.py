@@ -20,10 +20,12 @@ from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
 from turnwise.core.user_code import call_user_code
 from turnwise.core.watchdog import waiting
-from turnwise.engine.protocol import Request, generate
+from turnwise.engine.adapters import POLICY
+from turnwise.engine.protocol import Request, Route, generate
 from turnwise.errors import InputError
 from turnwise.observe.metrics import StepMetrics
 from turnwise.rollouts import Batch, Group, Problem, check_failures
+from turnwise.rollouts.agent_loop import BASE
 from turnwise.rollouts.evaluation import Evaluation, evaluate
 from turnwise.rollouts.group import turn_times
 from turnwise.rollouts.problems import Row, make_stream
@@ -36,14 +38,13 @@ from turnwise.training.algorithms import weighted_logprobs, with_loss
 from turnwise.training.algorithms.losses import CrossEntropyLoss
 from turnwise.training.loading import missing_model
 from turnwise.training.lora import ModelName
-from turnwise.training.reports import OptimSettings, TrainedSample
+from turnwise.training.reports import OptimSettings, TrainedSample, joined
 from turnwise.training.sample import Sample
 from turnwise.training.samples import SampleBatch, recent_versions
 from turnwise.training.trainer_group import TrainerGroup
 from turnwise.trajectory import ExactnessReport, Message
 
 _Parts = tuple[Runtime, TrainerGroup, TrainingStep]
-_SUMS = ("trained_tokens", "train_seconds")
 _FOREIGN = "these samples are of another run: make them by this run's samples()"
 
 
@@ -322,7 +323,8 @@ class AsyncRun:
         line.add_rollouts(Batch(groups), sum((g.dropped for g in groups), Counter[str]()))
         for each in self._added:
             line.add_samples(each)
-        line.add(_joined(self._metrics) | taken)
+        line.add(joined(self._metrics))
+        line.add(taken)
         await self._write(line, groups, version)
         self._added, self._metrics, self._values = [], [], []
         names = ("step", "reward_mean", "loss", "grad_norm", "learning_rate", "skipped_updates")
@@ -394,12 +396,15 @@ class AsyncRun:
         /,
         prompt: str | Sequence[int] | Sequence[Message],
         n: int = 1,
+        policy: str = "policy",
         **sampling: object,
     ) -> list[Answer]:
         """Sample answers to one prompt, without tools and rewards.
 
         Args:
             prompt: Messages; a text, which is a user's message; or token ids.
+            policy: In a run of several (`rollout.policies`) the one to ask, or base, the model
+                without an adapter.
             **sampling: Keys of `sampling` with other values than the configuration's.
         """
         template = self._runtime.runner.template
@@ -415,8 +420,11 @@ class AsyncRun:
             raise InputError(f"a prompt of {len(ids)} tokens leaves no room (model.max_length)")
         chosen = chosen.model_copy(update={"max_tokens": min(chosen.max_tokens, room)})
         tag = f"sample{next(self._tags)}"
+        if policy not in (known := [*self.config.policies, BASE]):
+            raise InputError(f"sample: there is no policy {policy!r}: name {' or '.join(known)}")
+        route = Route(adapter=policy if policy in self.config.rollout.policies else POLICY)
         made = await together(
-            generate(self._runtime.generator, Request(ids, chosen, f"{tag}-{number}"))
+            generate(self._runtime.generator, Request(ids, chosen, f"{tag}-{number}", route=route))
             for number in range(n)
         )
         return [
@@ -507,29 +515,3 @@ class AsyncRun:
 
 def _absolute(folder: str | Path) -> Path:
     return Path(folder).expanduser().resolve()
-
-
-def _joined(passes: Sequence[JsonObject]) -> JsonObject:
-    """Return the metrics of several gradients of one step: sums of counts, largest maxima, and
-    means over trained tokens of all else."""
-    if len(passes) < 2:
-        return dict(passes[0]) if passes else {}
-    joined: JsonObject = {}
-    for name in dict.fromkeys(name for each in passes for name in each):
-        having = [each for each in passes if name in each]
-        values, tokens = [e[name] for e in having], [e["trained_tokens"] for e in having]
-        if isinstance(values[0], dict) and name != "loss_metrics":
-            joined[name] = dict(sum(map(Counter, values), Counter[str]()))
-        elif isinstance(values[0], dict):
-            joined[name] = {key: _mean([v[key] for v in values], tokens) for key in values[0]}
-        elif name in _SUMS:
-            joined[name] = sum(values)
-        elif name.endswith("_max") or name == "train_memory_gib":
-            joined[name] = max(values)
-        else:
-            joined[name] = _mean(values, tokens)
-    return joined
-
-
-def _mean(values: Sequence[float], weights: Sequence[float]) -> float:
-    return sum(v * w for v, w in zip(values, weights, strict=True)) / max(1, sum(weights))

@@ -40,13 +40,15 @@ class Trainer(Protocol):
         samples: Sequence[Sample],
         algorithm: AlgorithmConfig | None = None,
         loss: Loss | None = None,
-        name: str = "policy",
+        adapter: str | None = None,
         learns: bool = True,
     ) -> JsonObject: ...
 
-    async def optim_step(self, settings: OptimSettings, name: str = "policy") -> JsonObject: ...
+    async def optim_step(
+        self, settings: OptimSettings, adapter: str | None = None
+    ) -> JsonObject: ...
 
-    async def drop(self, name: str = "policy") -> None: ...
+    async def drop(self, name: str | None = None) -> None: ...
 
 
 class AdapterTrainer:

@@ -99,7 +99,7 @@ def load_state(
             if not _has(saved, name):
                 raise ValueError(
                     f"it has no state of the {name}: algorithm.advantage.name cannot change to one "
-                    "with a value model when a run is resumed"
+                    "with a value model, nor rollout.policies, when a run is resumed"
                 )
             moments[name] = {  # room for those that the checkpoint has
                 own: room

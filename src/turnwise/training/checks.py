@@ -50,6 +50,8 @@ def check_adapters(config: Config) -> None:
             "model.adapter: training does not start from an adapter; merge it into a model first"
         )
     adapter = config.model.lora.rank and config.weights.lora == "adapter"
+    if served := [name for name in config.rollout.policies if name in config.serving.adapters]:
+        raise InputError(f"serving.adapters: {served[0]} is a policy that training makes itself")
     if config.serving.adapters and not adapter:
         raise InputError(
             "serving.adapters: training replaces the weights under the adapters, unless it trains "

@@ -24,10 +24,12 @@ from turnwise.chat.template import read_tokenizer
 from turnwise.config import Config
 from turnwise.config.data import ADAPTER_CONFIG
 from turnwise.core.process import give_back
+from turnwise.engine.adapters import by_policy
 from turnwise.errors import InputError
 from turnwise.training.checkpoint import translate_disk_full
 from turnwise.training.loading import dtype_of, language_model_class, load_model, path_of
 from turnwise.training.lora import (
+    POLICIES,
     ADAPTER_TENSORS,
     PREFIX,
     adapter_config,
@@ -83,14 +85,19 @@ def export_model(
             _save_rest(folder, config)
 
 
-def export_adapter(folder: Path, rank: int, config: Config, model: PreTrainedModel) -> None:
-    """Write the policy's adapter in PEFT's format, in float32, with the tokenizer, on rank 0."""
-    whole = {name: tensor.cpu().contiguous() for name, tensor in adapter_tensors(model)}
+def export_adapters(folder: Path, rank: int, config: Config, model: PreTrainedModel) -> None:
+    """Write the policy's adapter in PEFT's format, in float32, with the tokenizer, on rank 0; of
+    several policies each in a folder of its name in `POLICIES`."""
+    sent = adapter_tensors(model, config.policies)
+    whole = by_policy((name, tensor.cpu().contiguous()) for name, tensor in sent)
     if rank:
         return
     with translate_disk_full(folder):
-        write_adapter(folder, adapter_config(model, path_of(config)), whole)
-        read_tokenizer(config.model).save_pretrained(folder)
+        for policy, tensors in whole.items():
+            own = folder / POLICIES / policy if policy else folder
+            settings = adapter_config(model, path_of(config), policy or "policy")
+            write_adapter(own, settings, tensors)
+            read_tokenizer(config.model).save_pretrained(own)
 
 
 def _save_rest(folder: Path, config: Config) -> None:

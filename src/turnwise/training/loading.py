@@ -73,9 +73,9 @@ def models_beside(config: Config) -> dict[ModelName, OtherModel]:
     return beside
 
 
-def shared_roles(config: Config, beside: Mapping[ModelName, OtherModel]) -> tuple[ModelName, ...]:
-    """Return the roles that the policy's backbone plays with adapters, those of models without a
-    path or a precision of their own; none without LoRA."""
+def shared_roles(config: Config, beside: Mapping[ModelName, OtherModel]) -> tuple[str, ...]:
+    """Return the roles that the policy's backbone plays with adapters: those of all policies, and
+    of models without a path or a precision of their own; none without LoRA."""
     if not config.model.lora.rank:
         return ()
     shared = (
@@ -83,7 +83,7 @@ def shared_roles(config: Config, beside: Mapping[ModelName, OtherModel]) -> tupl
         for name, other in beside.items()
         if path_of(config, other) == path_of(config) and other.dtype in (None, config.model.dtype)
     )
-    return ("policy", *shared)
+    return (*config.policies, *shared)
 
 
 def path_of(config: Config, other: OtherModel = POLICY) -> str:

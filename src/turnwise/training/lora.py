@@ -21,7 +21,7 @@ from torch.nn.modules.conv import _ConvNd
 from turnwise.config import LoraConfig
 from turnwise.config.data import ADAPTER_CONFIG
 from turnwise.core.optional import Foreign, optional
-from turnwise.engine.adapters import peft_settings
+from turnwise.engine.adapters import POLICY, name_of_tensor, peft_settings
 from turnwise.errors import InputError
 from turnwise.internals.transformers import activate, kept_as_layers
 from turnwise.training.shards import whole
@@ -30,15 +30,17 @@ from turnwise.weights.transport import NamedTensors
 
 ModelName = Literal["policy", "reference", "value"]
 """The models of the trainer, by the role that they play in training."""
-_ADAPTERS: dict[str, str] = {"policy": "default", "value": "value"}
-"""PEFT's name of the adapter that is active in each role; the reference model has none."""
-_POLICY = _ADAPTERS["policy"]
+_POLICY = "default"
+"""PEFT's name of the policy's adapter. Those of other roles, of several policies, and of adapters
+that were added have their own names; the reference model has none."""
 PREFIX = "base_model.model."  # beginning of the names of tensors in PEFT's files
 ADAPTER_TENSORS = "adapter_model.safetensors"
 """PEFT's file of an adapter's tensors, beside `ADAPTER_CONFIG`."""
+POLICIES = "policies"
+"""Folder in a checkpoint of several policies, with a folder for each."""
 
 
-def add_adapters(model: Foreign, lora: LoraConfig, roles: Sequence[ModelName]) -> None:
+def add_adapters(model: Foreign, lora: LoraConfig, roles: Sequence[str]) -> None:
     """Freeze a model and give its layers of text an adapter for each role, in float32.
 
     An adapter changes nothing before its first update: its second factor starts at 0.
@@ -46,7 +48,7 @@ def add_adapters(model: Foreign, lora: LoraConfig, roles: Sequence[ModelName]) -
     targets: Foreign = lora.target_modules
     if targets == "all-linear":
         targets = _all_linear(model, lora)
-    names = [_ADAPTERS[role] for role in roles if role in _ADAPTERS]
+    names = [_adapter_of(role) for role in roles if role != "reference"]
     state = torch.get_rng_state()  # what is drawn until then depends on where the model is
     for name in names:
         targets = _inject(model, lora, name, targets)
@@ -229,7 +231,14 @@ def take_role(model: nn.Module, role: str) -> None:
 
 
 def _adapter_of(role: str) -> str:
-    return _ADAPTERS.get(role, role)
+    return _POLICY if role == "policy" else role
+
+
+def _adapter_in(parameter: str) -> str:
+    """Return PEFT's name of the adapter that a parameter is of, by the parameter's name; "" if it
+    is of none."""
+    _, _, factor = parameter.partition(".lora_")
+    return factor.split(".")[1] if factor else ""
 
 
 def trained_part(module: nn.Module, role: str) -> nn.Module:
@@ -237,7 +246,7 @@ def trained_part(module: nn.Module, role: str) -> nn.Module:
     adapter's, and those of the value model's head. Their names have slashes for dots."""
     part = nn.Module()
     for name, parameter in module.named_parameters():
-        own = f".{_adapter_of(role)}." in name
+        own = _adapter_in(name) == _adapter_of(role)
         if parameter.requires_grad and (own or (role == "value" and ".lora_" not in name)):
             part.register_parameter(name.replace(".", "/"), parameter)
     return part
@@ -289,19 +298,22 @@ def adapter_parameters(
 ) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the parameters of an adapter, by default the policy's, under PEFT's names."""
     for name, parameter in model.named_parameters():
-        if f".{adapter}." in name and ".lora_" in name:
-            yield PREFIX + name.replace(f".{adapter}.", "."), parameter
+        if _adapter_in(name) == adapter:
+            layer, mark, factor = name.partition(".lora_")
+            yield PREFIX + layer + mark + factor.replace(f".{adapter}", "", 1), parameter
 
 
-def adapter_tensors(model: nn.Module) -> NamedTensors:
-    """Yield the policy's adapter whole, under PEFT's names; every rank must iterate over all."""
-    for name, parameter in adapter_parameters(model):
-        yield name, whole(parameter)
+def adapter_tensors(model: nn.Module, policies: Sequence[str] = ("policy",)) -> NamedTensors:
+    """Yield the adapters of policies whole, under PEFT's names, as `engine.adapters` tells several
+    apart; every rank must iterate over all."""
+    for policy in policies:
+        for name, parameter in adapter_parameters(model, _adapter_of(policy)):
+            yield name_of_tensor(POLICY if policy == "policy" else policy, name), whole(parameter)
 
 
-def adapter_config(model: Foreign, base: str, adapter: str = _POLICY) -> dict[str, object]:
+def adapter_config(model: Foreign, base: str, adapter: str = "policy") -> dict[str, object]:
     """Return the contents of PEFT's `adapter_config.json` for an adapter."""
-    settings = model.peft_config[adapter].to_dict()
+    settings = model.peft_config[_adapter_of(adapter)].to_dict()
     return {
         # PEFT makes a set of what it did not find among experts.
         **{key: sorted(v) or None if isinstance(v, set) else v for key, v in settings.items()},

@@ -65,7 +65,7 @@ class ModelSize:
 
 
 def model_size(
-    config: Config, other: OtherModel = POLICY, roles: tuple[ModelName, ...] = ()
+    config: Config, other: OtherModel = POLICY, roles: tuple[str, ...] = ()
 ) -> ModelSize:
     """Return the size of a model, by default the policy."""
     model = config.model
@@ -75,7 +75,7 @@ def model_size(
 
 @cache
 def _size(
-    path: str, trust: bool, roles: tuple[ModelName, ...], lora: str, train_vision: bool
+    path: str, trust: bool, roles: tuple[str, ...], lora: str, train_vision: bool
 ) -> ModelSize:
     unseeded = torch.random.fork_rng(devices=[])  # adapters draw values, here for nothing
     with unseeded, translate_unreadable(path), torch.device("meta"):

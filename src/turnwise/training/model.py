@@ -135,7 +135,7 @@ class Scorer(nn.Module):
         model: Any,
         sampling: SamplingConfig,
         dtype: torch.dtype,
-        roles: Sequence[ModelName] = (),
+        roles: Sequence[str] = (),
         replay: RoutingReplay | None = None,
         entropy_gradient: bool = False,
         images: ModelImages | None = None,
@@ -158,7 +158,8 @@ class Scorer(nn.Module):
         if self.roles:
             take_role(self.model, role)
         if self._replay is not None:
-            self._replay.use(columns.experts_BTR if role == "policy" else None)
+            sampled = role not in ("reference", "value")
+            self._replay.use(columns.experts_BTR if sampled else None)
         if role == "value":
             assert self.head is not None
             return _values_N(backbone_of(self.model), self.head, columns, self.images)
@@ -216,8 +217,8 @@ class Models:
     """Ranks that share each sequence; None: each rank computes its own."""
 
     def score(self, name: str, columns: Columns, sampling: SamplingConfig | None = None) -> Scores:
-        """Return the scores of targets by a model, one of `ModelName` or an adapter by PEFT's name,
-        under `sampling`; None: what each was drawn from."""
+        """Return the scores of targets by a model, one of `ModelName`, of several policies, or an
+        adapter by PEFT's name, under `sampling`; None: what each was drawn from."""
         module = self.reference if name == "reference" else self.policy
         assert module is not None, f"there is no {name} model"
         with self.computing(module):
@@ -232,9 +233,10 @@ class Models:
             values_N: torch.Tensor = self.value(columns, *shared)
         return values_N
 
-    def trained(self, role: ModelName) -> nn.Module | None:
-        """Return the module whose parameters learn in a role; None if there is no such model."""
-        module = self.policy if role == "policy" else self.value
+    def trained(self, role: str) -> nn.Module | None:
+        """Return the module whose parameters learn in a role, of the value model or a policy; None
+        if there is no such model."""
+        module = self.value if role == "value" else self.policy
         if isinstance(module, Scorer) and module.roles:
             return trained_part(module, role)
         return module

@@ -30,7 +30,7 @@ from turnwise.training.batching import (
     threads_of,
 )
 from turnwise.training.context import ContextGroup
-from turnwise.training.export import export_adapter, export_model
+from turnwise.training.export import export_adapters, export_model
 from turnwise.training.gradient import Gradients, How
 from turnwise.training.layout_check import check_run
 from turnwise.training.loading import load_models, missing_model
@@ -101,11 +101,13 @@ class TrainerRank:
         self.adapters_said = said_without_adapter(self._model, config.model.lora)
         needed = self._advantage.value_model
         self._warmup = needed.warmup_steps if needed else 0
-        learning = self._models.trained("policy")
-        assert learning is not None
-        updates = max(0, training.steps - self._warmup) * training.versions_per_step
-        self._learner = TrainableModule(learning, training, training.learning_rate, updates)
-        self._learners = {"policy": self._learner}
+        updates = max(0, training.steps - self._warmup) * training.optimizer_steps
+        self._policies = config.policies
+        self._learners: dict[str, TrainableModule] = {}
+        for name in self._policies:
+            learning, rate = self._models.trained(name), training.learning_rate
+            assert learning is not None
+            self._learners[name] = TrainableModule(learning, training, rate, updates)
         if needed is not None and (critic := self._models.trained("value")) is not None:
             self._learners["critic"] = TrainableModule(critic, training, needed.learning_rate, None)
         run, shared = folder or Path(config.output_dir, config.name), config.weights.folder
@@ -136,8 +138,8 @@ class TrainerRank:
         """Whether the weights are those after a whole step; False from a step's first update to its
         end."""
 
-    def train(self, shares: Sequence[RankBatches]) -> StepReport:
-        """Take an optimizer step on each share, in each pass over them.
+    def train(self, shares: Sequence[RankBatches], name: str = "policy") -> StepReport:
+        """Take an optimizer step of a policy on each share, in each pass over them.
 
         Raises:
             TurnwiseError: when `training.max_skipped` updates in a row had no finite gradient.
@@ -146,17 +148,17 @@ class TrainerRank:
         self._offload.bring_back(_ALL)
         steps = [[self._batch(samples, s) for samples in s.micro_batches] for s in shares]
         batches = [batch for step in steps for batch in step]
-        how = How(self._algorithm, self._loss)
+        how = How(self._algorithm, self._loss, name)
         self._gradients.prepare(batches, how, len(steps) * passes)
         recorded = [torch.zeros(len(RECORDED), 0, device=self.device)]
         updates: list[UpdateReport] = []
         for _ in range(passes):
             for step, share in zip(steps, shares, strict=True):
-                self.drop()  # of an update that failed
-                self._added["policy"].append(
+                self.drop(name)  # of an update that failed
+                self._added[name].append(
                     self._gradients.add(step, share, how, recorded, self._warming)
                 )
-                updates.append(self._update(CONFIGURED))
+                updates.append(self._update(name, CONFIGURED))
         self._end_step()
         return self._report(shares, batches, passes, updates, recorded, started)
 
@@ -174,8 +176,7 @@ class TrainerRank:
         Args:
             algorithm: Loss, penalties and reduction, in the place of the configured ones.
             loss: Loss in the place of the one that this names.
-            name: The policy, or an adapter that was added, whose tokens are scored at temperature
-                1.
+            name: A policy, or an adapter that was added, whose tokens are scored at temperature 1.
             learns: Whether to add the gradient; if not, only the report is made.
         """
         started = time.perf_counter()
@@ -184,9 +185,9 @@ class TrainerRank:
             algorithm, loss = self._algorithm, loss or self._loss
         elif loss is None:
             loss = make_algorithm(algorithm).loss
-        how, warming = How(algorithm, loss, learns=learns), self._warming and name == "policy"
-        if name != "policy":
-            label = self._added_adapters.use(name).label
+        how, warming = How(algorithm, loss, name, learns=learns), self._warming
+        if name not in self._learners:
+            label, warming = self._added_adapters.use(name).label, False
             how = how._replace(model=label, sampling=_PLAIN)
         batches = [self._batch(samples, share) for samples in share.micro_batches]
         recorded = [torch.zeros(len(RECORDED), 0, device=self.device)]
@@ -202,32 +203,36 @@ class TrainerRank:
             self._added[name].append(report)
         return self._report([share], batches, 1, [report], recorded, started)
 
-    def optim_step(self, settings: OptimSettings, name: str = "policy") -> tuple[int, UpdateReport]:
-        """Take an optimizer step with the gradients that were added since the last one; return the
-        version of the policy's weights."""
-        if name != "policy":
+    def optim_step(
+        self, settings: OptimSettings, name: str | None = None
+    ) -> tuple[int, dict[str, UpdateReport]]:
+        """Take an optimizer step with the gradients that were added since the last one, of an added
+        adapter or of all policies that have some; return the weights' version, and a report of
+        each."""
+        if name is not None:
             adapter, added = self._added_adapters.use(name), self._added.pop(name, [])
             if added:
                 adapter.average()
             report = added[-1] if added else UpdateReport()
             report.grad_norm, finite = adapter.learner.step(settings)
             report.learning_rate, report.skipped = settings.learning_rate or 0.0, not finite
-            return self.version, report
-        if not self._added[name]:
+            return self.version, {name: report}
+        if not (waiting := [each for each in self._policies if self._added[each]]):
             raise InputError("optim_step: no gradient was added since the last step")
         self._offload.bring_back(_ALL)
-        report = self._update(settings)
+        reports = {each: self._update(each, settings) for each in waiting}
         self._end_step()
-        return self.version, report
+        return self.version, reports
 
-    def drop(self, name: str = "policy") -> None:
-        """Drop the gradients of a model that wait for a step."""
-        self._added.pop(name, None)
-        learners = [*self._learners.values()]
-        if name != "policy":
-            learners = [self._added_adapters.use(name).learner]
-        for learner in learners:
+    def drop(self, name: str | None = None) -> None:
+        """Drop the gradients that wait for a step: of a policy, an added adapter, or all
+        policies."""
+        for each in self._policies if name is None else [name]:
+            self._added.pop(each, None)
+            learner = self._learners.get(each) or self._added_adapters.use(each).learner
             learner.optimizer.zero_grad()
+        if (critic := self._learners.get("critic")) is not None:
+            critic.optimizer.zero_grad()
 
     @property
     def _added_adapters(self) -> Adapters:
@@ -245,7 +250,6 @@ class TrainerRank:
         """Free the memory of the policy's own adapter, for a trainer of added adapters alone."""
         remove_adapter(self._model, "default")
         self._learners.clear()
-        del self._learner
 
     def vocabulary(self) -> int:
         """Return the number of ids that the model knows."""
@@ -300,17 +304,18 @@ class TrainerRank:
         """Whether the value model alone is trained."""
         return self._steps < self._warmup
 
-    def _update(self, settings: OptimSettings) -> UpdateReport:
-        """Take one optimizer step; return the last report of its gradients, and of the step."""
-        added, warming = self._added.pop("policy"), self._warming
+    def _update(self, name: str, settings: OptimSettings) -> UpdateReport:
+        """Take one optimizer step of a policy; return the last report of its gradients, and of the
+        step."""
+        added, warming, learner = self._added.pop(name), self._warming, self._learners[name]
         report, critic, self._whole = added[-1], self._learners.get("critic"), False
         if not warming:
             own = settings.learning_rate
-            report.learning_rate = self._learner.rate if own is None else own
-            report.grad_norm, finite = self._learner.step(settings)
+            report.learning_rate = learner.rate if own is None else own
+            report.grad_norm, finite = learner.step(settings)
             report.skipped = not finite
             self.version += finite
-            self._check_skips("policy", finite)
+            self._check_skips(name, finite)
             if self._algorithm.entropy.adaptive and finite:
                 entropy = sum(each.mean_entropy for each in added) / len(added)
                 self._entropy.adapt(sum(self._gradients.of_all_ranks(entropy)))
@@ -328,14 +333,16 @@ class TrainerRank:
         skipped = 0 if finite else self._skipped_in_row.get(name, 0) + 1
         self._skipped_in_row[name] = skipped
         if skipped >= self._training.max_skipped:
-            section = "training" if name == "policy" else "algorithm.advantage"
+            section = "algorithm.advantage" if name == "critic" else "training"
             raise TurnwiseError(
                 f"{skipped} updates in a row had no finite loss and gradient of the {name}; "
                 f"the weights are still those of version {self.version} (lower "
                 f"{section}.learning_rate, or look at the rewards)"
             )
 
-    def forward(self, name: ModelName, share: RankBatches) -> list[tuple[int, list[float]]]:
+    def forward(
+        self, name: "ModelName | str", share: RankBatches
+    ) -> list[tuple[int, list[float]]]:
         """Return the number of each sequence of this rank's share, and the values of its masked
         tokens: log-probs or, from the value model, expected returns."""
         if why := missing_model(self._config.algorithm, name):
@@ -362,9 +369,11 @@ class TrainerRank:
         mask = [at not in inside for at in range(len(canary))]
         sample = Sample.to_score(canary, mask)
         columns = Columns.of([sample], "padded", self.device, self._models.group)
+        scorer = self._policies[0]
         with torch.no_grad():
-            expected, _ = self._models.score("policy", columns, _PLAIN)
-        return replace(manifest, prompt=canary, logprobs=expected.tolist())
+            expected, _ = self._models.score(scorer, columns, _PLAIN)
+        by = scorer if self._config.rollout.policies else ""
+        return replace(manifest, prompt=canary, logprobs=expected.tolist(), adapter=by)
 
     def _canary(self) -> list[int]:
         """Return the prompt that engines and the policy score: with an image, if they read it."""
@@ -379,8 +388,9 @@ class TrainerRank:
         """Yield the tensors of an update, each whole."""
         if not self._config.model.lora.rank:
             return full_tensors(self._model)
-        merged = self._config.weights.lora == "merged"
-        return merged_tensors(self._model) if merged else adapter_tensors(self._model)
+        if self._config.weights.lora == "merged":
+            return merged_tensors(self._model)
+        return adapter_tensors(self._model, self._policies)
 
     def _sent(self) -> NamedTensors:
         """Yield tensors with the names and shapes of those of an update."""
@@ -421,7 +431,8 @@ class TrainerRank:
 
     def save(self, folder: Path) -> None:
         """Write this rank's part of a checkpoint: the state to resume from, and, on rank 0,
-        the model in Hugging Face's format, or the adapter in PEFT's.
+        the model in Hugging Face's format, or the adapter in PEFT's, of each of several policies
+        in a folder of `POLICIES`.
         """
         rank, lora = self._rank, self._config.model.lora.rank
         state = {
@@ -434,7 +445,7 @@ class TrainerRank:
         with self._offload.brought_back(_ALL):
             checkpoint_state.save_state(folder, rank, self._learners, state, self._moving)
             if lora:
-                export_adapter(folder, rank, self._config, self._model)
+                export_adapters(folder, rank, self._config, self._model)
             else:
                 export_model(folder, rank, self._config, self._model)
 

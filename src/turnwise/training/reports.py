@@ -1,7 +1,7 @@
 """Settings of a training step, and the ranks' reports on it, merged into the step's metrics."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -170,6 +170,45 @@ def _mean(values: Iterable[float]) -> float:
 
 def _token_mean(ranks: Sequence[UpdateReport], sums: Iterable[float]) -> float:
     return sum(sums) / max(1, sum(rank.tokens for rank in ranks))
+
+
+def joined(parts: Sequence[JsonObject]) -> JsonObject:
+    """Return the metrics of several gradients or policies of one step: sums of counts, largest
+    maxima, and means over trained tokens of all else."""
+    if len(parts) < 2:
+        return dict(parts[0]) if parts else {}
+    made: JsonObject = {}
+    for name in dict.fromkeys(name for each in parts for name in each):
+        having = [each for each in parts if name in each]
+        values, tokens = [e[name] for e in having], [e.get("trained_tokens", 1) for e in having]
+        if name == "policies":
+            own = dict.fromkeys(policy for each in values for policy in each)
+            made[name] = {p: joined([each[p] for each in values if p in each]) for p in own}
+        elif isinstance(values[0], dict) and name != "loss_metrics":
+            made[name] = dict(sum(map(Counter, values), Counter[str]()))
+        elif isinstance(values[0], dict):
+            made[name] = {key: _weighted([v[key] for v in values], tokens) for key in values[0]}
+        elif name in ("trained_tokens", "train_seconds", "skipped_updates"):
+            made[name] = sum(values)
+        elif name.endswith("_max") or name == "train_memory_gib":
+            made[name] = max(values)
+        else:
+            made[name] = _weighted(values, tokens)
+    return made
+
+
+def of_policies(own: Mapping[str, JsonObject]) -> JsonObject:
+    """Return the metrics of a step of several policies: those of all together, and in `policies`
+    the numbers of each."""
+    numbers = {
+        policy: {name: value for name, value in each.items() if isinstance(value, int | float)}
+        for policy, each in own.items()
+    }
+    return joined([*own.values()]) | {"policies": numbers}
+
+
+def _weighted(values: Sequence[float], weights: Sequence[float]) -> float:
+    return sum(v * w for v, w in zip(values, weights, strict=True)) / max(1, sum(weights))
 
 
 TrainedSample = tuple[Sample, npt.NDArray[np.float32]]

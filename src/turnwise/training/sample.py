@@ -58,6 +58,8 @@ class Sample:
     targets_T: npt.NDArray[np.int64] | None = None
     """Ids that are scored in the place of the trained tokens: [T], or [T, K] with `K` for each;
     advantages, log-probs and streams then have this shape. None: the tokens themselves."""
+    policy: str = "policy"
+    """The policy that it trains."""
     streams: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict)
     """Further values of each trained token, by name, for losses (`Tokens.streams`)."""
 
@@ -80,6 +82,7 @@ class Sample:
         images: Sequence[PlacedImage] = (),
         distributions: Mapping[int, Distribution] | None = None,
         allowed: Mapping[int, bytes] | None = None,
+        policy: str = "policy",
     ) -> "Sample":
         """Make a sample of lists of one length, with the advantage of all tokens or of each; by
         default it has one call, and its sequence is a pair and a trajectory by itself."""
@@ -105,6 +108,7 @@ class Sample:
             tuple(images),
             distributions or {},
             allowed or {},
+            policy=policy,
         )
 
     @classmethod

@@ -70,7 +70,7 @@ def make_samples(
         algorithm: Built from `config.algorithm`; None builds it.
         oldest: Oldest weight version whose tokens are trained, of `recent_versions`; older ones are
             masked, or their groups dropped with `training.stale_policy: drop`. None assumes
-            that every step took `TrainingConfig.versions_per_step` optimizer steps.
+            that every step took `Config.versions_per_step` optimizer steps.
 
     Raises:
         InputError: when the user's `Advantage` does not fit its groups.
@@ -82,7 +82,8 @@ def make_samples(
         for reason, count in group.dropped_tokens.items():
             batch.report.tokens_sampled += count
             batch.report.masked[f"dropped_{reason}"] += count
-        versions = (v for t in group.trajectories for turn in t.turns for v in turn.weight_versions)
+        turns = (turn for t in group.trajectories for turn in t.turns if not turn.untrained)
+        versions = (v for turn in turns for v in turn.weight_versions)
         if config.training.stale_policy == "drop" and min(versions, default=0) < oldest:
             batch.stale_groups += 1
             batch.drop(group.trajectories, "stale_group")
@@ -146,8 +147,10 @@ def _add_group(
         if parts.mask_truncated and trajectory.status in ("length", "context_full"):
             batch.truncated += 1
             batch.drop([trajectory], "truncated")
-            number = len(batch.samples)  # without tokens, it counts in the batch's mean
-            batch.samples.append(Sample.of([], [], [], [], 0.0, number, counted_only=True))
+            for policy in config.policies:  # without tokens, it counts in the batch's mean
+                number, none = len(batch.samples), list[int]()
+                own = Sample.of(none, none, none, none, 0.0, number, counted_only=True)
+                batch.samples.append(replace(own, policy=policy))
             continue
         add_trajectory(
             batch,
@@ -228,10 +231,25 @@ def add_trajectory(
             teacher_weights=(0.0, 0.0) if teacher is None else teacher.weights,
             distributions=own,
             allowed=branch.allowed if as_sampled else {},
+            policy=_policy_of(branch, trajectory),
         )
         if sample.trained:
             batch.samples.append(sample)
             batch.origins[id(sample)] = trajectory
+
+
+def _policy_of(branch: Branch, trajectory: Trajectory) -> str:
+    """Return the policy that sampled a branch's trained tokens; InputError if there are several."""
+    if not any(turn.adapter for turn in trajectory.turns):
+        return "policy"
+    trained = {turn for turn, own in zip(branch.turns, branch.response_mask, strict=True) if own}
+    names = sorted({trajectory.turns[turn].adapter or "policy" for turn in trained})
+    if len(names) > 1:
+        raise InputError(
+            f"{trajectory.id}: {' and '.join(names)} sampled turns of one conversation, and each "
+            "policy needs a conversation of its own to be trained"
+        )
+    return names[0] if names else "policy"
 
 
 def _token_rewards(
@@ -399,7 +417,7 @@ def gives_signal(group: Group, config: Config, algorithm: Algorithm) -> bool:
 
 def oldest_version(config: Config, version: int) -> int:
     """Return the oldest version whose tokens are trained, if every step made all its updates."""
-    return version - (config.training.steps_of_group - 1) * config.training.versions_per_step
+    return version - (config.training.steps_of_group - 1) * config.versions_per_step
 
 
 def recent_versions(

@@ -26,7 +26,7 @@ from turnwise.core.fork_server import SPIN_COUNT
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import load_object
 from turnwise.core.ray import goes_on
-from turnwise.errors import DeadlineError, TrainerError, TurnwiseError
+from turnwise.errors import DeadlineError, InputError, TrainerError, TurnwiseError
 from turnwise.serving.colocated.host import WorkerHost
 from turnwise.training import linear
 from turnwise.training.batching import (
@@ -42,7 +42,9 @@ from turnwise.training.reports import (
     OptimSettings,
     TrainedSample,
     by_sample,
+    joined,
     merge,
+    of_policies,
     of_step,
 )
 from turnwise.training.sample import Sample
@@ -183,41 +185,73 @@ class TrainerGroup:
         return {rank.name: rank.actor for rank in self._ranks}
 
     async def train(self, samples: Sequence[Sample]) -> JsonObject:
-        """Take `TrainingConfig.versions_per_step` optimizer steps; returns the step's metrics."""
-        shares = await self._shares(samples, self._config.training.updates_per_step)
-        reports = await self._each("train", "call", [("train", share) for share in shares])
-        self.version = reports[0].version
-        size = self._config.training.context_parallel
-        self.trained_tokens = by_sample(shares[::size], reports[::size])
-        return merge(reports, size)
+        """Take the optimizer steps of a training step, `Config.versions_per_step` if all policies
+        have samples; returns the step's metrics."""
+        self.trained_tokens = []
+        size, made = self._config.training.context_parallel, dict[str, JsonObject]()
+        for name, own in self._by_policy(samples).items():
+            shares = await self._shares(own, self._config.training.updates_per_step)
+            given = [("train", share, name) for share in shares]
+            reports = await self._each("train", "call", given)
+            self.version = reports[0].version
+            self.trained_tokens += by_sample(shares[::size], reports[::size])
+            made[name] = merge(reports, size)
+        return self._together(made)
+
+    def _by_policy(self, samples: Sequence[Sample]) -> dict[str, list[Sample]]:
+        """Return the samples of each policy that has any to train."""
+        names = self._config.policies
+        if others := {sample.policy for sample in samples} - {*names}:
+            raise InputError(
+                f"the policies of this run are {', '.join(names)}, and a sample is of "
+                f"{min(others)}: give samples of its rollouts"
+            )
+        parts = {name: [each for each in samples if each.policy == name] for name in names}
+        alone = len(names) == 1
+        return {n: own for n, own in parts.items() if alone or not all(s.counted_only for s in own)}
+
+    def _together(self, made: dict[str, JsonObject]) -> JsonObject:
+        """Return the metrics of all policies, each of which has its own."""
+        return of_policies(made) if self._config.rollout.policies else joined([*made.values()])
 
     async def forward_backward(
         self,
         samples: Sequence[Sample],
         algorithm: AlgorithmConfig | None = None,
         loss: "Loss | None" = None,
-        name: str = "policy",
+        adapter: str | None = None,
         learns: bool = True,
     ) -> JsonObject:
         """Add the gradient of samples to those that wait for `optim_step`; see
-        `TrainerRank.forward_backward`. Returns the metrics of the loss."""
-        shares = await self._shares(samples, 1)
-        how = algorithm, loss, name, learns
-        arguments = [("forward_backward", share[0], *how) for share in shares]
-        reports = await self._each("compute a gradient", "call", arguments)
-        size = self._config.training.context_parallel
-        self.trained_tokens = by_sample(shares[::size], reports[::size])
-        return {k: v for k, v in merge(reports, size).items() if k not in OF_STEPS}
+        `TrainerRank.forward_backward`. Returns the metrics of the loss.
+
+        Args:
+            adapter: An adapter that was added; None: each sample's policy.
+        """
+        self.trained_tokens = []
+        size, made = self._config.training.context_parallel, dict[str, JsonObject]()
+        parts = self._by_policy(samples) if adapter is None else {adapter: samples}
+        for name, own in parts.items():
+            shares = await self._shares(own, 1)
+            how = algorithm, loss, name, learns
+            arguments = [("forward_backward", share[0], *how) for share in shares]
+            reports = await self._each("compute a gradient", "call", arguments)
+            self.trained_tokens += by_sample(shares[::size], reports[::size])
+            merged = merge(reports, size)
+            made[name] = {k: v for k, v in merged.items() if k not in OF_STEPS}
+        return self._together(made)
 
     async def optim_step(
-        self, settings: OptimSettings = CONFIGURED, name: str = "policy"
+        self, settings: OptimSettings = CONFIGURED, adapter: str | None = None
     ) -> JsonObject:
-        """Take an optimizer step with the gradients that wait for it; return its metrics."""
-        self.version, report = (await self._same("take a step", "optim_step", settings, name))[0]
-        return of_step(report)
+        """Take an optimizer step with the gradients that wait for it, of all policies or of an
+        added adapter; return its metrics."""
+        replies = await self._same("take a step", "optim_step", settings, adapter)
+        self.version, reports = replies[0]
+        return self._together({name: of_step(report) for name, report in reports.items()})
 
-    async def drop(self, name: str = "policy") -> None:
-        """Drop the gradients of a model that wait for a step."""
+    async def drop(self, name: str | None = None) -> None:
+        """Drop the gradients that wait for a step: of all policies, or of an added adapter."""
         await self._same("drop its gradient", "drop", name)
 
     async def adapter(self, method: str, name: str, *arguments: object) -> None:
@@ -247,28 +281,32 @@ class TrainerGroup:
         return [share for share in planned for _ in range(size)]
 
     async def forward(self, name: "ModelName", samples: Sequence[Sample]) -> list[list[float]]:
-        """Score the trained tokens of samples with a model of the trainer.
+        """Score the trained tokens of samples with a model of the trainer; `policy` is that of each
+        sample.
 
         Returns:
             For each sample T floats, 0.0 where a token is not trained: the log-prob of the token
             under what it was drawn from, or, from the value model, the expected return before it.
         """
         numbered = [  # each may be in any micro-batch
-            replace(each, sequence=n, pair_id=n, trajectory=n) for n, each in enumerate(samples)
+            replace(each, sequence=n, pair_id=n, trajectory=n, counted_only=False)
+            for n, each in enumerate(samples)
         ]
         found: dict[int, list[float]] = {}
-        if any(sample.trained for sample in numbered):
-            planned = await self._shares(numbered, 1)
+        scored = [sample for sample in numbered if sample.trained]
+        parts = self._by_policy(scored) if name == "policy" else {name: scored}
+        for model, own in parts.items() if scored else ():
+            planned = await self._shares(own, 1)
             replies = await self._each(
-                f"score tokens with the {name} model",
+                f"score tokens with the {model} model",
                 "call",
-                [("forward", name, share[0]) for share in planned],
+                [("forward", model, share[0]) for share in planned],
             )
-            found = {number: values for reply in replies for number, values in reply}
+            found |= {number: values for reply in replies for number, values in reply}
         spread = []
         for sample in numbered:
             values = iter(found.get(sample.sequence, []))
-            spread.append([next(values) if scored else 0.0 for scored in sample.response_mask_T])
+            spread.append([next(values) if own else 0.0 for own in sample.response_mask_T])
         return spread
 
     async def publish(self) -> Manifest:

@@ -83,7 +83,8 @@ class Turn:
     messages: list[Message] = field(default_factory=list)
     """The messages that led here, for people; empty if the trajectory is one conversation."""
     adapter: str = ""
-    """Name in `serving.adapters` of the adapter that sampled; "" for the policy."""
+    """Name in `serving.adapters`, or in `rollout.policies`, of the adapter that sampled; "" for the
+    policy of a run that has one."""
     experts: bytes = b""
     """A row for each position from the last one of the parent's path on, except for the last one of
     this path; empty if the engine returned none."""

@@ -16,7 +16,7 @@ from turnwise.config import Config, SamplingConfig
 from turnwise.config.schema import stream_mistake
 from turnwise.core.aio import task_group, together
 from turnwise.core.deadlines import StallClock, deadline
-from turnwise.engine.protocol import FORCED, Engine, InFlight, Rendezvous, Request, generate
+from turnwise.engine.protocol import FORCED, Engine, InFlight, Rendezvous, Request, Route, generate
 from turnwise.errors import InputError, TurnwiseError, WeightUpdateError
 from turnwise.trajectory.images import placed
 from turnwise.weights.transport import Manifest, StateDictInfo, find_transport
@@ -217,6 +217,7 @@ class WeightSync:
         if not published.prompt or (tolerance := self._tolerance) is None:
             return {}
         expected = (published.prompt, published.logprobs, tolerance, published.version)
+        by = published.adapter
 
         left = ends - asyncio.get_running_loop().time()
         seconds = max(left, self._timeout * _CHECK_SHARE)
@@ -224,7 +225,7 @@ class WeightSync:
         async def compare(engine: Engine) -> Updated:
             missed = f"{engine.name} did not score the canary of version {published.version}"
             async with deadline(seconds, missed):
-                return Updated(published.version, *await check_canary(engine, *expected))
+                return Updated(published.version, *await check_canary(engine, *expected, by))
 
         results = await _outcomes(engines, compare)
         _raise_refusals(results)
@@ -345,9 +346,13 @@ async def check_canary(
     expected_logprobs: Sequence[float],
     tolerance: float,
     version: int,
+    adapter: str = "",
 ) -> tuple[float, float]:
     """Compare the engine's log-probs of the prompt's tokens 1..T-1, but for those of an image, with
     the trainer's; return the mean and the largest absolute difference, in nats.
+
+    Args:
+        adapter: Name of the adapter that scores them; "" for the policy.
 
     Raises:
         WeightUpdateError: when the largest exceeds the tolerance, or the engine samples from
@@ -355,7 +360,7 @@ async def check_canary(
     """
     images = placed(prompt_token_ids)
     request = Request(prompt_token_ids, _CANARY_SAMPLING, f"canary-{version}", images=images)
-    request = request._replace(urgent=True)  # not behind all that waits
+    request = request._replace(urgent=True, route=Route(adapter=adapter))  # before all that waits
     completion = await generate(engine, request)
     if others := set(completion.weight_versions) - {version, FORCED}:
         raise WeightUpdateError(

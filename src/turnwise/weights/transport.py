@@ -114,6 +114,8 @@ class Manifest:
     logprobs: Sequence[float] = ()
     """The log-probs that the trainer gives to the canary's tokens 1..T-1, but for those of images,
     in nats."""
+    adapter: str = ""
+    """Name of the adapter that scores the canary; "" for the policy."""
     checksum: int | None = None
     """Checksum of all tensors (`HeldWeights.sum`); None without `weights.delta`."""
     deltas: tuple[Delta, ...] = ()
@@ -139,7 +141,7 @@ class Manifest:
     def to_dict(self) -> JsonObject:
         """Return all but the canary, which no engine needs, as plain values."""
         tree = _plain(self)  # not by asdict, which copies every value, and takes ten times as long
-        del tree["prompt"], tree["logprobs"]
+        del tree["prompt"], tree["logprobs"], tree["adapter"]
         tree["tensors"] = tuple(map(_plain, self.tensors))
         tree["deltas"] = tuple(map(_plain, self.deltas))
         return tree

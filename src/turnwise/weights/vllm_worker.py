@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from turnwise.core import logs
 from turnwise.core.json_types import JsonObject
-from turnwise.engine.adapters import WEIGHTS, read_adapter
+from turnwise.engine.adapters import WEIGHTS, by_policy, read_adapter
 from turnwise.engine.logits_adapter import take_failure, take_forced
 from turnwise.engine.protocol import WEIGHT_BACKEND
 from turnwise.errors import InputError, TurnwiseError, WeightUpdateError, text_of
@@ -183,19 +183,27 @@ class WorkerExtension:
         return {} if version is None else {"version": version}
 
     @_replying
-    def load_update(self, number: int = 0, config: JsonObject | None = None) -> JsonObject:
-        """Load the open update, or with PEFT's `config` an adapter under `number`; it has not
-        `ended` if the trainer waits for reports of workers."""
+    def load_update(
+        self, numbers: Mapping[str, int] | None = None, config: JsonObject | None = None
+    ) -> JsonObject:
+        """Load the open update, or with PEFT's `config` the adapters of policies under `numbers`;
+        it has not `ended` if the trainer waits for reports of workers."""
         engine = self.weight_transfer_engine
         receiver = engine.receiver
         assert receiver is not None
-        if config is None:
+        if numbers is None or config is None:
             self.start_weight_update()
             self.update_weights({})
             self.finish_weight_update()
         else:
-            tensors = (pair for chunk in receiver.chunks() for pair in chunk)
-            _put(self.model_runner.lora_manager, number, tensors, config)
+            # vLLM scales B in place, and a sender may reuse its memory.
+            copies = (
+                (name, tensor.detach().clone())
+                for chunk in receiver.chunks()
+                for name, tensor in chunk
+            )
+            for policy, tensors in by_policy(copies).items():
+                _put(self.model_runner.lora_manager, numbers[policy], tensors, config)
         if not receiver.reports:
             engine.end_update("")
         return {"ended": not receiver.reports}
@@ -226,7 +234,7 @@ class WorkerExtension:
         folder, config = read_adapter(path, key)
         tensors = load_file(folder / WEIGHTS)
         try:
-            _put(self.model_runner.lora_manager, number, tensors.items(), config)
+            _put(self.model_runner.lora_manager, number, tensors, config)
         except (WeightUpdateError, ValueError, RuntimeError) as error:
             raise InputError(f"{key}: {path} does not fit the model: {error}") from error
 
@@ -253,7 +261,7 @@ class WorkerExtension:
 def _put(
     manager: vllm.LRUCacheWorkerLoRAManager,
     number: int,
-    tensors: Iterable[tuple[str, torch.Tensor]],
+    tensors: dict[str, torch.Tensor],
     config: JsonObject,
 ) -> None:
     """Copy an adapter, with PEFT's names and `config`, into a slot; requests name its `number`."""
@@ -263,8 +271,7 @@ def _put(
     mapper = getattr(slots.model, "hf_to_vllm_mapper", None)
     lora = vllm.LoRAModel.from_lora_tensors(
         number,
-        # vLLM scales B in place, and a sender may reuse its memory.
-        {name: tensor.detach().clone() for name, tensor in tensors},
+        tensors,
         helper,
         device="cpu",
         dtype=manager.lora_config.lora_dtype,

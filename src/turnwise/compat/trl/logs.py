@@ -37,7 +37,7 @@ def log_history(records: Sequence[JsonObject], config: Config, rows: int) -> lis
     for record in records:
         step = record["step"]
         place: JsonObject = {
-            "step": step * config.training.versions_per_step,
+            "step": step * config.training.optimizer_steps,
             "epoch": step * config.rollout.prompts_per_step / rows,
         }
         if step:

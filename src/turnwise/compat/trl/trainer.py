@@ -168,7 +168,7 @@ class GRPOTrainer:
         self._reference: Policy | None = None
         self._tokenizer = processing_class
         training = self._config.training
-        self.state = TrainState(max_steps=training.steps * training.versions_per_step)
+        self.state = TrainState(max_steps=training.steps * training.optimizer_steps)
         self._result: TrainingResult | None = None
 
     @property
