@@ -1,5 +1,6 @@
 """The public face: names imported when they are used, and plain calls that run everything."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -211,3 +212,11 @@ def test_a_run_is_resumed_with_its_own_configuration(
         turnwise.train(resume=run, config={"seed": 1})
     with pytest.raises(InputError, match="holds no whole checkpoint"):
         turnwise.train(resume=run, steps=3, progress=False)
+
+
+@pytest.mark.parametrize("name", sorted(turnwise._MOVED))
+def test_a_name_of_another_system_says_where_it_is(name: str) -> None:
+    home = turnwise._MOVED[name]
+    with pytest.raises(ImportError, match=rf"turnwise\.{name} is {home}\.{name} now"):
+        getattr(turnwise, name)
+    assert getattr(importlib.import_module(home), name).__name__ == name

@@ -17,7 +17,8 @@ import pytest
 import typer
 import yaml
 
-import turnwise
+from turnwise.compat.openenv import OpenEnv
+from turnwise.compat.reasoning_gym import ReasoningGym
 from tests.conftest import ROOT
 from tests.pages import PAGES, blocks, write_files
 from turnwise.cli import app
@@ -190,7 +191,7 @@ def test_python_blocks_run(page: str) -> None:
             exec(compile(block.text, str(block), "exec"), names)
             for kind in list(names.values()):
                 if isinstance(kind, type) and hasattr(kind, "reward"):
-                    if issubclass(kind, turnwise.OpenEnv | turnwise.ReasoningGym):
+                    if issubclass(kind, OpenEnv | ReasoningGym):
                         continue  # its server has the problem, or a package that is not installed
                     problem = Problem(str(block), _ROWS.get(page, _ROW))
                     asyncio.run(_open_and_close(Episode(kind, problem, RolloutConfig())))

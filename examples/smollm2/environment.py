@@ -7,7 +7,7 @@ four digits. The prompt begins with problems that are solved with the tool.
 import re
 from typing import Any
 
-import turnwise
+from turnwise.compat.reasoning_gym import ReasoningGym
 
 QUESTION = "State the final answer to the following arithmetic problem: {} ="
 """The question of `chain_sum`."""
@@ -17,7 +17,7 @@ _SUM = re.compile(r"\s*-?\d+(\s*[-+]\s*\d+)*\s*")
 _TERM = re.compile(r"[-+]?\s*\d+")
 
 
-class Sums(turnwise.ReasoningGym):
+class Sums(ReasoningGym):
     """A sum to be calculated with the tool; the last message is to be the number alone."""
 
     dataset = "chain_sum"

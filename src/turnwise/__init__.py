@@ -26,14 +26,6 @@ from turnwise.errors import (
 )
 
 if TYPE_CHECKING:
-    from turnwise.compat.bfcl import Bfcl
-    from turnwise.compat.gymnasium import Gymnasium
-    from turnwise.compat.nemo_gym import NemoGym
-    from turnwise.compat.nemo_rl import VllmAsyncGenerationWorker
-    from turnwise.compat.openenv import OpenEnv
-    from turnwise.compat.reasoning_gym import ReasoningGym
-    from turnwise.compat.skyrl_gym import SkyRLGym
-    from turnwise.compat.textarena import TextArena
     from turnwise.config import Config, load_config
     from turnwise.engine.function_processor import FunctionProcessor
     from turnwise.engine.vllm_engine import VllmEngine
@@ -47,7 +39,6 @@ if TYPE_CHECKING:
     from turnwise.run.commands import TrainingResult
     from turnwise.run.opened import Run
     from turnwise.run.program import AsyncRun
-    from turnwise.serving.chat_scheduler import ChatCompletionScheduler
     from turnwise.serving.colocated.host import WorkerHost
     from turnwise.tools import Tool
     from turnwise.tools.mcp import MCPServer
@@ -70,13 +61,6 @@ _PUBLIC = {
     "config": ("Config", "load_config"),
     # Your own environment and your own loop.
     "rollouts.environment": ("Environment", "Rewards", "AgentTask"),
-    "compat.bfcl": ("Bfcl",),
-    "compat.gymnasium": ("Gymnasium",),
-    "compat.nemo_gym": ("NemoGym",),
-    "compat.openenv": ("OpenEnv",),
-    "compat.reasoning_gym": ("ReasoningGym",),
-    "compat.skyrl_gym": ("SkyRLGym",),
-    "compat.textarena": ("TextArena",),
     "rollouts.simulated_user": ("SimulatedUser",),
     "tools": ("Tool",),
     "tools.mcp": ("MCPServer",),
@@ -84,19 +68,29 @@ _PUBLIC = {
     "rollouts.batch_sampler": ("RolloutSampler",),
     "engine.function_processor": ("FunctionProcessor",),
     # Engines without training, and exact tokens.
-    "serving.chat_scheduler": ("ChatCompletionScheduler",),
     "serving.colocated.host": ("WorkerHost",),
-    "compat.verl": ("LLMServerManager",),
     "rollouts.sampler": ("TrajectorySampler",),
-    "compat.nemo_rl": ("VllmAsyncGenerationWorker",),
     "weights.transport": ("refit_sender",),
     "engine.vllm_engine": ("VllmEngine",),
     "trajectory": ("ChatTemplate", "Trajectory", "audit", "bridge", "replace_prefix_tokens"),
 }
-_MOVED = (
-    *("Pipeline", "VLLMModule"),
-    *("ReferenceModule", "RewardModule", "TrainerModule", "ValueModule"),
-)
+_COMPAT = {
+    "bfcl": ("Bfcl",),
+    "chatlearn": (
+        *("Pipeline", "VLLMModule"),
+        *("ReferenceModule", "RewardModule", "TrainerModule", "ValueModule"),
+    ),
+    "gymnasium": ("Gymnasium",),
+    "nemo_gym": ("NemoGym",),
+    "nemo_rl": ("VllmAsyncGenerationWorker",),
+    "openenv": ("OpenEnv",),
+    "reasoning_gym": ("ReasoningGym",),
+    "skyrl_gym": ("SkyRLGym",),
+    "textarena": ("TextArena",),
+    "verl": ("ChatCompletionScheduler", "LLMServerManager"),
+}
+_MOVED = {name: f"turnwise.compat.{system}" for system, names in _COMPAT.items() for name in names}
+"""Homes of names of other systems, which this module had."""
 _HOMES = {name: f"turnwise.{module}" for module, names in _PUBLIC.items() for name in names}
 
 # Without `open`, which a star import would put in the place of Python's own.
@@ -104,8 +98,6 @@ __all__ = [
     "AgentLoop",
     "AgentTask",
     "AsyncRun",
-    "Bfcl",
-    "ChatCompletionScheduler",
     "ChatTemplate",
     "CompleteError",
     "Config",
@@ -114,21 +106,14 @@ __all__ = [
     "Environment",
     "ExactnessError",
     "FunctionProcessor",
-    "Gymnasium",
     "InputError",
-    "LLMServerManager",
     "MCPServer",
-    "NemoGym",
-    "OpenEnv",
-    "ReasoningGym",
     "Rewards",
     "RolloutContext",
     "RolloutSampler",
     "Run",
     "SimulatedUser",
-    "SkyRLGym",
     "StepError",
-    "TextArena",
     "Tool",
     "TrainerError",
     "TrainingResult",
@@ -136,7 +121,6 @@ __all__ = [
     "TrajectoryError",
     "TrajectorySampler",
     "TurnwiseError",
-    "VllmAsyncGenerationWorker",
     "VllmEngine",
     "WeightUpdateError",
     "WorkerHost",
@@ -157,7 +141,7 @@ __all__ = [
 def __getattr__(name: str) -> object:
     """Import a public name on its first use."""
     if name in _MOVED:
-        raise ImportError(f"turnwise.{name} is turnwise.compat.chatlearn.{name} now")
+        raise ImportError(f"turnwise.{name} is {_MOVED[name]}.{name} now")
     if name not in _HOMES:
         raise AttributeError(f"module 'turnwise' has no attribute {name!r}")
     value: object = getattr(importlib.import_module(_HOMES[name]), name)

@@ -15,6 +15,7 @@ import ray._private.state
 from ray.util.placement_group import placement_group_table
 
 import turnwise
+from turnwise.compat.verl import LLMServerManager
 from turnwise.errors import InputError
 
 
@@ -44,7 +45,7 @@ def main(path: str) -> None:
     found: dict[str, object] = {}
 
     def manager() -> object:
-        with turnwise.LLMServerManager(path) as opened:
+        with LLMServerManager(path) as opened:
             batch = opened.generate_sequences([[{"role": "user", "content": "2 + 2?"}]], n=2)
             return len(batch.batch["responses"])
 

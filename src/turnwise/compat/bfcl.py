@@ -44,7 +44,7 @@ class Bfcl(Environment):
             number, which are variants of one scenario, are on the same side.
 
     Example:
-        class Base(turnwise.Bfcl):
+        class Base(Bfcl):
             category = "multi_turn_base"
     """
 

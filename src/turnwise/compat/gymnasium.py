@@ -55,7 +55,7 @@ class Gymnasium(Environment):
             environment.
 
     Example:
-        class Lake(turnwise.Gymnasium):
+        class Lake(Gymnasium):
             id = "FrozenLake-v1"
 
             def describe(self, observation):

@@ -56,7 +56,7 @@ class NemoGym(Environment):
         url: The server's address, `http://host:port`.
 
     Example:
-        class Counter(turnwise.NemoGym):
+        class Counter(NemoGym):
             url = "http://localhost:8001"
     """
 

@@ -65,7 +65,7 @@ class OpenEnv(Environment):
         url: The server's address, `ws://host:port`.
 
     Example:
-        class Echo(turnwise.OpenEnv):
+        class Echo(OpenEnv):
             url = "ws://localhost:8000"
 
             def action(self, message):

@@ -33,7 +33,7 @@ class ReasoningGym(Environment):
         config: Further keys of the dataset's configuration, such as `size` and `seed`.
 
     Example:
-        class Sums(turnwise.ReasoningGym):
+        class Sums(ReasoningGym):
             dataset = "chain_sum"
 
             def __init__(self, row, **config):

@@ -32,7 +32,7 @@ class SkyRLGym(Environment):
         config: Keys of the environment's own configuration, such as `search_url`.
 
     Example:
-        class Math(turnwise.SkyRLGym):
+        class Math(SkyRLGym):
             name = "gsm8k"
     """
 

@@ -45,7 +45,7 @@ class TextArena(Environment):
         arguments: Arguments of the game.
 
     Example:
-        class Guess(turnwise.TextArena):
+        class Guess(TextArena):
             game = "GuessTheNumber-v0"
     """
 

@@ -19,7 +19,8 @@ from turnwise.core.optional import Foreign
 from turnwise.core.user_code import call_user_code
 from turnwise.errors import InputError
 from turnwise.run.fleet import open_manager
-from turnwise.serving.chat_scheduler import Callback, ChatCompletionScheduler
+from turnwise.serving.chat_scheduler import Callback
+from turnwise.serving.chat_scheduler import ChatCompletionScheduler as ChatCompletionScheduler
 from turnwise.serving.data_proto import DataProto
 from turnwise.trajectory import Message
 from turnwise.weights.sync import WeightSync

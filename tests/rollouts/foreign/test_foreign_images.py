@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-import turnwise
+from turnwise.compat.openenv import OpenEnv
 from tests.rollouts.foreign.plain_openenv import plain_server
 from tests.rollouts.foreign.test_openenv import both, play, served
 from tests.vision import asked, encoded, picture
@@ -75,7 +75,7 @@ def test_images_of_a_tool_are_shown_after_its_texts() -> None:
         described(tool_name="look", result={"content": content})
 
 
-class Watching(turnwise.OpenEnv):
+class Watching(OpenEnv):
     """Every answer of the model is an action, and the picture the reply."""
 
     def action(self, message: dict[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import aiohttp
 import pytest
 
 import turnwise
+from turnwise.compat.openenv import OpenEnv
 from tests.conftest import ROOT, command_environment, python
 from tests.rollouts.foreign import plain_openenv
 from tests.rollouts.foreign.plain_openenv import plain_server
@@ -202,7 +203,7 @@ async def test_a_session_from_a_process_of_its_own(run: Callable[..., Any], row:
             await asyncio.sleep(0.01)
 
 
-class Talk(turnwise.OpenEnv):
+class Talk(OpenEnv):
     """Every answer of the model is an action, and the observation the reply."""
 
     def action(self, message: dict[str, Any]) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import turnwise
+from turnwise.compat.reasoning_gym import ReasoningGym
 from tests.conftest import ROOT, own_environment
 from tests.rollouts.foreign.test_openenv import Scripted, call
 from turnwise.config import Config, RolloutConfig, SamplingConfig
@@ -128,7 +129,7 @@ def test_the_levels_of_a_curriculum() -> None:
 
 
 async def test_a_subclass_gives_a_dataset_tools() -> None:
-    class Sums(turnwise.ReasoningGym):
+    class Sums(ReasoningGym):
         dataset = "chain_sum"
 
         def __init__(self, row: dict[str, Any], **config: Any) -> None:

@@ -14,6 +14,7 @@ from ray.util.placement_group import placement_group_table
 from transformers import AutoModelForCausalLM
 
 import turnwise
+from turnwise.compat.verl import LLMServerManager
 from tests.pages import run_program, write_files
 from tests.plain_scoring import token_logprobs
 from turnwise.config import Config, SamplingConfig
@@ -94,7 +95,7 @@ def test_several_engines_run_in_a_users_own_actors(
         return (learner.publish.remote() for learner in learners)
 
     before = reserved()
-    with turnwise.LLMServerManager(config, workers=learners) as manager:
+    with LLMServerManager(config, workers=learners) as manager:
         assert len(manager.async_llm_servers) == 2
         addresses = manager.server_addresses
         assert len({*addresses}) == 2
@@ -126,9 +127,9 @@ def test_actors_that_do_not_suffice_are_refused(
 ) -> None:
     config = make_config(engine={"tensor_parallel_size": 3})
     with pytest.raises(InputError, match=r"2 workers, no multiple of engine\.tensor_.* 3"):
-        turnwise.LLMServerManager(config, workers=learners)
+        LLMServerManager(config, workers=learners)
     with pytest.raises(InputError, match="server_addresses needs serving"):
-        _ = turnwise.LLMServerManager(make_config()).server_addresses
+        _ = LLMServerManager(make_config()).server_addresses
 
 
 @pytest.mark.slow

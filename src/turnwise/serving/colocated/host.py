@@ -121,7 +121,7 @@ class WorkerHost:
                 return self.publish_weights(self.version, self.model.named_parameters())
 
         trainers = [Trainer.remote() for _ in range(2)]
-        with turnwise.LLMServerManager("config.yaml", workers=trainers) as manager:
+        with LLMServerManager("config.yaml", workers=trainers) as manager:
             manager.update_weights(lambda: ray.get([t.publish.remote() for t in trainers])[0])
     """
 
