@@ -1,4 +1,4 @@
-"""Several policies in one run: each player's adapter, samples, optimizer, checkpoint and metrics."""
+"""Several policies in one run, each with an adapter, samples, an optimizer and metrics."""
 
 import json
 from collections.abc import Callable

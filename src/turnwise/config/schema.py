@@ -18,6 +18,7 @@ from turnwise.config.training import (
     TrainingConfig,
     TrajectoriesConfig,
 )
+
 _OTHER_POLICIES = ("base", "policy", "reference", "value", "default", "critic")
 """Names that `rollout.policies` may not have: those of the trainer's other models."""
 

@@ -445,9 +445,10 @@ def export_run(run: Path, output: Path | None = None, *, merged: bool = False) -
 
     disable_progress_bar()
     if merged and (chosen / POLICIES).is_dir():
+        names = sorted(own.name for own in (chosen / POLICIES).iterdir())
         raise InputError(
-            f"{chosen} has several policies: {', '.join(sorted(own.name for own in (chosen / POLICIES).iterdir()))}; "
-            "without --merged each is exported as an adapter"
+            f"{chosen} has several policies, {', '.join(names)}: without --merged each is exported "
+            "as an adapter"
         )
     if merged and (chosen / ADAPTER_CONFIG).exists():
         merge_adapter(chosen, output, config)

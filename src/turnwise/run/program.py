@@ -19,7 +19,6 @@ from turnwise.core.aio import run_in_thread, together
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
 from turnwise.core.user_code import call_user_code
-from turnwise.core.watchdog import waiting
 from turnwise.engine.adapters import POLICY
 from turnwise.engine.protocol import Request, Route, generate
 from turnwise.errors import InputError
@@ -40,7 +39,7 @@ from turnwise.training.loading import missing_model
 from turnwise.training.lora import ModelName
 from turnwise.training.reports import OptimSettings, TrainedSample, joined
 from turnwise.training.sample import Sample
-from turnwise.training.samples import SampleBatch, recent_versions
+from turnwise.training.samples import SampleBatch
 from turnwise.training.trainer_group import TrainerGroup
 from turnwise.trajectory import ExactnessReport, Message
 
@@ -472,37 +471,24 @@ class AsyncRun:
             InputError: when the folder holds anything but an earlier checkpoint.
         """
         own = checkpoint.folder_of(self.folder, self.step)
-        place = _absolute(own if folder is None else folder)
-        taken = place.exists() and (not place.is_dir() or any(place.iterdir()))
-        if taken and (flaw := checkpoint.incomplete_reason(place)):
-            raise InputError(f"{place} exists and is no checkpoint to replace: {flaw}")
         loop = {
             "step": self.step,
             "exactness": self.exactness.to_dict(),
-            "versions": list(self._training.versions),
             "problems": self._stream.state(),
             "groups": self._begun,
             "program": dict(state or {}),
         }
-        with waiting(f"the trainer to save {place}"):
-            begun = await run_in_thread(checkpoint.begin, place)
-            await self._policy.save(begun)
-            await run_in_thread(checkpoint.write_loop, place, loop)
-            await run_in_thread(checkpoint.commit, place)
+        place = await self._training.save(own if folder is None else Path(folder), loop)
+        if folder is None:
+            kept = checkpoint.checkpoints_of(self.folder), self.config.training.keep_last, None
+            await run_in_thread(checkpoint.prune, *kept)
         return place
 
     async def load(self, folder: str | Path) -> int:
         """Go on from a checkpoint of `save` or of `turnwise train`: model, optimizer, `step`,
         `exactness`, `state`, and the place among the problems. The engines get its weights; returns
         their version."""
-        place = _absolute(folder)
-        if flaw := checkpoint.incomplete_reason(place):
-            raise InputError(f"{place} is no checkpoint to go on from: {flaw}")
-        with waiting(f"the trainer to load {place}"):
-            loop = await run_in_thread(checkpoint.read_loop, place)
-            self._training.has_new_weights = True
-            version = await self._policy.load(place)
-        self._training.versions = recent_versions(self.config, version, loop.get("versions"))
+        loop = await self._training.load(Path(folder))
         if "problems" in loop:
             await run_in_thread(self._stream.restore, loop["problems"])
             self._begun = loop["groups"]
@@ -511,7 +497,3 @@ class AsyncRun:
         self._line = StepMetrics.from_json(rows[0]) if rows else None
         self.exactness = ExactnessReport.from_dict(loop["exactness"])
         return await self.sync()
-
-
-def _absolute(folder: str | Path) -> Path:
-    return Path(folder).expanduser().resolve()

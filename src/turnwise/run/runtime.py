@@ -43,6 +43,7 @@ from turnwise.run.scaling import scaling
 from turnwise.run.teachers import Teachers, check_teachers
 from turnwise.serving.manager import AsyncLLMServerManager
 from turnwise.serving.placement import gpu_share
+from turnwise.training import checkpoint
 from turnwise.training.algorithms import Loss, make_algorithm
 from turnwise.training.checks import check_trainable
 from turnwise.training.reports import OptimSettings
@@ -325,6 +326,33 @@ class TrainingStep:
         """Score sequences with one of the trainer's models; under `sampling`, as `forward` does."""
         made = (Sample.to_score(*each) for each in zip(token_ids, masks, strict=True))
         return await self.forward(name, list(made))
+
+    async def save(self, folder: Path, loop: JsonObject) -> Path:
+        """Write a checkpoint, whole or not at all, with what the loop needs to go on from it;
+        return its absolute path.
+
+        Raises:
+            InputError: when the folder holds anything but an earlier checkpoint.
+        """
+        place = await run_in_thread(checkpoint.to_write, folder)
+        with waiting(f"the trainer to save {place}"):
+            begun = await run_in_thread(checkpoint.begin, place)
+            await self._policy.save(begun)
+            state = loop | {"versions": list(self.versions)}
+            await run_in_thread(checkpoint.write_loop, place, state)
+            await run_in_thread(checkpoint.commit, place)
+        return place
+
+    async def load(self, folder: Path) -> JsonObject:
+        """Load a checkpoint, which `update_weights` brings to the engines; return what the loop
+        wrote."""
+        place = await run_in_thread(checkpoint.to_go_on_from, folder)
+        with waiting(f"the trainer to load {place}"):
+            loop = await run_in_thread(checkpoint.read_loop, place)
+            self.has_new_weights = True
+            version = await self._policy.load(place)
+        self.versions = recent_versions(self._config, version, loop.get("versions"))
+        return loop
 
     @asynccontextmanager
     async def _trainers_turn(self) -> AsyncIterator[None]:

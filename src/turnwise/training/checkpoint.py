@@ -84,6 +84,24 @@ def incomplete_reason(folder: Path) -> str:
     return _flaw(folder)
 
 
+def to_go_on_from(folder: str | Path) -> Path:
+    """Return the absolute path of a checkpoint; InputError if it is not whole."""
+    place = Path(folder).expanduser().resolve()
+    if flaw := incomplete_reason(place):
+        raise InputError(f"{place} is no checkpoint to resume from: {flaw}")
+    return place
+
+
+def to_write(folder: Path) -> Path:
+    """Return the absolute path of a new checkpoint; InputError if it holds anything but an earlier
+    one."""
+    place = folder.expanduser().resolve()
+    taken = place.exists() and (not place.is_dir() or any(place.iterdir()))
+    if taken and (flaw := incomplete_reason(place)):
+        raise InputError(f"{place} exists and is no checkpoint to replace: {flaw}")
+    return place
+
+
 def _is_whole(folder: Path) -> bool:
     return not _flaw(folder)
 

@@ -29,8 +29,8 @@ from turnwise.errors import InputError
 from turnwise.training.checkpoint import translate_disk_full
 from turnwise.training.loading import dtype_of, language_model_class, load_model, path_of
 from turnwise.training.lora import (
-    POLICIES,
     ADAPTER_TENSORS,
+    POLICIES,
     PREFIX,
     adapter_config,
     adapter_tensors,

@@ -340,9 +340,7 @@ class TrainerRank:
                 f"{section}.learning_rate, or look at the rewards)"
             )
 
-    def forward(
-        self, name: "ModelName | str", share: RankBatches
-    ) -> list[tuple[int, list[float]]]:
+    def forward(self, name: "ModelName | str", share: RankBatches) -> list[tuple[int, list[float]]]:
         """Return the number of each sequence of this rank's share, and the values of its masked
         tokens: log-probs or, from the value model, expected returns."""
         if why := missing_model(self._config.algorithm, name):

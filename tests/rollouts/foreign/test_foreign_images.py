@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from turnwise.compat.openenv import OpenEnv
 from tests.rollouts.foreign.plain_openenv import plain_server
 from tests.rollouts.foreign.test_openenv import both, play, served
 from tests.vision import asked, encoded, picture

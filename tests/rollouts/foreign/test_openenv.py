@@ -11,13 +11,12 @@ from typing import Any
 import aiohttp
 import pytest
 
-import turnwise
-from turnwise.compat.openenv import OpenEnv
 from tests.conftest import ROOT, command_environment, python
 from tests.rollouts.foreign import plain_openenv
 from tests.rollouts.foreign.plain_openenv import plain_server
 from tests.simulated import SimulatedEngine
 from turnwise.compat import openenv
+from turnwise.compat.openenv import OpenEnv
 from turnwise.config import Config, RolloutConfig, SamplingConfig
 from turnwise.core.deadlines import StallClock
 from turnwise.core.user_code import call_user_code

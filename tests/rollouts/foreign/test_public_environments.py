@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 import turnwise
-from turnwise.compat.reasoning_gym import ReasoningGym
 from tests.conftest import ROOT, own_environment
 from tests.rollouts.foreign.test_openenv import Scripted, call
+from turnwise.compat.reasoning_gym import ReasoningGym
 from turnwise.config import Config, RolloutConfig, SamplingConfig
 from turnwise.errors import InputError
 from turnwise.rollouts import Group, Problem, Runner

@@ -14,9 +14,9 @@ from ray.util.placement_group import placement_group_table
 from transformers import AutoModelForCausalLM
 
 import turnwise
-from turnwise.compat.verl import LLMServerManager
 from tests.pages import run_program, write_files
 from tests.plain_scoring import token_logprobs
+from turnwise.compat.verl import LLMServerManager
 from turnwise.config import Config, SamplingConfig
 from turnwise.errors import InputError, WeightUpdateError
 from turnwise.weights.transport import Manifest

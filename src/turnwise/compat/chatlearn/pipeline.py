@@ -11,6 +11,7 @@ import logging
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import ClassVar, Self, TypeVar
 
@@ -24,10 +25,10 @@ from turnwise.compat.chatlearn.model_file import (
 from turnwise.compat.chatlearn.outputs import rewarded_groups
 from turnwise.compat.chatlearn.pipeline_file import DEFAULTS, DRAFT, PipelineFile, is_pipeline_file
 from turnwise.config import Config, load_config, make_config
-from turnwise.core.aio import run_in_thread, task_group, together
+from turnwise.core.aio import task_group, together
 from turnwise.core.json_types import JsonObject
 from turnwise.core.loop_thread import EventLoopThread, Work
-from turnwise.core.watchdog import waiting, watching_progress
+from turnwise.core.watchdog import watching_progress
 from turnwise.engine.protocol import Generator
 from turnwise.errors import InputError
 from turnwise.observe.metrics import StepMetrics, mean
@@ -38,7 +39,6 @@ from turnwise.training import checkpoint
 from turnwise.training.checks import check_sampled
 from turnwise.training.loading import missing_model
 from turnwise.training.model import ModelName
-from turnwise.training.samples import recent_versions
 from turnwise.training.trainer_group import TrainerGroup
 from turnwise.trajectory import ExactnessReport, Trajectory
 
@@ -152,7 +152,7 @@ class Pipeline:
     ) -> None:
         self._given = config
         self._overrides = list(overrides)
-        self._resume = None if resume is None else _whole(resume)
+        self._resume = None if resume is None else checkpoint.to_go_on_from(resume)
         self._modules = list(modules)
         self._thread = EventLoopThread(self._open, "the pipeline")
         self.iteration = 0
@@ -258,7 +258,7 @@ class Pipeline:
                 if self._resume is None:
                     await step.update_weights()
                 else:
-                    await self._restore(self._resume, trainer, step)
+                    await self._restore(self._resume, step)
                 yield runtime, trainer, step
                 watching.cancel()
 
@@ -373,24 +373,18 @@ class Pipeline:
         Raises:
             InputError: when it is not whole, or does not fit this model.
         """
-        place = _whole(folder)
+        place = checkpoint.to_go_on_from(folder)
         seconds = self.config.training.step_timeout + self._update_seconds
-        _, trainer, step = self._opened()
-        return self._call(
-            lambda: self._restore(place, trainer, step), seconds, f"{place} to be loaded"
-        )
+        step = self._opened()[2]
+        return self._call(lambda: self._restore(place, step), seconds, f"{place} to be loaded")
 
-    async def _restore(self, folder: Path, trainer: TrainerGroup, step: TrainingStep) -> int:
-        with waiting(f"the trainer to load {folder}"):
-            loop = await run_in_thread(checkpoint.read_loop, folder)
-            step.has_new_weights = True
-            version = await trainer.load(folder)
-        step.versions = recent_versions(self.config, version, loop.get("versions"))
-        await step.update_weights()
+    async def _restore(self, folder: Path, step: TrainingStep) -> int:
+        loop = await step.load(folder)
+        version = (await step.update_weights())["weight_version"]
         self.iteration = loop["step"]
         self.exactness = ExactnessReport.from_dict(loop["exactness"])
         self.state = loop.get("program", {})
-        return version
+        return int(version)
 
     def save(self, folder: str | Path, state: Mapping[str, object] | None = None) -> Path:
         """Write a checkpoint: the model in Hugging Face's format, and state/ to resume from.
@@ -405,27 +399,13 @@ class Pipeline:
             InputError: when the folder holds anything but an earlier checkpoint.
             TurnwiseError: when the disk is full.
         """
-        place = Path(folder).expanduser().resolve()
-        taken = place.exists() and (not place.is_dir() or any(place.iterdir()))
-        if taken and (flaw := checkpoint.incomplete_reason(place)):
-            raise InputError(f"{place} exists and is no checkpoint to replace: {flaw}")
-        _, trainer, step = self._opened()
-
-        async def save() -> None:
-            loop = {
-                "step": self.iteration,
-                "exactness": self.exactness.to_dict(),
-                "versions": list(step.versions),
-                "program": dict(state or {}),
-            }
-            with waiting(f"the trainer to save {place}"):
-                begun = await run_in_thread(checkpoint.begin, place)
-                await trainer.save(begun)
-                await run_in_thread(checkpoint.write_loop, place, loop)
-                await run_in_thread(checkpoint.commit, place)
-
-        self._call(save, self.config.training.step_timeout, f"{place} to be saved")
-        return place
+        loop = {
+            "step": self.iteration,
+            "exactness": self.exactness.to_dict(),
+            "program": dict(state or {}),
+        }
+        saved = partial(self._opened()[2].save, Path(folder), loop)
+        return self._call(saved, self.config.training.step_timeout, f"{folder} to be saved")
 
     def _opened(self) -> Parts:
         return self._thread.opened
@@ -487,11 +467,3 @@ def _settings_of(modules: Sequence[Module]) -> Settings:
         settings |= module.settings
         rewards += [r for r in module.settings.get(REWARDS, []) if r not in rewards]
     return settings | {REWARDS: rewards} if rewards else settings
-
-
-def _whole(folder: str | Path) -> Path:
-    """Return the absolute path of a whole checkpoint."""
-    place = Path(folder).expanduser().resolve()
-    if flaw := checkpoint.incomplete_reason(place):
-        raise InputError(f"{place} is no checkpoint to resume from: {flaw}")
-    return place
