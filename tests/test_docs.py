@@ -17,13 +17,13 @@ import pytest
 import typer
 import yaml
 
-from turnwise.compat.openenv import OpenEnv
-from turnwise.compat.reasoning_gym import ReasoningGym
 from tests.conftest import ROOT
 from tests.pages import PAGES, blocks, write_files
 from turnwise.cli import app
 from turnwise.compat.chatlearn.model_file import read_model
 from turnwise.compat.chatlearn.pipeline_file import PipelineFile
+from turnwise.compat.openenv import OpenEnv
+from turnwise.compat.reasoning_gym import ReasoningGym
 from turnwise.config import Config, RolloutConfig, known_keys, load_config
 from turnwise.rollouts.environment import load_object
 from turnwise.rollouts.episode import Episode

@@ -1,46 +1,27 @@
-"""A trainer of one rank in this process, with the verbs of `TrainerGroup`."""
+"""A trainer of one rank in this process."""
 
-from collections.abc import Sequence
 from typing import Any
 
 from turnwise.config import Config
-from turnwise.core.json_types import JsonObject
-from turnwise.training.batching import micro_batch_tokens, plan_micro_batches
 from turnwise.training.rank import TrainerRank
-from turnwise.training.reports import (
-    CONFIGURED,
-    OptimSettings,
-    TrainedSample,
-    by_sample,
-    merge,
-    of_step,
-)
-from turnwise.training.sample import Sample
+from turnwise.training.trainer_group import TrainerGroup
 
 
-class LocalTrainer:
+class _Here:
+    """A rank in this process, in the place of its actor's handle."""
+
+    name = "policy rank 0"
+
+    def __init__(self, rank: TrainerRank) -> None:
+        self._rank = rank
+
+    async def call(self, kind: str, method: str, *arguments: Any, **deadline: Any) -> Any:
+        return getattr(self._rank, method)(*arguments)
+
+
+class LocalTrainer(TrainerGroup):
     def __init__(self, config: Config) -> None:
         self.rank = TrainerRank(config)
-        self.trained_tokens: list[TrainedSample] = []
-        self._most = micro_batch_tokens(config.training, on_gpu=False)
-
-    async def adapter(self, method: str, name: str, *arguments: object) -> None:
-        self.rank.adapter(method, name, *arguments)
-
-    async def forward_backward(self, samples: Sequence[Sample], *how: Any) -> JsonObject:
-        ((share,),) = plan_micro_batches(samples, 1, 1, self._most, self.rank.layouts)
-        report = self.rank.forward_backward(share, *how)
-        self.trained_tokens = by_sample([[share]], [report])
-        return merge([report])
-
-    async def optim_step(
-        self, settings: OptimSettings = CONFIGURED, name: str = "policy"
-    ) -> JsonObject:
-        return of_step(self.rank.optim_step(settings, name)[1])
-
-    async def drop(self, name: str = "policy") -> None:
-        self.rank.drop(name)
-
-    async def begin_adapters(self) -> int:
-        self.rank.remove_policy()
-        return self.rank.vocabulary()
+        here: Any = _Here(self.rank)
+        super().__init__(config, [here])
+        self.layouts = self.rank.layouts

@@ -263,20 +263,20 @@ async def test_only_a_pass_that_has_run_fails_the_step_after_it(
     await client.open()
     data = [{"tokens": IDS[:-1], "target_tokens": IDS[1:]}] * 2
     await client.trained(1, data, "cross_entropy")
-    ask, passes = service._trainer, list[object]()
+    run, passes = service._trainer.run, list[object]()
 
-    async def refusing(method: str, *arguments: object) -> Any:
-        passes.extend([method] if method == "run" else [])
+    async def refusing(*arguments: Any) -> Any:
+        passes.append(arguments)
         if kind != "reply" and len(passes) == (kind == "second part") + 1:
             raise InputError("refused")
-        return await ask(method, *arguments)
+        return await run(*arguments)
 
     def failing(*_: object) -> bytes:
         raise MemoryError("refused")
 
     with monkeypatch.context() as patch:
         patch.setattr(requests, "TURN_TOKENS", 5)
-        patch.setattr(service, "_trainer", refusing)
+        patch.setattr(service._trainer, "run", refusing)
         if kind == "reply":
             patch.setattr("turnwise.tinker.service.training_reply", failing)
         assert "refused" in (await client.trained(2, data, "cross_entropy"))["error"]
@@ -324,14 +324,14 @@ async def test_a_long_pass_lets_other_clients_in_and_adds_up_to_the_same(
     whole = await client.trained(1, data, "cross_entropy")
     expected = gradient_of(client)
     monkeypatch.setattr(requests, "TURN_TOKENS", 10)
-    asked, ask = list[str](), service._trainer
+    asked, run = list[str](), service._trainer.run
 
-    async def noted(method: str, name: str, *arguments: object) -> Any:
+    async def noted(name: str, *arguments: Any) -> Any:
         asked.append(name)
         await asyncio.sleep(0.2)  # as the trainer's process
-        return await ask(method, name, *arguments)
+        return await run(name, *arguments)
 
-    monkeypatch.setattr(service, "_trainer", noted)
+    monkeypatch.setattr(service._trainer, "run", noted)
     results = await asyncio.gather(
         client.trained(2, data, "cross_entropy"), other.trained(1, data[:1], "cross_entropy")
     )
@@ -348,16 +348,14 @@ async def test_nothing_is_left_of_a_model_whose_session_ends_while_it_is_made(
     served: tuple[Client, TinkerService], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client, service = served
-    ask, called, ends = service._trainer, asyncio.Event(), asyncio.Event()
+    add, called, ends = service._trainer.add, asyncio.Event(), asyncio.Event()
 
-    async def slow(method: str, *arguments: object) -> Any:
-        found = await ask(method, *arguments)
-        if method == "create":
-            called.set()
-            await ends.wait()
-        return found
+    async def slow(*arguments: Any) -> None:
+        await add(*arguments)
+        called.set()
+        await ends.wait()
 
-    monkeypatch.setattr(service, "_trainer", slow)
+    monkeypatch.setattr(service._trainer, "add", slow)
     opening = asyncio.create_task(client.open())
     await called.wait()
     finishing = asyncio.create_task(client.tree(f"sessions/{client.session}/finish", {}))

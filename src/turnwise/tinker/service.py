@@ -33,8 +33,9 @@ from turnwise.tinker.images import ChunkReader
 from turnwise.tinker.losses import NOT_STABLE, STABLE
 from turnwise.tinker.requests import parsed
 from turnwise.tinker.run_log import RunLog, SampleIndex
-from turnwise.tinker.trainer import AdapterTrainer, Trainer
+from turnwise.tinker.trainer import AdapterTrainer
 from turnwise.tinker.wire import Array, TrainingRequest, sample_reply, training_reply
+from turnwise.training.trainer_group import TrainerGroup
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +124,7 @@ class TinkerService:
         self,
         config: Config,
         generator: Generator,
-        trainer: Trainer,
+        trainer: TrainerGroup,
         vocabulary: int,
         folder: Path,
         decode: Callable[[list[int]], str] = str,

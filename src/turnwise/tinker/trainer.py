@@ -5,57 +5,33 @@ import random
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from turnwise.config import AlgorithmConfig
 from turnwise.core.aio import run_in_thread
-from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
 from turnwise.errors import InputError
 from turnwise.tinker.losses import TinkerLoss, loss_named
 from turnwise.tinker.requests import AdamStep, LoraSpec
 from turnwise.tinker.wire import Array, Datum, TrainingRequest
 from turnwise.training.adapters import AdapterSpec
-from turnwise.training.algorithms import Loss, weighted_logprobs
-from turnwise.training.reports import RECORDED, OptimSettings, TrainedSample
+from turnwise.training.algorithms import weighted_logprobs
+from turnwise.training.reports import RECORDED, TrainedSample
 from turnwise.training.sample import Sample
+from turnwise.training.trainer_group import TrainerGroup
 from turnwise.trajectory.images import PromptIds
 
 _T = TypeVar("_T")
-
-
-class Trainer(Protocol):
-    """The part of `TrainerGroup` that this needs."""
-
-    @property
-    def trained_tokens(self) -> Sequence[TrainedSample]: ...
-
-    async def adapter(self, method: str, name: str, *arguments: object) -> None: ...
-
-    async def forward_backward(
-        self,
-        samples: Sequence[Sample],
-        algorithm: AlgorithmConfig | None = None,
-        loss: Loss | None = None,
-        adapter: str | None = None,
-        learns: bool = True,
-    ) -> JsonObject: ...
-
-    async def optim_step(
-        self, settings: OptimSettings, adapter: str | None = None
-    ) -> JsonObject: ...
-
-    async def drop(self, name: str | None = None) -> None: ...
 
 
 class AdapterTrainer:
     """Calls a trainer, which does one thing at a time: models take turns, in the order of their
     requests. A call that is cancelled keeps its turn until the trainer has ended it."""
 
-    def __init__(self, trainer: Trainer, algorithm: AlgorithmConfig) -> None:
+    def __init__(self, trainer: TrainerGroup, algorithm: AlgorithmConfig) -> None:
         self._trainer = trainer
         self._algorithm = weighted_logprobs(algorithm)
         self._turn = asyncio.Lock()
