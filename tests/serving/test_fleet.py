@@ -207,7 +207,8 @@ async def test_a_request_that_ends_engines_is_refused_and_the_others_finish(
         assert [len(c.token_ids) for c in await asyncio.gather(*honest)] == [200] * 8
         while len(manager.engines) < 2:
             await asyncio.sleep(0.1)
-    assert 2 <= len(manager.failures) - known <= 3
+    ended = manager.failures[known:]
+    assert 2 <= len(ended) <= 3, ended
     assert manager.given_up == {}
     for slot, most in zip(manager._supervisors, restarts, strict=True):
         assert slot.restarts <= most
