@@ -10,7 +10,13 @@ from turnwise.config.algorithm import AlgorithmConfig, Dpo, Gae, NoAdvantage, Te
 from turnwise.config.aliases import REPLACED_KEYS, VLLM_NAMES
 from turnwise.config.base import NonNegativeInt, Seconds, Section, Tree, must
 from turnwise.config.data import DataConfig, ModelConfig, RowsConfig
-from turnwise.config.rollout import EnvironmentConfig, EvalConfig, RolloutConfig, SamplingConfig
+from turnwise.config.rollout import (
+    LOOP_NAMES,
+    EnvironmentConfig,
+    EvalConfig,
+    RolloutConfig,
+    SamplingConfig,
+)
 from turnwise.config.serving import EngineConfig, ServingConfig, WeightsConfig
 from turnwise.config.training import (
     AlarmsConfig,
@@ -409,7 +415,7 @@ def _policies_mistakes(config: Config) -> Iterator[str]:
             "rollout.policies: each policy is an adapter: set model.lora.rank, and weights.lora to "
             "adapter, or without training its folder in serving.adapters"
         )
-    if others := config.loops & {"agent", "chat_scheduler", "sampler", "interleaved"}:
+    if others := config.loops & {*LOOP_NAMES} - {"self_play"}:
         yield (
             f"rollout.policies: the loop {min(others)} has no players: use self_play, or a loop of "
             "your own that calls sample(policy=...)"

@@ -36,7 +36,6 @@ from turnwise.training import checkpoint
 from turnwise.training.algorithms import weighted_logprobs, with_loss
 from turnwise.training.algorithms.losses import CrossEntropyLoss
 from turnwise.training.loading import missing_model
-from turnwise.training.lora import ModelName
 from turnwise.training.reports import OptimSettings, TrainedSample, joined
 from turnwise.training.sample import Sample
 from turnwise.training.samples import SampleBatch
@@ -434,17 +433,20 @@ class AsyncRun:
     async def logprobs(
         self,
         samples: Samples | Sequence[Sample] | Sequence[Sequence[int]],
-        model: ModelName = "policy",
+        model: str = "policy",
     ) -> list[list[float]]:
         """Score samples, or sequences of token ids, with a model of the trainer.
 
         Args:
-            model: `policy`, as it is trained now, `reference`, or `value`.
+            model: `policy`, as it is trained now (of several that of each sample), the name of one
+                of several, `reference`, or `value`.
 
         Returns:
             For each T floats, 0.0 at the first token and at those of samples that are not trained:
             log-probs, or, from the value model, the expected return before the token.
         """
+        if model not in (known := ["policy", "reference", "value", *self.config.policies]):
+            raise InputError(f"logprobs: there is no model {model!r}: name {' or '.join(known)}")
         if why := missing_model(self.config.algorithm, model):
             raise InputError(why)
         given: Sequence[Sample | Sequence[int]]

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from turnwise.chat.template import load_tokenizer
 from turnwise.chat.tool_parser import check_parser_name
@@ -56,9 +56,6 @@ from turnwise.training.samples import (
 from turnwise.training.trainer_group import TrainerGroup
 from turnwise.trajectory import ExactnessReport
 from turnwise.weights.sync import WeightSync
-
-if TYPE_CHECKING:
-    from turnwise.training.lora import ModelName
 
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}  # bfloat16 has every 1/8 from 16 to 32
 _T = TypeVar("_T")
@@ -311,7 +308,7 @@ class TrainingStep:
         self.versions.append(self._policy.version)
         return metrics
 
-    async def forward(self, name: "ModelName", samples: Sequence[Sample]) -> list[list[float]]:
+    async def forward(self, name: str, samples: Sequence[Sample]) -> list[list[float]]:
         """Score the trained tokens of samples; see `TrainerGroup.forward`."""
         with waiting(f"the {name} model"):
             async with self._trainers_turn():
@@ -321,7 +318,7 @@ class TrainingStep:
                 return scored
 
     async def score(
-        self, name: "ModelName", token_ids: Sequence[Sequence[int]], masks: Sequence[Sequence[int]]
+        self, name: str, token_ids: Sequence[Sequence[int]], masks: Sequence[Sequence[int]]
     ) -> list[list[float]]:
         """Score sequences with one of the trainer's models; under `sampling`, as `forward` does."""
         made = (Sample.to_score(*each) for each in zip(token_ids, masks, strict=True))

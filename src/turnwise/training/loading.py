@@ -47,7 +47,7 @@ POLICY = OtherModel()
 """The model of `model.path` itself."""
 
 
-def missing_model(config: AlgorithmConfig, name: ModelName) -> str:
+def missing_model(config: AlgorithmConfig, name: str) -> str:
     """Return why the trainer lacks a model, and the key that adds it; "" if it has the model."""
     algorithm, kl = make_algorithm(config), config.kl
     if name == "value" and not algorithm.advantage.needs_values:

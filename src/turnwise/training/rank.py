@@ -35,7 +35,6 @@ from turnwise.training.gradient import Gradients, How
 from turnwise.training.layout_check import check_run
 from turnwise.training.loading import load_models, missing_model
 from turnwise.training.lora import (
-    ModelName,
     adapter_tensors,
     changed_parameters,
     merged_tensors,
@@ -138,15 +137,20 @@ class TrainerRank:
         """Whether the weights are those after a whole step; False from a step's first update to its
         end."""
 
-    def train(self, shares: Sequence[RankBatches], name: str = "policy") -> StepReport:
+    def train(
+        self, shares: Sequence[RankBatches], name: str = "policy", version: int | None = None
+    ) -> StepReport:
         """Take an optimizer step of a policy on each share, in each pass over them.
+
+        Args:
+            version: Version at the start of the step, of several policies; None: the present one.
 
         Raises:
             TurnwiseError: when `training.max_skipped` updates in a row had no finite gradient.
         """
         started, passes = time.perf_counter(), self._training.epochs_per_step
         self._offload.bring_back(_ALL)
-        steps = [[self._batch(samples, s) for samples in s.micro_batches] for s in shares]
+        steps = [[self._batch(samples, s, version) for samples in s.micro_batches] for s in shares]
         batches = [batch for step in steps for batch in step]
         how = How(self._algorithm, self._loss, name)
         self._gradients.prepare(batches, how, len(steps) * passes)
@@ -286,13 +290,15 @@ class TrainerRank:
             (torch.cuda.max_memory_allocated(self.device) if on_gpu else peak) / 2**30,
         )
 
-    def _batch(self, samples: Sequence[Sample], share: RankBatches) -> MicroBatch:
+    def _batch(
+        self, samples: Sequence[Sample], share: RankBatches, version: int | None = None
+    ) -> MicroBatch:
         if share.images and self._no_images:
             raise InputError(self._no_images)
         return make_micro_batch(
             samples,
             share.trajectory_tokens,
-            self.version,
+            self.version if version is None else version,
             share.layout,
             self.device,
             self._models.group,
@@ -340,7 +346,7 @@ class TrainerRank:
                 f"{section}.learning_rate, or look at the rewards)"
             )
 
-    def forward(self, name: "ModelName | str", share: RankBatches) -> list[tuple[int, list[float]]]:
+    def forward(self, name: str, share: RankBatches) -> list[tuple[int, list[float]]]:
         """Return the number of each sequence of this rank's share, and the values of its masked
         tokens: log-probs or, from the value model, expected returns."""
         if why := missing_model(self._config.algorithm, name):

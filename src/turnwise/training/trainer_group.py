@@ -54,7 +54,6 @@ from turnwise.weights.transport import Manifest
 
 if TYPE_CHECKING:
     from turnwise.training.algorithms import Loss
-    from turnwise.training.lora import ModelName
 
 logger = logging.getLogger(__name__)
 
@@ -189,9 +188,10 @@ class TrainerGroup:
         have samples; returns the step's metrics."""
         self.trained_tokens = []
         size, made = self._config.training.context_parallel, dict[str, JsonObject]()
+        version = self.version if self._config.rollout.policies else None
         for name, own in self._by_policy(samples).items():
             shares = await self._shares(own, self._config.training.updates_per_step)
-            given = [("train", share, name) for share in shares]
+            given = [("train", share, name, version) for share in shares]
             reports = await self._each("train", "call", given)
             self.version = reports[0].version
             self.trained_tokens += by_sample(shares[::size], reports[::size])
@@ -280,7 +280,7 @@ class TrainerGroup:
         )
         return [share for share in planned for _ in range(size)]
 
-    async def forward(self, name: "ModelName", samples: Sequence[Sample]) -> list[list[float]]:
+    async def forward(self, name: str, samples: Sequence[Sample]) -> list[list[float]]:
         """Score the trained tokens of samples with a model of the trainer; `policy` is that of each
         sample.
 
