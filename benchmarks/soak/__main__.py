@@ -98,6 +98,8 @@ class Soak:
         self.folder, self.options = folder, options
         self.kills: Counter[str] = Counter()
         self.not_replaced: list[str] = []
+        self.died: dict[str, str] = {}
+        """The last words of programs that ended by themselves, by name."""
         self.ended: list[Client] = []
         self.begin = self.end = 0.0
         self._replaced: Callable[[], bool] | None = None
@@ -220,10 +222,8 @@ class Soak:
         kinds = itertools.cycle(self._kinds())
         next_kill, next_sample = self.begin + self.options.every, self.begin
         while (now := time.monotonic()) < ends or self._replaced is not None:
-            for program in self.programs:
-                ended = any(program is each for _, each, _ in self._features_ended())
-                if not ended and program.process.poll() is not None:
-                    raise SystemExit(f"{program.name} ended\n{program.log.read_text()[-3000:]}")
+            if self._look_for_deaths():
+                break
             if self.features is not None:
                 self.features.take_turn((now - self.begin) / (ends - self.begin))
             if now >= next_sample:
@@ -242,6 +242,16 @@ class Soak:
             time.sleep(0.2)
         self.end = time.monotonic()
         self.memory.write(self.folder / "memory.jsonl")
+
+    def _look_for_deaths(self) -> bool:
+        """Note programs that ended by themselves; return whether one was needed for all else."""
+        over = [program for _, program, _ in self._features_ended()]
+        for program in self.programs:
+            known = program.name in self.died or program in over
+            if not known and program.process.poll() is not None:
+                self.died[program.name] = program.log.read_text()[-3000:]
+                print(f"{program.name} ended\n{self.died[program.name]}", flush=True)
+        return bool(self.died.keys() & {self.training.name, self.serving.name})
 
     def _check_successor(self, now: float) -> None:
         assert self._replaced is not None
@@ -320,8 +330,10 @@ class Soak:
         outcomes = sum((client.outcomes for client in clients), Counter[str]())
         sessions = sum((client.sessions for client in clients), Counter[bool]())
         whys = Counter(why[:300] for client in clients for why in client.whys)
-        sessions += self._sessions_left()
-        idle = self._requests_in_engines()
+        idle = float("nan")
+        if self.serving.name not in self.died:
+            sessions += self._sessions_left()
+            idle = self._requests_in_engines()
         if self.features is not None:
             self.features.end()
         left = [program.end() for program in self.programs]
@@ -339,6 +351,13 @@ class Soak:
                 [len(self.not_replaced)],
                 at_most=0,
                 note=", ".join(self.not_replaced),
+            ),
+            Claim(
+                "programs that ended by themselves",
+                "count",
+                [len(self.died)],
+                at_most=0,
+                note=", ".join(self.died),
             ),
             *memory_claims(self.memory, self.begin, self.end, judged),
             Claim("speed of the machine, last by first sixth", "ratio", [machine]),
