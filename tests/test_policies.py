@@ -15,13 +15,14 @@ from turnwise.config import Config, parse_config
 from turnwise.errors import InputError, TurnwiseError
 from turnwise.trajectory import Trajectory, audit, read_jsonl
 
+SAMPLING: dict[str, Any] = {"max_tokens": 32, "stop_token_ids": [*range(400)]}
 KEYS: dict[str, Any] = {
     "rollout": {"loop": "self_play", "policies": ["white", "black"], "prompts_per_step": 2},
     "model.lora.rank": 4,
     "weights.lora": "adapter",
-    "sampling": {"n": 4, "max_tokens": 8},
+    "sampling": SAMPLING | {"n": 4},
     "training": {"learning_rate": 0.01, "steps": 2, "updates_per_step": 2, "threads": 1},
-    "eval": {"every": 2, "sampling": {"n": 2, "temperature": 1.0}},
+    "eval": {"every": 2, "sampling": SAMPLING | {"n": 2, "temperature": 1.0}},
     "serving.workers": 1,
     "progress": False,
 }
@@ -93,6 +94,7 @@ def test_each_player_is_sampled_and_trained_by_its_own_policy(trained: Path) -> 
 
 def test_the_model_without_an_adapter_plays_where_a_game_says_so(trained: Path) -> None:
     games = list(read_jsonl(trained / "trajectories" / "eval-0002.jsonl"))
+    games = [game for game in games if len(game.turns) == 2]  # an answer may be cut off
     assert games
     for trajectory in games:
         turns = by_player(trajectory)
@@ -103,7 +105,7 @@ def test_the_model_without_an_adapter_plays_where_a_game_says_so(trained: Path) 
         assert trajectory.turns[own.leaf].adapter not in ("", frozen[0])
 
 
-def test_checkpoints_have_an_adapter_of_each_and_a_run_goes_on(trained: Path, path: Path) -> None:
+def test_checkpoints_have_an_adapter_of_each_and_a_run_goes_on(trained: Path) -> None:
     folder = trained / "checkpoints" / "step-0002" / "policies"
     white, black = (
         load_file(folder / name / "adapter_model.safetensors") for name in ("white", "black")
@@ -112,12 +114,11 @@ def test_checkpoints_have_an_adapter_of_each_and_a_run_goes_on(trained: Path, pa
     assert all(not torch.equal(white[name], black[name]) for name in white)
     assert json.loads((folder / "white" / "adapter_config.json").read_text())["r"] == 4
     result = turnwise.train(
-        config=path,
         environment=Game,
         data=ROWS,
-        name="two",
         resume=trained,
-        **KEYS | {"training": KEYS["training"] | {"steps": 3}, "eval.every": 0},
+        progress=False,
+        **{"training.steps": 3, "eval.every": 0},
     )
     row = metrics_of(Path(result.folder))[-1]
     assert (row["step"], row["weight_version"]) == (3, 12)
@@ -133,7 +134,7 @@ def test_checkpoints_are_played_without_training(trained: Path, path: Path) -> N
         data=[ROWS[0] | {"named": "white"}, *FROZEN[:1]],
         name="played",
         **{"serving.adapters": adapters, "rollout": KEYS["rollout"]},
-        **{"sampling": {"n": 1, "max_tokens": 8}},
+        sampling=SAMPLING | {"n": 1},
     )
     assert [t.turns[0].adapter for t in result] == ["white", ""]
 
@@ -203,5 +204,9 @@ def test_a_player_without_a_policy_is_one_sentence(
 ) -> None:
     with pytest.raises(TurnwiseError, match=r"Game.policies must name the policy of white: white"):
         turnwise.train(
-            config=path, environment=Game, data=[r | {"named": named} for r in ROWS], **KEYS
+            config=path,
+            environment=Game,
+            data=[row | {"named": named} for row in ROWS],
+            name=named,
+            **KEYS,
         )

@@ -308,7 +308,7 @@ def chunks(place: Place) -> Iterator[str]:
         )
         norms = [p.grad.float().norm() for p in rank._scorer.parameters() if p.grad is not None]
         made.append((float(torch.stack(norms).norm()), gib, text))
-        rank._learner.optimizer.zero_grad()
+        rank._learners["policy"].optimizer.zero_grad()
     (norm, gib, text), (expected, whole_gib, whole_text) = made
     close("the gradient's norm", norm, expected, 0.01)
     require(not place.gpu or gib < whole_gib, f"{text}, and {whole_text} at once")

@@ -80,7 +80,7 @@ def test_adapters_alone_learn_and_the_engines_get_base_plus_adapter(
     ]
     metrics = train(policy, batch)
     assert metrics["logprob_diff_max"] < 1e-4
-    moments = [len(s) for s in policy._learner.optimizer.state.values()]
+    moments = [len(s) for s in policy._learners["policy"].optimizer.state.values()]
     assert len(moments) == 2 * len(
         {n for n, _, lora in changed_parameters(model_of(policy)) if lora}
     )
@@ -111,7 +111,7 @@ def test_what_an_engine_fuses_travels_whole(make_policy: Make) -> None:
 def test_reference_and_value_model_share_the_backbone(make_policy: Make, model_path: str) -> None:
     base = plain(model_path)
     policy = make_policy(PPO)
-    adapter = sum(p.numel() for p in policy._learner.module.parameters())
+    adapter = sum(p.numel() for p in policy._learners["policy"].module.parameters())
     alone, shared = (held(p) for p in (make_policy(), policy))
     assert shared - alone == adapter + base.config.hidden_size  # the value model's two parts
     batch = rewarded_at_the_end(samples_for(base))
@@ -184,7 +184,7 @@ def test_a_frozen_model_keeps_the_precision_of_its_forward_passes(
     assert train(policy, samples_for(plain(model_path)))["logprob_diff_max"] < 0.5
     kinds = {p.dtype for n, p in model_of(policy).named_parameters() if ".lora_" not in n}
     assert kinds == {torch.bfloat16}
-    assert {p.dtype for p in policy._learner.module.parameters()} == {torch.float32}
+    assert {p.dtype for p in policy._learners["policy"].module.parameters()} == {torch.float32}
     assert {e.dtype for e in policy.publish().tensors} == {"bfloat16"}
 
 

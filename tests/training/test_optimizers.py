@@ -112,7 +112,10 @@ def test_matrices_of_the_layers_have_muon_and_all_others_adamw(make_policy: Make
         grouped = [p for group in learner.optimizer.param_groups for p in group["params"]]
         assert sorted(map(id, grouped)) == sorted(map(id, named.values()))
     train(policy, samples_for(model_of(policy)))
-    state, named = policy._learner.optimizer.state, dict(policy._scorer.named_parameters())
+    state, named = (
+        policy._learners["policy"].optimizer.state,
+        dict(policy._scorer.named_parameters()),
+    )
     kept = {n: set(state[p]) for n, p in named.items() if p in state}
     assert {frozenset(keys) for n, keys in kept.items() if ".layers." in n and "proj" in n} == {
         frozenset({"momentum_buffer"})
@@ -142,7 +145,9 @@ def test_muon_goes_on_from_its_checkpoint_bit_for_bit(
     assert rates[0] == rates[1]
     assert torch.equal(weights(one), weights(two))
     for mine, theirs in zip(one._scorer.parameters(), two._scorer.parameters(), strict=True):
-        state, resumed = (p._learner.optimizer.state[w] for p, w in ((one, mine), (two, theirs)))
+        state, resumed = (
+            p._learners["policy"].optimizer.state[w] for p, w in ((one, mine), (two, theirs))
+        )
         assert all(torch.equal(state[key], resumed[key]) for key in state | resumed)
 
 
@@ -151,7 +156,7 @@ def test_muon_trains_the_matrices_of_an_adapter(make_config: Callable[..., Confi
     model = {**make_config().model.model_dump(), "lora": LORA}
     training = {"optimizer": "muon", "learning_rate": 1e-2, "threads": 1}
     policy = TrainerRank(make_config(model=model, training=training))
-    learner = policy._learner
+    learner = policy._learners["policy"]
     assert matrices_of(learner.module) == {id(p) for p in learner.module.parameters()}
     before = [parameter.detach().clone() for parameter in learner.module.parameters()]
     for _ in range(2):  # an adapter's first factor has no gradient before the second one moves

@@ -514,7 +514,7 @@ def test_values_of_a_step_are_its_own(make_policy: Callable[..., TrainerRank]) -
     _, update = policy.optim_step(own)
     assert update.learning_rate == 0.0
     assert all(torch.equal(a, b) for a, b in zip(before, policy._models.weights(), strict=True))
-    groups = policy._learner.optimizer.param_groups
+    groups = policy._learners["policy"].optimizer.param_groups
     assert {group["lr"] for group in groups} == {1e-3 * 3 / 4}
     assert {(group["betas"], group["eps"]) for group in groups} == {((0.9, 0.95), 1e-8)}
     assert {group["weight_decay"] for group in groups} == {policy._training.weight_decay}

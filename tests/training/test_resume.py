@@ -55,7 +55,7 @@ def test_the_configuration_sets_rates_and_decay_and_the_checkpoint_the_position(
     folder = saved(one, tmp_path / "step-0001")
     two = make_policy(**changes)
     assert two.load(folder) == 1
-    decays = {group["weight_decay"] for group in two._learner.optimizer.param_groups}
+    decays = {group["weight_decay"] for group in two._learners["policy"].optimizer.param_groups}
     assert decays == {0.0, changes.get("weight_decay", 0.0)}
     for mine, theirs in zip(moments(one), moments(two), strict=True):
         assert torch.equal(mine, theirs)
@@ -63,8 +63,8 @@ def test_the_configuration_sets_rates_and_decay_and_the_checkpoint_the_position(
 
 
 def moments(policy: TrainerRank) -> list[torch.Tensor]:
-    parameters = policy._learner.module.parameters()
-    states = [policy._learner.optimizer.state[parameter] for parameter in parameters]
+    parameters = policy._learners["policy"].module.parameters()
+    states = [policy._learners["policy"].optimizer.state[parameter] for parameter in parameters]
     return [state[key] for state in states for key in ("step", "exp_avg", "exp_avg_sq")]
 
 
@@ -216,4 +216,4 @@ def test_a_checkpoint_of_the_first_version_can_be_resumed(
     train(one, batch)
     train(two, batch)
     assert torch.equal(weights(one), weights(two))
-    assert two._learner.updates == 2
+    assert two._learners["policy"].updates == 2

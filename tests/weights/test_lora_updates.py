@@ -17,7 +17,7 @@ from turnwise.weights.sync import check_canary
 def moved(rank: TrainerRank, scale: float) -> None:
     """Change the adapter."""
     with torch.no_grad():
-        for parameter in rank._learner.module.parameters():
+        for parameter in rank._learners["policy"].module.parameters():
             parameter += scale * torch.randn_like(parameter)
     rank.version += 1
 

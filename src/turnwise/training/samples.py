@@ -246,8 +246,8 @@ def _policy_of(branch: Branch, trajectory: Trajectory) -> str:
     names = sorted({trajectory.turns[turn].adapter or "policy" for turn in trained})
     if len(names) > 1:
         raise InputError(
-            f"{trajectory.id}: {' and '.join(names)} sampled turns of one conversation, and each "
-            "policy needs a conversation of its own to be trained"
+            f"{trajectory.problem_id}: {' and '.join(names)} sampled turns of one conversation, "
+            "and each policy needs a conversation of its own to be trained"
         )
     return names[0] if names else "policy"
 
