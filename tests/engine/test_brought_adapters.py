@@ -14,20 +14,20 @@ from turnwise.engine.vllm_engine import VllmEngine
 from turnwise.errors import InputError
 
 
-def adapter(number: int) -> LoadedAdapter:
+def adapter(name: str, number: int) -> LoadedAdapter:
     request: Any = None
-    return LoadedAdapter(number, request, brought=True)
+    return LoadedAdapter(number, name, request, brought=True)
 
 
 def test_the_one_that_was_not_needed_for_longest_makes_room() -> None:
     table = AdapterTable()
     for number, name in enumerate("abc"):
-        table.add(name, adapter(number))
+        table.add(adapter(name, number))
     assert table.touch("a")
     assert not table.touch("d")
     taken = table.take()
     assert taken is not None
-    assert (taken[0], taken[1].number) == ("b", 1)
+    assert (taken.name, taken.number) == ("b", 1)
     assert not table.touch("b")
     assert len(table) == 2
 
@@ -35,18 +35,18 @@ def test_the_one_that_was_not_needed_for_longest_makes_room() -> None:
 def test_one_that_a_request_uses_makes_room_if_all_are_in_use() -> None:
     table = AdapterTable()
     for number, name in enumerate("abc"):
-        table.add(name, adapter(number))
+        table.add(adapter(name, number))
     with table.using("a", "first"), table.using("b", "second"):
         taken = [table.take(), table.take()]
-        assert [each[0] for each in taken if each is not None] == ["c", "a"]
+        assert [each.name for each in taken if each is not None] == ["c", "a"]
         assert not table.touch("a")  # a new request waits until it is loaded again
 
 
 def test_those_of_the_configuration_never_make_room() -> None:
     table = AdapterTable()
-    served = adapter(0)
+    served = adapter("served", 0)
     served.brought = False
-    table.add("served", served)
+    table.add(served)
     assert table.touch("served")
     assert table.take() is None
 
@@ -61,7 +61,7 @@ class Slots(VllmEngine):
         self.loading.set()
         numbers = itertools.count(1)
         self._adapters, self._slots = AdapterTable(), slots
-        monkeypatch.setattr(self._adapters, "new", lambda name: adapter(next(numbers)))
+        monkeypatch.setattr(self._adapters, "new", lambda name: adapter(name, next(numbers)))
         self._clock, self._loading = StallClock(60), asyncio.Lock()
 
     async def _ask(self, method: str, *args: object) -> list[JsonObject]:

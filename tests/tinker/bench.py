@@ -125,7 +125,7 @@ def loss_of(reply: bytes) -> float:
 async def opened(
     config: Config, folder: Path, stable: str = ""
 ) -> AsyncIterator[tuple[Client, TinkerService]]:
-    trainer = LocalTrainer(config)
+    trainer = LocalTrainer(config, folder)
     words = await trainer.begin_adapters()
     engine = SimulatedEngine(vocab_size=min(words, VOCABULARY))
     service = TinkerService(config, engine, trainer, words, folder, stable=stable)

@@ -1,5 +1,6 @@
 """A trainer of one rank in this process."""
 
+from pathlib import Path
 from typing import Any
 
 from turnwise.config import Config
@@ -20,8 +21,8 @@ class _Here:
 
 
 class LocalTrainer(TrainerGroup):
-    def __init__(self, config: Config) -> None:
-        self.rank = TrainerRank(config)
+    def __init__(self, config: Config, folder: Path) -> None:
+        self.rank = TrainerRank(config, folder)
         here: Any = _Here(self.rank)
         super().__init__(config, [here])
         self.layouts = self.rank.layouts

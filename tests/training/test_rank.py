@@ -497,10 +497,10 @@ def test_a_gradient_and_an_optimizer_step_are_a_training_step(
     (share,) = planned(whole, samples)
     trained = whole.train([share])
     added = parts.forward_backward(share)
-    version, update = parts.optim_step(CONFIGURED)
+    version, updates = parts.optim_step(CONFIGURED)
     assert version == trained.version == 1
     assert (added.tokens_KN == trained.tokens_KN).all()
-    assert update.grad_norm == trained.updates[0].grad_norm
+    assert updates["policy"].grad_norm == trained.updates[0].grad_norm
     for one, other in zip(whole._models.weights(), parts._models.weights(), strict=True):
         assert torch.equal(one, other)
 
@@ -511,8 +511,8 @@ def test_values_of_a_step_are_its_own(make_policy: Callable[..., TrainerRank]) -
     before = [tensor.clone() for tensor in policy._models.weights()]
     policy.forward_backward(share)
     own = OptimSettings(0.0, (0.5, 0.6), 1e-3, 0.1, 1e9)
-    _, update = policy.optim_step(own)
-    assert update.learning_rate == 0.0
+    _, updates = policy.optim_step(own)
+    assert updates["policy"].learning_rate == 0.0
     assert all(torch.equal(a, b) for a, b in zip(before, policy._models.weights(), strict=True))
     groups = policy._learners["policy"].optimizer.param_groups
     assert {group["lr"] for group in groups} == {1e-3 * 3 / 4}

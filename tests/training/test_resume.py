@@ -115,7 +115,7 @@ def test_saving_before_the_policys_first_update_does_not_change_it(
 def test_gradients_of_a_step_that_failed_do_not_reach_the_next(make_policy: MakePolicy) -> None:
     alone, after = make_policy(micro_batch_tokens=64), make_policy(micro_batch_tokens=64)
     first, second = samples_for(model_of(alone), 4), samples_for(model_of(alone), 8)[4:]
-    computed = after._add_policy_gradient
+    computed = after._gradients._add_policy_gradient
     calls = iter(range(100))
 
     def fails_once(*arguments: Any) -> None:
@@ -123,7 +123,7 @@ def test_gradients_of_a_step_that_failed_do_not_reach_the_next(make_policy: Make
             raise torch.OutOfMemoryError("CUDA out of memory")
         computed(*arguments)
 
-    after._add_policy_gradient = fails_once  # type: ignore[method-assign]
+    after._gradients._add_policy_gradient = fails_once  # type: ignore[method-assign]
     with pytest.raises(torch.OutOfMemoryError):
         train(after, first)
     assert any(p.grad is not None for p in after._scorer.parameters())

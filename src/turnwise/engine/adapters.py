@@ -144,11 +144,11 @@ class AdapterTable:
         request = vllm.LoRARequest(label, number, f"memory:{number}")
         return LoadedAdapter(number, name, request, version)
 
-    def add(self, name: str, adapter: LoadedAdapter) -> None:
-        """Give an adapter to new requests of this name."""
-        if (before := self._by_name.get(name)) is not None:
+    def add(self, adapter: LoadedAdapter) -> None:
+        """Give an adapter to new requests of its name."""
+        if (before := self._by_name.get(adapter.name)) is not None:
             self.older.append(before)
-        self._by_name[name] = adapter
+        self._by_name[adapter.name] = adapter
 
     def touch(self, name: str) -> bool:
         """Return whether there is an adapter of a name, which is used now."""
@@ -156,13 +156,13 @@ class AdapterTable:
             self._by_name[name] = adapter
         return name in self._by_name
 
-    def take(self) -> tuple[str, LoadedAdapter] | None:
+    def take(self) -> LoadedAdapter | None:
         """Remove and return an adapter that makes room for another one: the one that was not needed
         for the longest time, if there is one that no request uses among these; None if all have to
         stay."""
         brought = [name for name, each in self._by_name.items() if each.brought]
         name = min(brought, key=lambda each: bool(self._by_name[each].users), default=None)
-        return None if name is None else (name, self._by_name.pop(name))
+        return None if name is None else self._by_name.pop(name)
 
     def __len__(self) -> int:
         return len(self._by_name) + len(self.older)

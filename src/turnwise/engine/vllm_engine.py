@@ -217,7 +217,7 @@ class VllmEngine:
             for name, path in list(self._unloaded.items()):
                 adapter = self._adapters.new(name)
                 await self._ask("put_adapter", adapter.number, path, key_of(name))
-                self._adapters.add(name, adapter)
+                self._adapters.add(adapter)
                 del self._unloaded[name]
             self._ready = True
 
@@ -240,19 +240,18 @@ class VllmEngine:
                 with suppress(Exception):
                     await self._ask("remove_adapter", adapter.number)
                 raise
-            self._adapters.add(route.adapter, adapter)
+            self._adapters.add(adapter)
 
     async def _make_room(self) -> None:
         """Remove an adapter. If requests use all of them, it is one that gets no new requests from
         here on: else a client that always has some would keep its slot for ever."""
-        if (taken := self._adapters.take()) is None:
+        if (leaving := self._adapters.take()) is None:
             raise InputError(f"engine.vllm_args.max_loras: no slot of {self._slots} is left")
-        name, leaving = taken
         try:
             while leaving.users:  # noqa: ASYNC110 (no event says that a request has ended)
                 await asyncio.sleep(_POLL_SECONDS)
         except BaseException:
-            self._adapters.add(name, leaving)
+            self._adapters.add(leaving)
             raise
         await self._ask("remove_adapter", leaving.number)
 
@@ -439,7 +438,7 @@ class VllmEngine:
                     await self._ask("remove_adapter", adapter.number)
             raise
         for adapter in made:  # before others are aborted: they go on with these
-            self._adapters.add(adapter.name, adapter)
+            self._adapters.add(adapter)
         for old in self._adapters.excess():
             # First: vLLM cannot compute a request whose adapter is missing.
             await self._streams.abort(old.users)

@@ -82,7 +82,8 @@ def read_columns(path: Path, trajectory: int) -> TokenColumns:
     with safe_open(path, framework="np") as file:
         numbers = file.get_tensor("trajectory")
         start, end = np.searchsorted(numbers, [trajectory, trajectory + 1]).tolist()
-        names = ("turn", "at", "staleness", *RECORDED)
+        there = file.keys()  # an older run has no loss
+        names = [name for name in ("turn", "at", "staleness", *RECORDED) if name in there]
         if start == end:  # a slice must not begin at the end
             return {name: np.zeros(0) for name in names}
         return {name: file.get_slice(name)[start:end] for name in names}

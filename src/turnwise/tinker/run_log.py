@@ -124,13 +124,14 @@ class RunLog:
         self._trained, self._held = list[_Trained](), 0
         self._loss, self._tokens, self._left_out = 0.0, 0, 0
 
-    def add(self, request: TrainingRequest, logprobs: Sequence[Array], loss: float) -> None:
-        """Add a pass to the next step, unless it is one without gradient."""
+    def add(self, request: TrainingRequest, outputs: Sequence[Array], loss: float) -> None:
+        """Add a pass to the next step, unless it is one without gradient; `outputs` are those of
+        `AdapterTrainer.run`."""
         if request.forward_only:
             return
         self._loss += loss
         factor = LOSSES[request.loss].factor
-        for datum, logprobs_T in zip(request.data, logprobs, strict=True):
+        for datum, (logprobs_T, loss_T) in zip(request.data, outputs, strict=True):
             length = len(datum.token_ids_T)
             size = length + _DATUM_TOKENS
             value = datum.inputs.get(factor, np.ones(logprobs_T.shape, np.float32))
@@ -144,7 +145,8 @@ class RunLog:
             ids = np.append(_seen(datum.token_ids_T, datum.images), targets[-1:])
             if (targets != ids[1:])[value != 0].any():  # what counts is not what follows
                 ids = ids[:0]
-            self._trained.append((given | {"ids": ids, "value": value}, logprobs_T))
+            own = {"ids": ids, "value": value, "loss": loss_T}
+            self._trained.append((given | own, logprobs_T))
             self._index.trained += size
             self._held += size
 
@@ -189,7 +191,7 @@ class RunLog:
         for given, logprobs_T in data:
             sample, value_T = None, given["value"]
             if made := self._trajectory(given["ids"], groups):
-                sample, values_KN = _values(made, value_T, logprobs_T)
+                sample, values_KN = _values(made, value_T, logprobs_T, given["loss"])
                 samples.append((sample, values_KN))
                 origins[id(sample)] = made
             if "logprobs" in given:
@@ -236,9 +238,9 @@ def _seen(ids: Array, images: Sequence[PlacedImage]) -> Array:
     return seen
 
 
-def _values(made: Trajectory, value_T: Array, logprobs_T: Array) -> TrainedSample:
+def _values(made: Trajectory, value_T: Array, logprobs_T: Array, loss_T: Array) -> TrainedSample:
     """Return the sample of a trajectory that has one branch, with the values of its trained tokens:
-    of `T` targets the advantages, or weights, and the trainer's log-probs."""
+    of `T` targets the advantages, or weights, the trainer's log-probs, and the loss."""
     branch, is_trained = made.branches()[-1], [False, *(value_T != 0)]
     mask = [m and t for m, t in zip(branch.response_mask, is_trained, strict=False)]
     parts = branch.token_ids, mask, branch.logprobs, branch.weight_versions
@@ -246,5 +248,5 @@ def _values(made: Trajectory, value_T: Array, logprobs_T: Array) -> TrainedSampl
     at = np.flatnonzero(sample.response_mask_T)
     own, ones = logprobs_T[at - 1], np.ones(len(at))
     ratio = np.exp(np.subtract(own, sample.logprobs_T[at]))
-    values = [own, ones * np.nan, value_T[at - 1], ones, ratio, ones * 0]
+    values = [own, ones * np.nan, value_T[at - 1], ones, ratio, ones * 0, loss_T[at - 1]]
     return sample, np.stack(values).astype(np.float32)

@@ -351,7 +351,7 @@ class TinkerService:
             for part in requests.turns_of(request):
                 found, its_loss = await self._trainer.run(model.id, part)
                 outputs, loss = outputs + found, loss + its_loss
-            model.log.add(request, [each[0] for each in outputs], loss)
+            model.log.add(request, outputs, loss)
             return await run_in_thread(training_reply, outputs, loss)
         except Exception as error:
             # A first part that is refused did not run.

@@ -172,9 +172,9 @@ async def served(
         sampling={"max_tokens": 1},
     )
     engine = SimulatedEngine(vocab_size=len(tokenizer), latency=QUICK)
-    trainer, apps = LocalTrainer(config), list[FastAPI]()
-    await trainer.begin_adapters()
     folder = tmp_path_factory.mktemp("tinker")
+    trainer, apps = LocalTrainer(config, folder), list[FastAPI]()
+    await trainer.begin_adapters()
     service = TinkerService(config, engine, trainer, len(tokenizer), folder)
 
     def extend(app: FastAPI) -> FastAPI:
