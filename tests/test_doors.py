@@ -57,6 +57,7 @@ MODULE_FUNCTIONS = {
 FILE_FILES = {
     "agent_worker.py": "the null device",
     "compat/chatlearn/model_file.py": "files that the user's script names",
+    "compat/chatlearn/pipeline.py": "makes the folder of the run",
     "compat/chatlearn/pipeline_file.py": "files that the user's script names",
     "compat/trl/trainer.py": "the folder that the user's script names",
     "core/run_files.py": "appends to files of the run, by names of its own",

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-import turnwise as turnwise_package
+import turnwise.compat.chatlearn as chatlearn
 from tests.conftest import ROOT, command_environment, python
 from tests.models import make_reward_model, perturbed
 from tests.programs import Mark
@@ -261,10 +261,10 @@ def test_classes_are_exported_and_imported_when_asked_for() -> None:
         [sys.executable, "-c", text], capture_output=True, text=True, cwd=ROOT, timeout=120
     )
     assert said.stdout == "set()\n", said.stderr
-    assert turnwise_package.Pipeline is Pipeline
-    assert turnwise_package.VLLMModule is VLLMModule
-    with pytest.raises(AttributeError, match="has no attribute 'Pipelines'"):
-        _ = turnwise_package.Pipelines
+    assert chatlearn.Pipeline is Pipeline
+    assert chatlearn.VLLMModule is VLLMModule
+    with pytest.raises(AttributeError, match="has no attribute Pipelines"):
+        _ = chatlearn.Pipelines
 
 
 @pytest.mark.slow

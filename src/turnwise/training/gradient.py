@@ -25,7 +25,7 @@ holes between the blocks of different micro-batches add up."""
 
 
 class How(NamedTuple):
-    """How a gradient is computed."""
+    """Algorithm, loss and model of a gradient."""
 
     algorithm: AlgorithmConfig
     loss: Loss

@@ -120,7 +120,7 @@ async def test_no_request_reads_what_another_adapter_cached(engine: WorkerHandle
 
 
 async def test_an_unknown_adapter_is_refused_by_the_engine(engine: WorkerHandle) -> None:
-    with pytest.raises(InputError, match=r"no adapter 'rude' \(serving.adapters has: polite, ters"):
+    with pytest.raises(InputError, match=r"no adapter 'rude' \(this engine has: polite, ters"):
         await generate(engine, Request(PROMPT, GREEDY, "u-1", route=Route(adapter="rude")))
 
 
