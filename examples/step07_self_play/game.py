@@ -10,11 +10,10 @@ from examples.calculator.tool import calculate
 class Race(turnwise.Environment):
     """One round; `ada` plays first, and neither sees what the other does."""
 
-    def __init__(self, row: dict[str, int]) -> None:
-        question = f"Compute (({row['a']} - {row['b']}) + {row['c']})."
-        self.players = {"ada": question, "bob": question}
+    def __init__(self, row: dict[str, Any]) -> None:
+        self.players = {"ada": row["question"], "bob": row["question"]}
         self.tools = [calculate]  # a call is followed by another turn of the same player
-        self._answer = f"answer is {row['a'] - row['b'] + row['c']}."
+        self._answer = f"answer is {row['answer']}."
         self._right = {"ada": False, "bob": False}
 
     def step(self, message: dict[str, Any]) -> dict[str, str] | None:
