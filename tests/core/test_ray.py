@@ -170,3 +170,23 @@ def test_a_head_that_hangs_holds_up_nobody_who_ends_an_actor(
     monkeypatch.setattr(actors, "_HEAD_SECONDS", 60.0)
     with pytest.raises(ValueError, match="no actor"):
         handle.kill()
+
+
+def test_a_node_that_reports_itself_late_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ray._private import services
+
+    from turnwise.internals import ray as internals
+
+    asked: list[str] = []
+
+    def late(address: str, node: str) -> str:
+        asked.append(node)
+        if len(asked) < 3:
+            raise RuntimeError("no such node")
+        return node
+
+    monkeypatch.setattr(services, "get_node", services.get_node)  # which is put back
+    monkeypatch.setattr(internals, "_get_node", late)
+    with internals.lean_ray(None):
+        assert services.get_node("address", "mine") == "mine"
+    assert len(asked) == 3
