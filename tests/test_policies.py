@@ -13,6 +13,7 @@ import turnwise
 from tests.test_cli import metrics_of
 from turnwise.config import Config, parse_config
 from turnwise.errors import InputError, TurnwiseError
+from turnwise.training.supervised import supervised_config
 from turnwise.trajectory import Trajectory, audit, read_jsonl
 
 SAMPLING: dict[str, Any] = {"max_tokens": 32, "stop_token_ids": [*range(400)]}
@@ -162,22 +163,8 @@ def test_a_loop_of_a_program_trains_each_policy_by_its_samples(
             run.sample("Hello", policy="grey")
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"rollout.policies": ["base"]}, "'base' cannot be a policy's name"),
-        ({"rollout.policies": ["a.b"]}, "'a.b' cannot be a policy's name"),
-        ({"rollout.policies": ["white", "white"]}, "a name is there twice"),
-        ({"model.lora.rank": 0}, "each policy is an adapter: set model.lora.rank"),
-        ({"weights.lora": "merged"}, "weights.lora to adapter"),
-        ({"rollout.loop": "interleaved"}, "the loop interleaved has no players"),
-        ({"algorithm.advantage.name": "gae"}, "are of one policy"),
-        ({"algorithm.loss.name": "dpo"}, "are of one policy"),
-    ],
-)
-def test_what_cannot_be_several_policies_is_one_sentence(
-    changes: dict[str, Any], message: str
-) -> None:
+def tree_of(changes: dict[str, Any]) -> dict[str, Any]:
+    """Return the tree of a configuration of two policies, with changes by dotted key."""
     keys: dict[str, Any] = {
         "rollout.loop": "self_play",
         "rollout.policies": ["white", "black"],
@@ -194,8 +181,40 @@ def test_what_cannot_be_several_policies_is_one_sentence(
         for parent in parents:
             at = at.setdefault(parent, {})
         at[last] = value
+    return tree
+
+
+def test_supervised_training_is_of_one_policy() -> None:
+    assert supervised_config(parse_config(tree_of({}))).policies == ["policy"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rollout.policies": ["base"]}, "'base' cannot be a policy's name"),
+        ({"rollout.policies": ["a.b"]}, "'a.b' cannot be a policy's name"),
+        ({"rollout.policies": ["white", "white"]}, "a name is there twice"),
+        ({"model.lora.rank": 0}, "each policy is an adapter: set model.lora.rank"),
+        ({"weights.lora": "merged"}, "weights.lora to adapter"),
+        ({"rollout.loop": "interleaved"}, "the loop interleaved has no players"),
+        ({"algorithm.advantage.name": "gae"}, "are of one policy"),
+        ({"algorithm.loss.name": "dpo"}, "are of one policy"),
+    ],
+)
+def test_what_cannot_be_several_policies_is_one_sentence(
+    changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(InputError, match=message):
-        parse_config(tree)
+        parse_config(tree_of(changes))
+
+
+def test_a_run_of_one_policy_has_no_frozen_one(ray_started: None, path: Path) -> None:
+    one = {"sampling": SAMPLING | {"n": 2}, "rollout.loop": "self_play", "serving.workers": 1}
+    with turnwise.open(path, Game, ROWS, name="alone", progress=False, **one) as run:
+        with pytest.raises(InputError, match=r"no policy 'base': name policy"):
+            run.sample("Hello", policy="base")
+        with pytest.raises(TurnwiseError, match=r"Game.policies names policies, and this run has"):
+            run.rollout(FROZEN[:1])
 
 
 @pytest.mark.parametrize("named", ["grey", "policy"])

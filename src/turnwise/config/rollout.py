@@ -26,6 +26,8 @@ LOOP_NAMES = (
     *("agent", "chat_scheduler", "self_play", "sampler"),
 )
 """Names of the built-in agent loops, which `rollout.loops` implements."""
+BASE = "base"
+"""The policy that is the model without an adapter, in a run of several (`rollout.policies`)."""
 COMPACTIONS = ("drop_results", "summarise")
 """Names of the built-in ways to shorten a conversation, which `rollouts.context_window` has."""
 _LOOP_KEYS = {

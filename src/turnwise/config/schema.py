@@ -11,6 +11,7 @@ from turnwise.config.aliases import REPLACED_KEYS, VLLM_NAMES
 from turnwise.config.base import NonNegativeInt, Seconds, Section, Tree, must
 from turnwise.config.data import DataConfig, ModelConfig, RowsConfig
 from turnwise.config.rollout import (
+    BASE,
     LOOP_NAMES,
     EnvironmentConfig,
     EvalConfig,
@@ -25,7 +26,7 @@ from turnwise.config.training import (
     TrajectoriesConfig,
 )
 
-_OTHER_POLICIES = ("base", "policy", "reference", "value", "default", "critic")
+_OTHER_POLICIES = (BASE, "policy", "reference", "value", "default", "critic")
 """Names that `rollout.policies` may not have: those of the trainer's other models."""
 
 

@@ -12,6 +12,7 @@ from turnwise.chat.messages import in_thread_if_long
 from turnwise.chat.prompts import next_prompt, response_room
 from turnwise.chat.tool_parser import ToolParser
 from turnwise.config import NO_DEADLINE, RolloutConfig, SamplingConfig
+from turnwise.config.rollout import BASE
 from turnwise.core.deadlines import StallClock
 from turnwise.core.run_files import RunFiles
 from turnwise.core.spans import chat_span, record_answer
@@ -35,8 +36,6 @@ _BOUNDED = ("generate", "tools", "environment")
 """Phases with their own deadlines: `engine.request_timeout`, `rollout.tool_timeout` and
 `rollout.environment_timeout`."""
 
-BASE = "base"
-"""The policy that is the model without an adapter, in a run of several policies."""
 _BETWEEN = ("tools", "environment")  # phases whose seconds belong to the turn before them
 
 

@@ -8,13 +8,14 @@ from functools import partial
 from turnwise.chat.messages import said
 from turnwise.chat.tool_parser import ParsedText, ToolCall
 from turnwise.config import LOOP_NAMES
+from turnwise.config.rollout import BASE
 from turnwise.core.aio import run_in_thread, together
 from turnwise.core.json_types import JsonObject
 from turnwise.core.spans import tool_span
 from turnwise.core.watchdog import waiting
 from turnwise.engine.function_processor import read_call
 from turnwise.errors import InputError
-from turnwise.rollouts.agent_loop import BASE, AgentLoop, RolloutContext
+from turnwise.rollouts.agent_loop import AgentLoop, RolloutContext
 from turnwise.rollouts.agents import ChatSchedulerLoop, HttpAgentLoop
 from turnwise.rollouts.batch_sampler import SamplerLoop
 from turnwise.rollouts.context_window import ContextWindow
@@ -135,8 +136,13 @@ class SelfPlayLoop:
 def _policy_of(player: str, context: RolloutContext) -> str:
     """Return the policy that plays a player; "" in a run of one."""
     trained, named = context.rollout.policies, context.episode.policies
+    if named and not trained:  # `base` would be the one policy, which is not frozen
+        raise InputError(
+            f"{context.episode.name}.policies names policies, and this run has one: set "
+            "rollout.policies"
+        )
     policy = named.get(player, player if player in trained else "")
-    if (trained and policy not in (*trained, BASE)) or (named and not policy):
+    if trained and policy not in (*trained, BASE):
         raise InputError(
             f"{context.episode.name}.policies must name the policy of {player}: "
             f"{', '.join([*trained, BASE])} (rollout.policies)"

@@ -15,6 +15,7 @@ from typing import NamedTuple, cast
 import numpy as np
 
 from turnwise.config import Config
+from turnwise.config.rollout import BASE
 from turnwise.core.aio import run_in_thread, together
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
@@ -24,7 +25,6 @@ from turnwise.engine.protocol import Request, Route, generate
 from turnwise.errors import InputError
 from turnwise.observe.metrics import StepMetrics
 from turnwise.rollouts import Batch, Group, Problem, check_failures
-from turnwise.rollouts.agent_loop import BASE
 from turnwise.rollouts.evaluation import Evaluation, evaluate
 from turnwise.rollouts.group import turn_times
 from turnwise.rollouts.problems import Row, make_stream
@@ -418,9 +418,10 @@ class AsyncRun:
             raise InputError(f"a prompt of {len(ids)} tokens leaves no room (model.max_length)")
         chosen = chosen.model_copy(update={"max_tokens": min(chosen.max_tokens, room)})
         tag = f"sample{next(self._tags)}"
-        if policy not in (known := [*self.config.policies, BASE]):
+        several = self.config.rollout.policies
+        if policy not in (known := [*several, BASE] if several else ["policy"]):
             raise InputError(f"sample: there is no policy {policy!r}: name {' or '.join(known)}")
-        route = Route(adapter=policy if policy in self.config.rollout.policies else POLICY)
+        route = Route(adapter=policy if policy in several else POLICY)
         made = await together(
             generate(self._runtime.generator, Request(ids, chosen, f"{tag}-{number}", route=route))
             for number in range(n)

@@ -30,7 +30,7 @@ class How(NamedTuple):
     algorithm: AlgorithmConfig
     loss: Loss
     model: str = "policy"
-    """The policy, or an adapter that was added by PEFT's name."""
+    """A policy, or an adapter that was added, by PEFT's name."""
     sampling: SamplingConfig | None = None
     """Distribution of all tokens; None: that which each was drawn from."""
     learns: bool = True

@@ -58,7 +58,7 @@ def supervised_config(config: Config) -> Config:
         {
             "data": {"curriculum": False},
             "environments": {name: entry.changed({"teacher": None}) for name, entry in each},
-            "rollout": {"oversample": 0.0},
+            "rollout": {"oversample": 0.0, "policies": []},
             "sampling": SamplingConfig(n=1).changed(stops),
             "eval": {"background": False, "target": None},
             "algorithm": AlgorithmConfig(loss=loss, reduction=config.algorithm.reduction),
