@@ -40,7 +40,7 @@ from examples.calculator.tool import TOOL_SCHEMA
 from turnwise.config import EngineConfig, ModelConfig, SamplingConfig
 from turnwise.engine import Request, generate
 from turnwise.engine.vllm_engine import VllmEngine
-from turnwise.trajectory import Trajectory, audit
+from turnwise.trajectory import Prompt, Trajectory, audit
 from turnwise.weights import WORKER_EXTENSION
 
 ROOT = Path(__file__).parent.parent
@@ -108,7 +108,7 @@ async def replay(
                 tokens = len(turn.completion_token_ids)
                 sampling = SamplingConfig(max_tokens=tokens, ignore_eos=True)
                 prompt = trajectory.prompt_token_ids(index)
-                await generate(engine, Request(prompt, sampling, f"r{next(names)}"))
+                await generate(engine, Request(Prompt(prompt), sampling, f"r{next(names)}"))
 
     for trajectories in (rounds[0], *rounds):
         await engine.reset_prefix_cache()

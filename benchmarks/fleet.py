@@ -31,7 +31,7 @@ import tempfile
 import time
 from bisect import bisect_right
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -46,17 +46,20 @@ from tests.simulated import BLOCK, Asked, SimulatedEngine
 from tests.virtual_time import run_virtually
 from turnwise.config import Config, SamplingConfig, parse_config
 from turnwise.core.actor import ActorHandle
+from turnwise.core.admission import Admission, Limits, Priority
 from turnwise.core.aio import together
-from turnwise.core.slots import Slots
 from turnwise.engine import Generator, Request, Route, generate
 from turnwise.errors import StepError
 from turnwise.rollouts import Group, Problem
 from turnwise.rollouts.evaluation import GroupLog, groups_at_once, run_groups
 from turnwise.rollouts.problems import Lazy, Problems
 from turnwise.rollouts.processes import RolloutProcesses
-from turnwise.serving.front_processes import REPORT_SECONDS, FrontProcess, Process, Report
+from turnwise.serving.front_process import REPORT_SECONDS, FrontProcess, GroupRunner, Report
+from turnwise.serving.front_processes import Process
 from turnwise.serving.scheduler import Scheduler
-from turnwise.trajectory import Trajectory
+from turnwise.serving.seats import limits_of
+from turnwise.trajectory import Outcome as Judged
+from turnwise.trajectory import Prompt, Trajectory
 
 TURNS = ((0.0, 5), (0.5, 29), (0.9, 56), (0.99, 85), (1.0, 99))
 """Quantiles of a session's turns; between two of them any number is as likely."""
@@ -138,39 +141,42 @@ def turns_of(quantile: float) -> int:
     return round(fewest + (most - fewest) * (quantile - low) / (high - low))
 
 
-async def play_session(generator: Generator, slots: Slots, seed: int, number: int) -> int:
-    """Play one session in a slot; returns its turns."""
+async def play_session(generator: Generator, admission: Admission, seed: int, number: int) -> int:
+    """Play one session once it is admitted; returns its turns."""
     chance = random.Random(f"{seed}-{number}")
     shares, seconds = zip(*TOOLS, strict=True)
     turns, length = turns_of(chance.random()), PROMPT
     route = Route(f"s{number}", f"g{number // GROUP}")
-    async with slots.taken():
+    async with admission.admitted() as place:
         for turn in range(turns):
             if turn:
-                await asyncio.sleep(chance.choices(seconds, shares)[0])
+                with place.idle():
+                    await asyncio.sleep(chance.choices(seconds, shares)[0])
                 length += ANSWER + RESULT
-            request = Request(range(length), SAMPLING, f"{number}-{turn}", route=route)
+            request = Request(Prompt(range(length)), SAMPLING, f"{number}-{turn}", route=route)
             await generate(generator, request)
     return turns
 
 
-async def play_group(generator: Generator, slots: Slots, seed: int, number: int) -> int:
+async def play_group(generator: Generator, admission: Admission, seed: int, number: int) -> int:
     sessions = range(number * GROUP, (number + 1) * GROUP)
-    return sum(await together(play_session(generator, slots, seed, each) for each in sessions))
+    return sum(await together(play_session(generator, admission, seed, each) for each in sessions))
 
 
 @asynccontextmanager
 async def open_sessions(
     seed: int, config: Config, scheduler: Scheduler
-) -> AsyncIterator[Callable[..., Awaitable[Group]]]:
+) -> AsyncIterator[GroupRunner]:
     """Yield what runs groups in a rollout process: sessions in place of trajectories."""
-    slots = Slots(config.rollout.concurrency)
+    admission = Admission(limits_of(config))
 
-    async def run_group(problem: Problem, sampling: SamplingConfig, tag: str, last: bool) -> Group:
-        await play_group(scheduler, slots, seed, problem.row["group"])
+    async def run_group(
+        problem: Problem, sampling: SamplingConfig, tag: str, priority: Priority
+    ) -> Group:
+        await play_group(scheduler, admission, seed, problem.row["group"])
         return Group.of(problem)
 
-    yield run_group
+    yield GroupRunner(run_group, {"engines": admission})
 
 
 class FleetProcess(FrontProcess):
@@ -180,8 +186,7 @@ class FleetProcess(FrontProcess):
 
     async def start(self, port: int, lost: Sequence[str]) -> tuple[str, str]:
         assert self._open_runner is not None
-        opening = self._open_runner(self.config, self.scheduler)
-        self._run_group = await self._stack.enter_async_context(opening)
+        await self.open_runner(self._open_runner)
         return "", ""
 
     def _attach(self, name: str, worker: object) -> Any:
@@ -282,8 +287,8 @@ def balance_perfectly(part: Part) -> Outcome:
 
     async def work() -> Outcome:
         (engine,) = make_engines(1, part.engines // part.of, TokenlessEngine)
-        slots, groups = Slots(part.lanes), part.groups
-        turns = await together(play_group(engine, slots, part.seed, each) for each in groups)
+        admission, groups = Admission(Limits(part.lanes, part.lanes)), part.groups
+        turns = await together(play_group(engine, admission, part.seed, each) for each in groups)
         return outcome(asyncio.get_running_loop().time(), sum(turns), began, Counter())
 
     return run_virtually(work())
@@ -324,7 +329,7 @@ def recorded_group(seed: int) -> tuple[bytes, int]:
     """Return a group with whole trajectories, as its process sends it, and its turns."""
     chance, group = random.Random(seed), Group("rows:1")
     for index in range(GROUP):
-        trajectory, ids = Trajectory("rows:1", index, reward=1.0), list(range(PROMPT))
+        trajectory, ids = Trajectory("rows:1", index, outcome=Judged(1.0)), list(range(PROMPT))
         for _ in range(turns_of(chance.random())):
             answer = [chance.randrange(150_000) for _ in range(ANSWER)]
             logprobs = [-chance.random() for _ in range(ANSWER)]

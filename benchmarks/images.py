@@ -130,7 +130,7 @@ class Player:
         from turnwise.chat.template import load_tokenizer
 
         self.kind, self._config, self._manager = kind, config, manager
-        self._runner = Runner(config, load_tokenizer(config))
+        self._runner = Runner(config, load_tokenizer(config.model))
 
     async def play(self, games: int) -> tuple[list[Group], float, float]:
         """Play games; returns their groups, the sampled tokens per second and the milliseconds of

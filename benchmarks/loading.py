@@ -79,7 +79,7 @@ def resident(field: str) -> int:
 def rank(number: int, path: Path, folder: Path, reply: Connection) -> None:
     """Be one rank; send the peak of each phase, and the bytes of the shard."""
     from turnwise.training.export import export_model
-    from turnwise.training.loading import POLICY, distribute, load_model
+    from turnwise.training.loading import distribute, load_model, path_of
     from turnwise.training.model import Scorer
     from turnwise.training.shards import full_tensors, tensor_shapes
     from turnwise.weights.transport import make_sender
@@ -93,15 +93,15 @@ def rank(number: int, path: Path, folder: Path, reply: Connection) -> None:
     held: list[Any] = []
 
     def load() -> None:
-        scorer = Scorer(load_model(config), config.sampling, torch.float32)
-        held.append(distribute(scorer, config, torch.device("cpu"), POLICY).model)
+        scorer = Scorer(load_model(config.model, config.training), config.sampling, torch.float32)
+        held.append(distribute(scorer, torch.device("cpu"), path_of(config.model)).model)
 
     def publish() -> None:
         sender = make_sender("disk", tensor_shapes(held[0]), rank=number, folder=folder / "weights")
         sender.publish(1, full_tensors(held[0]))
 
     def write() -> None:
-        export_model(folder / "export", number, config, held[0])
+        export_model(folder / "export", number, config.model, held[0])
 
     peaks = {}
     for name, step in zip(GOALS, (load, publish, write), strict=True):

@@ -36,7 +36,9 @@ from turnwise.engine.protocol import Chunk, Engine, Request
 from turnwise.rollouts import Group, Problem, Runner
 from turnwise.rollouts.processes import RolloutProcesses
 from turnwise.rollouts.producer import RunGroup
-from turnwise.serving.front_processes import FrontProcess, FrontProcesses
+from turnwise.serving.front_process import FrontProcess
+from turnwise.serving.front_processes import FrontProcesses
+from turnwise.serving.openai.opening import make_server
 from turnwise.serving.openai.server import OpenAIServer
 from turnwise.serving.scheduler import Scheduler
 from turnwise.trajectory.audit import audit
@@ -118,7 +120,7 @@ async def measure(path: Path, rounds: int, seconds: float) -> tuple[Rounds, Roun
         update={"rollout": config.rollout.model_copy(update=rollout), "output_dir": str(path)}
     )
     scheduler = scheduler_of(config)
-    runner = Runner(config, load_tokenizer(config))
+    runner = Runner(config, load_tokenizer(config.model))
     _ = runner.tool_parser
     processes = RolloutProcesses(config, scheduler, process_class=FreeProcess)
     await processes.start()
@@ -192,7 +194,7 @@ async def measure_sessions(
         for count in (1, 2):
             serving = config.serving.model_copy(update={"session_processes": count})
             own = config.model_copy(update={"serving": serving, "output_dir": str(path)})
-            processes = FrontProcesses(own, scheduler, FreeProcess)
+            processes = FrontProcesses(own, scheduler, FreeProcess, make_server=make_server)
             server = OpenAIServer(own, scheduler, 0, processes)
             urls.append((await server.start()).removesuffix("/v1"))
             stack.push_async_callback(server.stop)

@@ -34,6 +34,7 @@ from benchmarks.report import Claim, parser, quotients, report
 from turnwise.config import SamplingConfig, ServingConfig
 from turnwise.engine import Chunk, Request, Route, generate
 from turnwise.serving.scheduler import Scheduler
+from turnwise.trajectory import Prompt
 
 UPSTREAMS = 4
 CALLERS = 64
@@ -158,7 +159,7 @@ def three_ways(ports: Sequence[int], router: int) -> dict[str, Ask]:
 
     async def scheduled(session: str) -> None:
         name = f"r{next(names)}"
-        await generate(scheduler, Request(prompt, SAMPLING, name, route=Route(session)))
+        await generate(scheduler, Request(Prompt(prompt), SAMPLING, name, route=Route(session)))
 
     return {"direct": direct, "turnwise": scheduled, "vllm-router": through.ask}
 

@@ -27,7 +27,7 @@ from turnwise.rollouts.data import load_training
 from turnwise.rollouts.evaluation import GroupLog, evaluate, groups_at_once, run_groups
 from turnwise.rollouts.problems import make_stream
 from turnwise.rollouts.producer import GroupProducer
-from turnwise.trajectory import Trajectory
+from turnwise.trajectory import Outcome, Trajectory
 
 COMMANDS = ("eval", "rollout", "train")
 N = 2
@@ -39,7 +39,11 @@ MOST = 300e6
 async def answer(problem: Problem, tag: str) -> Group:
     group = Group.of(problem)
     for index in range(N):
-        trajectory = Trajectory(problem.id, index, reward=float(index), metrics={"steps": 1.0})
+        trajectory = Trajectory(
+            problem.id,
+            index,
+            outcome=Outcome(float(index), metrics={"steps": 1.0}),
+        )
         trajectory.add_turn([5, 6, 7], [8], [-1.0], [0], "stop")
         group.trajectories.append(trajectory)
     return group
@@ -51,7 +55,9 @@ async def train(config: Config) -> None:
     async def has_signal(group: Group) -> bool:
         return group.problem_id[-1] in "02468"
 
-    stream = make_stream(config, load_training(config))
+    stream = make_stream(
+        load_training(config), config.data, config.seed, config.environment_weights
+    )
     producer = GroupProducer(config, answer, stream, has_signal)
     running = asyncio.create_task(producer.run())
     for step in range(1, config.training.steps + 1):

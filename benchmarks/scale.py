@@ -37,6 +37,7 @@ from tests.virtual_time import run_virtually
 from turnwise.config import SamplingConfig, ServingConfig
 from turnwise.engine import Chunk, Generator, Request, Route, generate
 from turnwise.serving.scheduler import Scheduler
+from turnwise.trajectory import Prompt
 
 SAMPLING = SamplingConfig(max_tokens=32)
 PER_ENGINE = 16
@@ -159,7 +160,9 @@ async def run_sessions(
             route = Route(f"s{index}", f"g{group}")
             for turn, pause in enumerate((*tools, None)):
                 name = f"{index}-{turn}"
-                completion = await generate(generator, Request(prompt, SAMPLING, name, route=route))
+                completion = await generate(
+                    generator, Request(Prompt(prompt), SAMPLING, name, route=route)
+                )
                 turns += 1
                 if pause is not None:
                     prompt = [*prompt, *completion.token_ids, *[5] * 16]
@@ -215,7 +218,7 @@ async def choice_microseconds(workers: int, count: int) -> float:
     """Time the scheduler's choice alone: sessions of eight turns in groups of eight."""
     scheduler = schedule(make_engines(workers))
     routes = [Route(f"s{index // 8}", f"g{index // 64}") for index in range(count)]
-    requests = [Request([], SAMPLING, "r", route=route) for route in routes]
+    requests = [Request(Prompt(), SAMPLING, "r", route=route) for route in routes]
     started = time.perf_counter()
     for request in requests:
         await scheduler._schedule(request)

@@ -36,6 +36,7 @@ from turnwise.engine import Generator, Request, generate
 from turnwise.engine.vllm_engine import VllmEngine
 from turnwise.run.fleet import make_manager
 from turnwise.serving.openai.server import OpenAIServer
+from turnwise.trajectory import Prompt
 from turnwise.weights import WORKER_EXTENSION
 
 PROMPT_TOKENS, NEW_TOKENS = 50, 24
@@ -83,7 +84,7 @@ async def beside_a_long_one(generator: Generator, rounds: int) -> list[float]:
         number = next(numbers)
         prompt = [5 + (number * 31 + i) % 200 for i in range(PROMPT_TOKENS)]
         sampling = SamplingConfig(max_tokens=tokens, ignore_eos=True)
-        await generate(generator, Request(prompt, sampling, f"long-{number}"))
+        await generate(generator, Request(Prompt(prompt), sampling, f"long-{number}"))
 
     async def short_ones() -> float:
         started = time.perf_counter()
@@ -111,7 +112,7 @@ async def of_statistics(config: Config, rounds: int, seconds: float) -> list[Cla
         for engine, into in zip(engines, spent, strict=True):
 
             async def ask(prompt: list[int], name: str, engine: VllmEngine = engine) -> None:
-                await generate(engine, Request(prompt, SAMPLING, name))
+                await generate(engine, Request(Prompt(prompt), SAMPLING, name))
 
             measured, before = Measured(), sum(cpu_seconds(os.getpid()).values())
             await measure(ask, 64, seconds, measured)
@@ -137,10 +138,10 @@ async def run(
         async with aiohttp.ClientSession(connector=connector) as http:
 
             async def engine(prompt: list[int], name: str) -> None:
-                await generate(bare, Request(prompt, SAMPLING, name))
+                await generate(bare, Request(Prompt(prompt), SAMPLING, name))
 
             async def scheduler(prompt: list[int], name: str) -> None:
-                await generate(manager.scheduler, Request(prompt, SAMPLING, name))
+                await generate(manager.scheduler, Request(Prompt(prompt), SAMPLING, name))
 
             async def over_http(url: str, prompt: list[int]) -> None:
                 body = {

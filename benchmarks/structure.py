@@ -90,16 +90,24 @@ def import_circles(modules: Sequence[Module]) -> list[list[str]]:
     """Return the groups of modules that import one another, the largest first.
 
     Imports inside functions and for type checkers count, since a reader follows them, too; a
-    package's `__init__` does not: it only passes on what its modules define.
+    package's `__init__` does not if it only passes on what its modules define.
     """
     names = {module.name for module in modules}
-    packages = {name for name in names if any(each.startswith(f"{name}.") for each in names)}
+    packages = {
+        module.name
+        for module in modules
+        if any(each.startswith(f"{module.name}.") for each in names) and not _defines(module)
+    }
     imports = {
         module.name: {name for name in _imported(module, names) if name not in packages}
         for module in modules
         if module.name not in packages
     }
     return sorted((each for each in _components(imports) if len(each) > 1), key=len, reverse=True)
+
+
+def _defines(module: Module) -> bool:
+    return any(isinstance(node, ast.ClassDef | _Function) for node in ast.walk(module.tree))
 
 
 def _imported(module: Module, names: set[str]) -> Iterator[str]:
@@ -157,33 +165,88 @@ def foreign_internals(module: Module) -> Iterator[tuple[str, str]]:
     """Yield the module's name and each use of an internal of another package.
 
     An internal is a private name that is imported or read from another package's module, and an
-    attribute of such a module or class that is replaced. Those in the folder `internals`, which is
-    meant for them, do not count.
+    attribute or item of another's object that is replaced: of what is imported from such a package
+    or from the folder `internals`, of a parameter that has such a type, and of variables that are
+    made from these. Uses in the folder `internals`, which is meant for them, do not count.
     """
     if ".internals" in module.name:
         return
-    foreign: dict[str, str] = {}
+    foreign = set[str]()
     for node in ast.walk(module.tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in _FOREIGN:
-            for alias in node.names:
-                foreign[alias.asname or alias.name] = f"{node.module}.{alias.name}"
-                if _is_private(alias.name):
-                    yield module.name, f"{node.module}.{alias.name}"
-            if any(map(_is_private, (node.module or "").split("."))):
-                yield module.name, node.module or ""
+        if isinstance(node, ast.ImportFrom):
+            home = (node.module or "").split(".")
+            if home[0] in _FOREIGN:
+                foreign |= {alias.asname or alias.name for alias in node.names}
+                private = [alias.name for alias in node.names if _is_private(alias.name)]
+                yield from ((module.name, f"{node.module}.{name}") for name in private)
+                if any(map(_is_private, home)):
+                    yield module.name, node.module or ""
+            elif "internals" in home:
+                foreign |= {alias.asname or alias.name for alias in node.names}
         elif isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name.split(".")[0] in _FOREIGN:
-                    foreign[alias.asname or alias.name.split(".")[0]] = alias.name
-    for node in ast.walk(module.tree):
-        if isinstance(node, ast.Attribute):
-            root: ast.expr = node
-            while isinstance(root, ast.Attribute):
-                root = root.value
-            if not isinstance(root, ast.Name) or root.id not in foreign:
-                continue
-            if _is_private(node.attr) or isinstance(node.ctx, ast.Store):
-                yield module.name, ast.unparse(node)
+                    foreign.add(alias.asname or alias.name.split(".")[0])
+    yield from ((module.name, use) for use in sorted(_uses(module.tree, foreign)))
+
+
+def _uses(scope: ast.AST, known: set[str]) -> set[str]:
+    """Return the internals that a module or function uses of the `known` names in it."""
+    foreign, found = set(known), set[str]()
+    if isinstance(scope, _Function):
+        given = [*scope.args.posonlyargs, *scope.args.args, *scope.args.kwonlyargs]
+        foreign -= {each.arg for each in given}
+        foreign |= {each.arg for each in given if _mentions(each.annotation, known)}
+    own, inner, pending = list[ast.AST](), list[ast.AST](), [*ast.iter_child_nodes(scope)]
+    while pending:
+        node = pending.pop()
+        (inner if isinstance(node, _Function) else own).append(node)
+        pending += [] if isinstance(node, _Function) else ast.iter_child_nodes(node)
+    made = dict(pair for node in own for pair in _assigned(node))
+    while more := {name for name, value in made.items() if _root(value) in foreign} - foreign:
+        foreign |= more
+    for node in own:
+        if isinstance(node, ast.Attribute | ast.Subscript) and _root(node) in foreign:
+            is_attribute = isinstance(node, ast.Attribute)
+            # An item of a variable is data; an attribute's item is a part of the other's object.
+            stored = isinstance(node.ctx, ast.Store) and (
+                is_attribute or isinstance(node.value, ast.Attribute)
+            )
+            if stored or (isinstance(node, ast.Attribute) and _is_private(node.attr)):
+                found.add(ast.unparse(node))
+    return found.union(*(_uses(each, foreign) for each in inner))
+
+
+def _assigned(node: ast.AST) -> Iterator[tuple[str, ast.expr]]:
+    """Yield each variable that a statement assigns, with its value."""
+    if isinstance(node, ast.AnnAssign) and node.value is not None:
+        if isinstance(node.target, ast.Name):
+            yield node.target.id, node.value
+    elif isinstance(node, ast.Assign):
+        for target in node.targets:
+            if isinstance(target, ast.Name):
+                yield target.id, node.value
+            elif isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                for name, value in zip(target.elts, node.value.elts, strict=False):
+                    if isinstance(name, ast.Name):
+                        yield name.id, value
+
+
+def _root(node: ast.AST | None) -> str:
+    """Return the variable that an expression reads attributes, items or results of; "" if none."""
+    while True:
+        if isinstance(node, ast.Attribute | ast.Subscript | ast.Starred | ast.Await):
+            node = node.value
+        elif isinstance(node, ast.Call):
+            node = node.func
+        else:
+            return node.id if isinstance(node, ast.Name) else ""
+
+
+def _mentions(annotation: ast.expr | None, names: set[str]) -> bool:
+    if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
+        annotation = ast.parse(annotation.value, mode="eval").body
+    return annotation is not None and _root(annotation) in names
 
 
 def _is_private(name: str) -> bool:

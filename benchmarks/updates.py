@@ -37,9 +37,11 @@ from turnwise.core.ray import start_ray
 from turnwise.engine.protocol import Engine, InFlight, Request, generate
 from turnwise.run.fleet import make_manager
 from turnwise.serving.manager import AsyncLLMServerManager
+from turnwise.trajectory import Prompt
 from turnwise.weights.delta import with_deltas
+from turnwise.weights.manifest import Manifest
 from turnwise.weights.sync import UpdateResults, WeightSync
-from turnwise.weights.transport import Manifest, make_sender
+from turnwise.weights.transport import make_sender
 
 CALLERS, PROMPT_TOKENS, NEW_TOKENS = 64, 50, 128
 WINDOW = 1.0
@@ -122,7 +124,9 @@ async def measure(config: Config, rounds: int, pairs: int) -> Measured:
             await asyncio.sleep(random.random())
             while True:
                 prompt = [random.randrange(5, 500) for _ in range(PROMPT_TOKENS)]
-                await generate(manager.scheduler, Request(prompt, sampling, f"r{next(numbers)}"))
+                await generate(
+                    manager.scheduler, Request(Prompt(prompt), sampling, f"r{next(numbers)}")
+                )
 
         async def window(update: bool) -> tuple[int, float]:
             if update:
@@ -143,7 +147,7 @@ async def measure(config: Config, rounds: int, pairs: int) -> Measured:
             ]
             await asyncio.gather(
                 *(
-                    generate(manager.scheduler, Request(p, one, f"r{next(numbers)}"))
+                    generate(manager.scheduler, Request(Prompt(p), one, f"r{next(numbers)}"))
                     for p in prompts
                 )
             )

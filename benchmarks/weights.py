@@ -31,16 +31,15 @@ from rich.table import Table
 from benchmarks.report import Claim, parser, report
 from turnwise.core.json_types import dtype_name
 from turnwise.weights.delta import with_deltas
+from turnwise.weights.manifest import Manifest, numbers_of
 from turnwise.weights.process_group import ProcessGroup, free_address
 from turnwise.weights.transport import (
     CPU_BUFFER_BYTES,
-    Manifest,
     Receiver,
     ReceiverOptions,
     WeightSender,
     find_transport,
     make_sender,
-    numbers_of,
 )
 
 GOALS = {"shm": 2.5, "ipc": 1.5, "collective": 3.0, "disk": 3.5}

@@ -139,10 +139,10 @@ def own_routes() -> list[tuple[str, str]]:
 def vllm_routes() -> set[str]:
     """Paths of vLLM's application that the server keeps."""
     for node in ast.parse((_OPENAI / "vllm_app.py").read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "ROUTES":
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "VLLM_ROUTES":
             kept: set[str] = ast.literal_eval(node.value)
             return kept
-    raise LookupError("vllm_app.py defines no ROUTES")
+    raise LookupError("vllm_app.py defines no VLLM_ROUTES")
 
 
 def _cell(text: str) -> str:

@@ -214,12 +214,13 @@ async def engine(
 ) -> AsyncIterator["WorkerHandle"]:
     """The real engine, in its own process; tests that change its weights put them back."""
     from turnwise.compat.nemo_rl import VllmAsyncGenerationWorker
+    from turnwise.compat.verl import ChatHost
     from turnwise.serving.worker_handle import WorkerHandle
 
-    class Handle(WorkerHandle):
-        worker_class = VllmAsyncGenerationWorker  # our worker, with NeMo-RL's methods too
+    class Host(VllmAsyncGenerationWorker, ChatHost):
+        """A worker's, with NeMo-RL's and verl's methods too."""
 
-    engine = await Handle.start(make_config())
+    engine = await WorkerHandle.start(make_config(), host=Host)
     yield engine
     await engine.shutdown()
 

@@ -103,7 +103,7 @@ class Machine:
     def engines(self) -> int:
         """Return the number of engines' actors that run here."""
         lines = [" ".join(process.cmdline()) for process in self.mark.processes()]
-        return sum("EngineWorker" in line for line in lines)
+        return sum("EngineHost" in line for line in lines)
 
     def kill(self) -> list[int]:
         """End all processes at once; return those that are left."""

@@ -153,8 +153,8 @@ class SimulatedEngine:
     async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
         if self._dead:
             raise EngineError(f"{self.name} is dead")
-        prompt, sampling = request.prompt, request.sampling
-        seen = [int(one.image.hash, 16) % 2**32 for one in request.images]
+        prompt, sampling = request.prompt.tolist(), request.sampling
+        seen = [int(one.image.hash, 16) % 2**32 for one in request.prompt.images]
         interval, scored = STREAM_INTERVAL, bool(sampling.prompt_logprobs)
         if not isinstance(sampling, SamplingConfig):
             interval = sampling.stream_interval or STREAM_INTERVAL

@@ -11,6 +11,7 @@ import yaml
 
 import turnwise
 from docs.reference import TABLES
+from turnwise.compat.verl.keys import VERL_KEYS, verl_answer
 from turnwise.config import (
     ALIASES,
     LOOP_NAMES,
@@ -26,7 +27,6 @@ from turnwise.config import (
 from turnwise.config.explain import CHOICES, describe_keys, explain_config
 from turnwise.config.load import masked, masked_value
 from turnwise.config.resume import RULES, check_unchanged, rule_of
-from turnwise.config.verl_keys import VERL_KEYS, verl_answer
 from turnwise.config.yaml_text import read_yaml
 from turnwise.errors import InputError
 

@@ -138,7 +138,7 @@ def test_a_step_without_anything_to_train_takes_no_optimizer_step(run: turnwise.
     groups = run.rollout(run.problems(2))
     for group in groups:
         for trajectory in group.trajectories:
-            trajectory.set_reward(1.0)
+            trajectory.set_outcome(reward=1.0, parts={}, turns=[])
     before = run.sync()
     batch = run.samples(groups)
     assert batch.samples == []

@@ -68,8 +68,7 @@ def trained(ray_started: None, path: Path) -> Path:
 
 
 def by_player(trajectory: Trajectory) -> dict[str, Any]:
-    calls = zip(trajectory.turn_players, trajectory.calls(), strict=True)
-    return {player: trajectory.turns[call.start] for player, call in calls}
+    return dict(zip(trajectory.turn_players, trajectory.turns, strict=True))
 
 
 def test_each_player_is_sampled_and_trained_by_its_own_policy(trained: Path) -> None:

@@ -16,6 +16,7 @@ from turnwise.engine.protocol import Completion, Engine, Request, generate
 from turnwise.training import Sample
 from turnwise.training.batching import plan_micro_batches
 from turnwise.training.rank import TrainerRank
+from turnwise.trajectory import Prompt
 from turnwise.weights import WORKER_EXTENSION
 from turnwise.weights.sync import check_canary
 from turnwise.weights.transport import make_sender
@@ -53,7 +54,8 @@ async def _engine(place: Place) -> AsyncIterator[str]:
 
         async def sample(name: str) -> list[Completion]:
             asked = (
-                generate(llm, Request(p, sampling, f"{name}-{n}")) for n, p in enumerate(prompts)
+                generate(llm, Request(Prompt(p), sampling, f"{name}-{n}"))
+                for n, p in enumerate(prompts)
             )
             return await asyncio.gather(*asked)
 
@@ -79,12 +81,12 @@ async def _engine(place: Place) -> AsyncIterator[str]:
             yield f"{clock() - started:.2f} s, {figure}"
 
         greedy = SamplingConfig(max_tokens=8, temperature=0.0, ignore_eos=True)
-        before = await generate(llm, Request(prompts[0], greedy, "before"))
+        before = await generate(llm, Request(Prompt(prompts[0]), greedy, "before"))
         awake = place.used()
         await llm.sleep()
         freed = awake - place.used()
         await llm.wake_up()
-        after = await generate(llm, Request(prompts[0], greedy, "after"))
+        after = await generate(llm, Request(Prompt(prompts[0]), greedy, "after"))
         require(after.token_ids == before.token_ids, "other tokens after a sleep")
         took = awake - used
         require(not place.gpu or freed > 0.5 * took, f"{freed} bytes are free of {took}")

@@ -12,14 +12,9 @@ import torch
 
 from benchmarks.gpu.device import GIB, NotRun, Place, require
 from turnwise.core.json_types import dtype_name
+from turnwise.weights.manifest import Manifest
 from turnwise.weights.process_group import LOOPBACK, ProcessGroup, device_name
-from turnwise.weights.transport import (
-    Manifest,
-    ReceiverOptions,
-    WeightSender,
-    find_transport,
-    make_sender,
-)
+from turnwise.weights.transport import ReceiverOptions, WeightSender, find_transport, make_sender
 
 SECONDS = 60.0
 DTYPE = torch.bfloat16

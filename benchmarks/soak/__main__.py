@@ -175,22 +175,23 @@ class Soak:
         return int(rows[-1]["step"]) if rows else 0
 
     def start(self) -> None:
-        """Start the programs, wait until they work, and begin the load."""
+        """Start the programs, wait until they work, and begin the load; the largest model first,
+        which would take the longest to start beside the others."""
         if not self.options.no_features:
             make_models(self.folder)
-        self.training = self._program("train", "train", self.folder / "train.yaml")
-        self.serving = self._program("serve", "serve", self.folder / "serve.yaml")
-        self.serving.until("the server's address", self._address)
-        self.training.until("the first steps", lambda: self.step(self.training) >= 2)
-        for _ in range(2):
-            self.clients.append(self._client())
-        if self.options.minutes >= RANK_MINUTES:
-            self.training.until("a checkpoint", lambda: self.step(self.training) > CHECKPOINT)
-            self._kill_only(self.training, "rank")
         if (real := self._real()) is not None:
             self.real = real
             real.until("its first step", lambda: self.step(real) >= 1)
             self._kill_only(real, "engine")
+        self.training = self._program("train", "train", self.folder / "train.yaml")
+        self.serving = self._program("serve", "serve", self.folder / "serve.yaml")
+        self.serving.until("the server's address", self._address)
+        self.training.until("the first steps", lambda: self.step(self.training) >= 2)
+        if self.options.minutes >= RANK_MINUTES:
+            self.training.until("a checkpoint", lambda: self.step(self.training) > CHECKPOINT)
+            self._kill_only(self.training, "rank")
+        for _ in range(2):
+            self.clients.append(self._client())
         if not self.options.no_features:
             found = features(self.folder, f"{self._address()}/v1")
             self.features = Features(self.folder, found, self.programs)
@@ -296,15 +297,17 @@ class Soak:
 
     def _kill(self, program: Program, role: str) -> Callable[[], bool]:
         """Kill the youngest process of a role, as soon as there are two."""
-        found: list[psutil.Process] = []
+        before = set[psutil.Process]()
 
-        def two() -> bool:
-            found[:] = program.with_role(role)
-            return len(found) > 1
+        def killed() -> bool:
+            found = program.with_role(role)
+            with suppress(psutil.NoSuchProcess):  # it ended by itself meanwhile
+                if len(found) > 1:
+                    found[-1].kill()
+                    before.update(found)
+            return bool(before)
 
-        program.until(f"two processes: {role}", two)
-        found[-1].kill()
-        before = set(found)
+        program.until(f"two processes: {role}", killed)
 
         def replaced() -> bool:
             now = set(program.with_role(role))
@@ -383,10 +386,12 @@ class Soak:
     ) -> list[Claim]:
         """Return the claims of a run, which `asked` for so many problems in each step, and for so
         many trajectories of each; of the last `seconds`, or of the whole test."""
-        report = json.loads((self.folder / program.name / "exactness.json").read_text())
+        path, violations = self.folder / program.name / "exactness.json", float("nan")
+        if path.exists():  # else the program ended before its first step: no goal is met
+            violations = json.loads(path.read_text())["violations"]
         rows = self.rows(program)
         seconds = self.end - self.begin if seconds is None else seconds
-        return training_claims(rows, report["violations"], *asked, seconds, machine, judged)
+        return training_claims(rows, violations, *asked, seconds, machine, judged)
 
     def _real_claims(self, machine: float) -> list[Claim]:
         if self.real is None:

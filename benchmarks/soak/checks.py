@@ -46,7 +46,7 @@ def memory_claims(memory: Memory, begin: float, end: float, judged: bool) -> lis
 
 def training_claims(
     rows: Sequence[Row],
-    violations: int,
+    violations: float,
     prompts: int,
     samples: int,
     seconds: float,
@@ -56,7 +56,7 @@ def training_claims(
     """Return what the metrics of a run's steps claim; without rates where no step is in the test.
 
     Args:
-        violations: Those that its audit found.
+        violations: Those that its audit found; NaN, which meets no goal, of a run without any.
         prompts: Problems of each step.
         samples: Trajectories of each problem.
         seconds: Length of the test, which ended with the last row.

@@ -1,6 +1,7 @@
 """The programs of the soak test, their processes by role, and clients that are started again."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -22,7 +23,8 @@ ROLES = {
     "ray::FrontProcess": "rollout process",
     "EngineCore": "engine",
     "ray::TrainerActor": "rank",
-    "ray::EngineWorker": "worker",
+    "ray::EngineHost": "worker",
+    "ray::ServingHost": "worker",
     "ray::": "actor",
     "environment_host": "environment",
     "turnwise.core.fork_server": "fork server",
@@ -61,7 +63,11 @@ class Program:
         self.log = folder / f"{name}.log"
         with self.log.open("w") as output:
             self.process = subprocess.Popen(
-                [TURNWISE, *map(str, arguments)], cwd=ROOT, stdout=output, stderr=output
+                [TURNWISE, *map(str, arguments)],
+                cwd=ROOT,
+                env={**os.environ, "RAY_raylet_start_wait_time_s": "600"},  # two cores for all
+                stdout=output,
+                stderr=output,
             )
         self._own = psutil.Process(self.process.pid)
 

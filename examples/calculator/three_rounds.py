@@ -15,9 +15,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from turnwise.compat.verl import LLMServerManager
-from turnwise.serving.chat_scheduler import ChatCompletionScheduler
-from turnwise.serving.data_proto import DataProto
+from turnwise.compat.verl import ChatCompletionScheduler, DataProto, LLMServerManager
 
 CONFIG = Path(__file__).parent / "config.yaml"
 FOLLOW_UPS = ("Check it.", "What is the answer, then?")

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from turnwise.tools.mcp import MCPServer
     from turnwise.trajectory import (
         ChatTemplate,
+        Prompt,
         Trajectory,
         audit,
         bridge,
@@ -72,7 +73,10 @@ _PUBLIC = {
     "rollouts.sampler": ("TrajectorySampler",),
     "weights.transport": ("refit_sender",),
     "engine.vllm_engine": ("VllmEngine",),
-    "trajectory": ("ChatTemplate", "Trajectory", "audit", "bridge", "replace_prefix_tokens"),
+    "trajectory": (
+        *("ChatTemplate", "Prompt", "Trajectory"),
+        *("audit", "bridge", "replace_prefix_tokens"),
+    ),
 }
 _COMPAT = {
     "bfcl": ("Bfcl",),
@@ -108,6 +112,7 @@ __all__ = [
     "FunctionProcessor",
     "InputError",
     "MCPServer",
+    "Prompt",
     "Rewards",
     "RolloutContext",
     "RolloutSampler",

@@ -20,8 +20,8 @@ from benchmarks.fleet import (
 from benchmarks.scale import make_engines, schedule
 from tests.simulated import SimulatedEngine
 from tests.virtual_time import run_virtually
+from turnwise.core.admission import Admission, Limits
 from turnwise.core.aio import together
-from turnwise.core.slots import Slots
 from turnwise.engine import Request, Route, generate
 
 PART = Part(engines=16, processes=2, sessions=160, seed=3)
@@ -38,8 +38,8 @@ def makespan(kind: type[SimulatedEngine]) -> float:
     """Virtual seconds of some groups on engines of a kind, whose cache is large enough."""
 
     async def work() -> float:
-        scheduler, slots = schedule(make_engines(4, kind=kind)), Slots(64)
-        await together(play_group(scheduler, slots, 1, number) for number in range(12))
+        scheduler, admission = schedule(make_engines(4, kind=kind)), Admission(Limits(64))
+        await together(play_group(scheduler, admission, 1, number) for number in range(12))
         return asyncio.get_running_loop().time()
 
     return run_virtually(work())

@@ -71,3 +71,9 @@ def test_rates_are_of_the_last_steps_and_judged_by_sixths() -> None:
     assert not change_of([4.0] * 5 + [3.9], 1.0, judged=True).missed
     assert not change_of(slower, 0.95, judged=True).missed, "the machine was slower as well"
     assert counts_by_time([0.1, 0.9, 59.5], 0.0, 60.0) == [2.0, *[0.0] * 58, 1.0]
+
+
+def test_a_program_that_never_took_a_step_misses_its_goals() -> None:
+    claims = training_claims([], float("nan"), 4, 2, 60.0, 1.0, False)
+    missed = [claim.name for claim in claims if not claim.met]
+    assert missed == ["exact tokens, worst step", "violations of the audit"]

@@ -56,3 +56,47 @@ def test_what_is_counted_is_what_is_there(tmp_path: Path) -> None:
     assert counted["functions of over 60 lines"] == "0"
     assert counted["files that start processes"] == "1"
     assert counted["private functions called once"] == "1 of 2, 50%"
+
+
+WRITES = """
+from house.internals import vllm
+from starlette.types import ASGIApp
+import uvicorn
+
+def build(own):
+    with own:
+        app: object = vllm.make(own)
+    chat, other = app.state.chat, own.state
+    chat.create = own.create
+    other.create = chat.create
+    vllm.Request.fields["most"].default = None
+    app.router.routes[:] = []
+    own.kept = app
+
+def tell(request: "vllm.Request", server: uvicorn.Server | None):
+    request.choice = "none"
+    server._seen = request.choice
+    values = request.values()
+    values[0] = 1
+"""
+
+
+def test_writes_to_others_objects_are_counted_wherever_they_come_from(tmp_path: Path) -> None:
+    source = tmp_path / "house"
+    source.mkdir()
+    (source / "app.py").write_text(WRITES)
+    (source / "internals.py").write_text(WRITES)
+    assert [use for module in read(source) for _, use in foreign_internals(module)] == [
+        "app.router.routes[:]",
+        "chat.create",
+        "request.choice",
+        "vllm.Request.fields['most'].default",
+    ]
+
+
+def test_a_package_that_defines_something_is_part_of_a_circle(tmp_path: Path) -> None:
+    source = tmp_path / "house"
+    (source / "room").mkdir(parents=True)
+    (source / "room/__init__.py").write_text("def enter():\n    from house.room.door import Door\n")
+    (source / "room/door.py").write_text("from house.room import enter\n\nclass Door: ...\n")
+    assert import_circles(read(source)) == [["house.room", "house.room.door"]]

@@ -19,13 +19,12 @@ from turnwise.config import Config
 from turnwise.core.images import check_image
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.trajectory import ChatTemplate
-from turnwise.trajectory.images import placed
 
 
 @pytest.fixture(scope="module")
 def seeing(vision_path: str) -> ChatTemplate:
     config = vision_config(vision_path)
-    return load_template(config, load_tokenizer(config))
+    return load_template(config.model, config.sampling, config.engine, load_tokenizer(config.model))
 
 
 def read(*parts: Any, role: str = "user") -> dict[str, Any]:
@@ -93,12 +92,12 @@ def test_ids_of_an_image_are_those_of_the_models_processor(seeing: ChatTemplate)
     processor = AutoProcessor.from_pretrained(seeing.tokenizer.name_or_path)
     text = seeing.render_text([message])
     both = processor(text=[text], images=[picture(), picture(28, 28, 1)])
-    assert ids == list(both["input_ids"][0])
+    assert ids.tolist() == list(both["input_ids"][0])
     marker = seeing.images.marker
-    spans = [one for each in placed(ids) for one in range(each.start, each.end)]
-    assert spans == [at for at, token in enumerate(ids) if token == marker]
+    spans = [one for each in ids.images for one in range(each.start, each.end)]
+    assert spans == [at for at, token in enumerate(ids.tolist()) if token == marker]
     assert seeing.render_first([message], None) == ids
-    assert placed(seeing.render_first([message], None)) == placed(ids)
+    assert (seeing.render_first([message], None)).images == ids.images
 
 
 async def test_a_bridge_keeps_images_and_adds_new_ones(seeing: ChatTemplate) -> None:
@@ -116,7 +115,7 @@ async def test_a_bridge_keeps_images_and_adds_new_ones(seeing: ChatTemplate) -> 
     assert why is None
     assert ids[: len(prompt)] == prompt
     assert ids == seeing.render([first, {"role": "assistant", "content": "a cat"}, *more])
-    assert [each.image for each in placed(ids)] == [
+    assert [each.image for each in ids.images] == [
         first["content"][1]["image"],
         more[0]["content"][0]["image"],
     ]

@@ -8,20 +8,19 @@ import pytest
 
 from tests.vision import asked, encoded, picture, vision_config
 from turnwise.chat.images import read_parts, with_urls
-from turnwise.chat.messages import Conversation, plain
+from turnwise.chat.messages import Conversation
 from turnwise.chat.prompts import (
     RefusedParameter,
     echoed_prompt,
-    own_prompt,
     response_room,
     spliced_prompt,
+    whole_prompt,
 )
 from turnwise.chat.session import Session
 from turnwise.chat.template import load_template, load_tokenizer
 from turnwise.engine.protocol import Completion
 from turnwise.errors import InputError
-from turnwise.trajectory import ChatTemplate, Message, Trajectory, audit
-from turnwise.trajectory.images import extended, placed
+from turnwise.trajectory import ChatTemplate, Message, Prompt, Trajectory, audit
 
 SAID: Message = {"role": "assistant", "content": "a cat"}
 
@@ -29,7 +28,7 @@ SAID: Message = {"role": "assistant", "content": "a cat"}
 @pytest.fixture(scope="module")
 def seeing(vision_path: str) -> ChatTemplate:
     config = vision_config(vision_path)
-    return load_template(config, load_tokenizer(config))
+    return load_template(config.model, config.sampling, config.engine, load_tokenizer(config.model))
 
 
 def sent(*parts: Any, role: str = "user") -> Message:
@@ -42,8 +41,7 @@ def record(session: Session, template: ChatTemplate, messages: list[Message]) ->
     """Answer a request with `SAID`, and return its prompt."""
     conversation = Conversation(messages)
     prompt = session.next_prompt(conversation, template)
-    ids = prompt.token_ids or own_prompt(template, conversation)
-    ids = template.render([plain(message) for message in messages]) if ids is None else ids
+    ids = prompt.token_ids or whole_prompt(template, conversation)
     tokens = template.encode("a cat<|im_end|>")
     count = len(tokens)
     session.record(
@@ -61,12 +59,12 @@ def test_a_sessions_turns_keep_their_images_and_get_new_ones(seeing: ChatTemplat
     session = Session("s")
     first = [sent("What?", picture())]
     prompt = record(session, seeing, first)
-    assert [one.image for one in placed(prompt)] == [first[0]["content"][1]["image"]]
+    assert [one.image for one in prompt.images] == [first[0]["content"][1]["image"]]
     # The tool's result has an image, and the client sends the first one again.
     result = sent("closer:", picture(28, 28, 1), role="tool") | {"tool_call_id": "c"}
     second = record(session, seeing, [sent("What?", picture()), SAID, result])
     assert second[: len(prompt)] == prompt
-    assert len(placed(second)) == 2
+    assert len(second.images) == 2
     trajectory = session.finish()
     assert [turn.fork_reason for turn in trajectory.turns] == [None, None]
     assert [len(turn.images) for turn in trajectory.turns] == [1, 1]
@@ -114,13 +112,13 @@ def test_ids_are_spliced_with_their_images_and_refused_without(seeing: ChatTempl
     prompt, completion = seeing.render([asking]), seeing.encode("a cat<|im_end|>")
     more = sent(picture(84, 56, 2), " and this?")
     whole = [asking, SAID, more]
-    required = extended(prompt, completion)
+    required = Prompt.joined(prompt, completion)
     ids = spliced_prompt(seeing, Conversation(whole), required)
     expected = seeing.render(whole)
     assert ids == expected
-    assert placed(ids) == placed(expected)
-    assert len(placed(ids)) == 3
-    said = {**SAID, "prompt_token_ids": [*prompt], "generation_token_ids": completion}
+    assert ids.images == expected.images
+    assert len(ids.images) == 3
+    said = {**SAID, "prompt_token_ids": prompt.tolist(), "generation_token_ids": completion}
     with pytest.raises(RefusedParameter, match="not served beside images"):  # JSON has ids alone
         echoed_prompt(seeing, Conversation([asking, said, more]), refuse_dropped=True)
     for others in ([sent("What? ", picture())], [sent("What? ", picture(84, 56), picture())]):
@@ -149,10 +147,8 @@ def test_arguments_of_calls_are_objects_where_a_conversation_is_rendered(
     call = {"id": "c", "type": "function", "function": function}
     said = {"role": "assistant", "content": None, "tool_calls": [call], "reasoning": None}
     messages = [sent("What?", picture()), said, sent(picture(28, 28), role="tool")]
-    ids = own_prompt(seeing, Conversation(messages))
-    assert ids is not None
+    ids = whole_prompt(seeing, Conversation(messages))
     assert '"arguments": {"x": 1}' in seeing.decode_all(ids)
-    assert own_prompt(seeing, Conversation([sent("What?")])) is None
 
 
 PARTS = """\

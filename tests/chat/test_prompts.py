@@ -11,6 +11,7 @@ from turnwise.chat.prompts import (
     next_prompt,
     response_room,
     spliced_prompt,
+    whole_prompt,
 )
 from turnwise.config import SamplingConfig
 from turnwise.errors import TrajectoryError
@@ -50,7 +51,7 @@ async def test_a_turn_is_continued_by_its_own_ids(
     completion.append(template.tokenizer.eos_token_id)
     ids, fork_reason = await after(template, completion, "42.", history)
     assert fork_reason is None
-    begun = [*template.render([QUESTION]), *completion]
+    begun = [*template.render([QUESTION]).tolist(), *completion]
     assert ids[: len(begun)] == begun
     assert template.decode_all(ids) == template.decode_all(template.render(conversation("42.")))
 
@@ -96,7 +97,7 @@ async def test_a_conversation_that_the_template_cannot_take_is_refused(tokenizer
 
 
 def test_a_message_may_bring_the_ids_that_it_was_sampled_as(template: ChatTemplate) -> None:
-    prompt = template.render([QUESTION])
+    prompt = template.render([QUESTION]).tolist()
     completion = [*template.encode("42."), template.tokenizer.eos_token_id]
     messages = conversation("42.")
     assert echoed_prompt(template, Conversation(messages), refuse_dropped=True) is None
@@ -150,3 +151,21 @@ def test_sampling_within_a_room_keeps_all_but_its_limits() -> None:
     assert sampling.within(20) is sampling
     assert sampling.within(8) == SamplingConfig(max_tokens=8, min_tokens=8, temperature=0.5)
     assert sampling.within(15).min_tokens == 10
+
+
+def test_a_whole_conversation_is_rendered_whatever_its_calls_arguments_are(
+    template: ChatTemplate,
+) -> None:
+    """Objects for a template that takes them; empty ones where a text is none and the template
+    cannot take texts."""
+    wants = "{% for c in messages[1].tool_calls %}{% for k, v in c.function.arguments.items() %}"
+    wants += "{{ k }}={{ v }};{% endfor %}{% endfor %}-"
+    objects = ChatTemplate(template.tokenizer, chat_template=wants)
+    for arguments, shown in (('{"a": 1}', "a=1;-"), ('{"a": ', "-"), ("", "-"), (None, "-")):
+        call = {"id": "c", "function": {"name": "f", "arguments": arguments}}
+        said = {"role": "assistant", "content": None, "tool_calls": [call]}
+        asked = Conversation([{"role": "user", "content": "?"}, said])
+        assert objects.decode_all(whole_prompt(objects, asked)) == shown
+    refusing = ChatTemplate(template.tokenizer, chat_template="{{ raise_exception('no') }}")
+    with pytest.raises(TrajectoryError, match="the chat template refuses the messages: no"):
+        whole_prompt(refusing, Conversation([{"role": "user", "content": "?"}]))

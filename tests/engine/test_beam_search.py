@@ -12,8 +12,8 @@ from turnwise.engine import Request, generate
 from turnwise.errors import InputError
 from turnwise.rollouts import Problem, Runner
 from turnwise.rollouts.sampler import TrajectorySampler
+from turnwise.run.checks import check_sampled
 from turnwise.serving.worker_handle import WorkerHandle
-from turnwise.training.checks import check_sampled
 from turnwise.trajectory import Trajectory
 
 TEXT = "What is 3 plus 4?"

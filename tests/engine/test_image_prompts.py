@@ -23,8 +23,8 @@ from turnwise.training.batching import Columns
 from turnwise.training.rank import TrainerRank
 from turnwise.training.sample import Sample
 from turnwise.training.vision import vision_parameters
-from turnwise.trajectory import ChatTemplate, Message, Trajectory, audit
-from turnwise.trajectory.images import PlacedImage, PromptIds, images_in, placed
+from turnwise.trajectory import ChatTemplate, Message, PlacedImage, Prompt, Trajectory, audit
+from turnwise.trajectory.images import images_in
 from turnwise.weights.sync import check_canary
 
 
@@ -42,15 +42,15 @@ async def seeing(ray_started: None, config: Config) -> AsyncIterator[WorkerHandl
 
 @pytest.fixture(scope="module")
 def seeing_template(config: Config) -> ChatTemplate:
-    return load_template(config, load_tokenizer(config))
+    return load_template(config.model, config.sampling, config.engine, load_tokenizer(config.model))
 
 
 def read(*parts: object) -> Message:
     return read_parts(asked(*parts), "a message")
 
 
-async def ask(engine: Generator, prompt: list[int], config: Config, name: str) -> Completion:
-    request = Request(prompt, config.sampling, name, images=placed(prompt))
+async def ask(engine: Generator, prompt: Prompt, config: Config, name: str) -> Completion:
+    request = Request(prompt, config.sampling, name)
     return await generate(engine, request)
 
 
@@ -88,9 +88,7 @@ async def test_two_turns_with_images_are_exact_from_engine_to_trainer(
         assert two.cached_tokens > 0  # the first image and its text
         (branch,) = again.samples()
         mask = branch.response_mask
-        sample = Sample.of(
-            branch.token_ids, mask, branch.logprobs, [0] * len(mask), 1.0, 0, images=branch.images
-        )
+        sample = Sample.of(branch.ids, mask, branch.logprobs, [0] * len(mask), 1.0, 0)
         with torch.no_grad():
             columns = Columns.of([sample], "padded", torch.device("cpu"))
             found, _ = TrainerRank(config)._models.score("policy", columns)
@@ -121,14 +119,12 @@ async def test_a_pause_keeps_a_request_whose_image_was_in_the_prefix_cache(
     greedy = {"temperature": 0.0, "max_tokens": 200, "ignore_eos": True}
     sampling = config.sampling.model_copy(update=greedy)
     prompt = seeing_template.render([read(picture(seed=8), "?" * 100)])
-    whole, again = (
-        Request(prompt, sampling, name, images=placed(prompt)) for name in ("whole", "again")
-    )
+    whole, again = (Request(prompt, sampling, name) for name in ("whole", "again"))
     expected = await generate(seeing, whole)
     tokens = list[int]()
     async for chunk in seeing.stream(again):
         if not tokens:
-            assert chunk.cached_tokens >= placed(prompt)[0].end, "the image is in the cache"
+            assert chunk.cached_tokens >= prompt.images[0].end, "the image is in the cache"
             await seeing.pause("keep")
             await seeing.resume()
         tokens += chunk.token_ids
@@ -141,7 +137,7 @@ async def test_an_update_of_both_parts_reaches_the_engine_and_its_caches(
     rank = TrainerRank(config)
     published = rank.publish()
     canary = published.prompt
-    assert len(placed(canary)) == 1
+    assert len(canary.images) == 1
     assert (await check_canary(seeing, canary, published.logprobs, 1e-3, 0))[1] < 1e-4
     await seeing._call("prepare_refit_info", state_dict_info(rank._tensors()))
     tower = vision_parameters(rank._models.policy)
@@ -166,8 +162,8 @@ async def test_too_many_images_and_wrong_ids_are_refused(
     prompt = seeing_template.render([read(*(picture(28, 28, seed) for seed in range(4)))])
     with pytest.raises(TrajectoryError, match="images_per_prompt is 3"):
         await ask(seeing, prompt, config, "many")
-    (one,) = placed(seeing_template.render([read(picture())]))
-    wrong = PromptIds([1, 2, 3, 4], [PlacedImage(one.image, 1, 2)])
+    (one,) = seeing_template.render([read(picture())]).images
+    wrong = Prompt([1, 2, 3, 4], [PlacedImage(one.image, 1, 2)])
     with pytest.raises(InputError, match="other tokens"):
         await ask(seeing, wrong, config, "wrong")
 
@@ -176,7 +172,7 @@ async def test_a_model_of_text_takes_no_image(
     engine: WorkerHandle, seeing_template: ChatTemplate, config: Config
 ) -> None:
     prompt = seeing_template.render([read(picture())])
-    short = PromptIds([5, 6], [each._replace(start=0, length=1) for each in placed(prompt)])
+    short = Prompt([5, 6], [each._replace(start=0, length=1) for each in prompt.images])
     with pytest.raises(InputError, match="this engine does not take"):
         await ask(engine, short, config, "text")
 
@@ -188,7 +184,7 @@ async def test_requests_at_the_same_time_process_an_image_once(
     from turnwise.internals import vllm
 
     prompt = seeing_template.render([read(picture())])
-    (one,) = placed(prompt)
+    (one,) = prompt.images
     asked: list[str] = []
 
     async def process(llm: object, picture: object, name: str) -> dict[str, object]:
@@ -197,13 +193,13 @@ async def test_requests_at_the_same_time_process_an_image_once(
         if len(asked) == 1:
             raise InputError("not today")
         item = SimpleNamespace(get_data=lambda: {"pixel_values": np.zeros(4, np.uint8)})
-        ids = prompt[one.start : one.end]
+        ids = prompt.tolist()[one.start : one.end]
         return {"prompt_token_ids": ids, "mm_kwargs": {"image": [item]}}
 
     monkeypatch.setattr(vllm, "process_image", process)
     model = SimpleNamespace(supports_multimodal_inputs=True, is_mm_prefix_lm=False)
     inputs = ImageInputs(SimpleNamespace(model_config=model), 1)  # type: ignore[arg-type]
-    first = [asyncio.create_task(inputs.prepare(prompt, [one])) for _ in range(4)]
+    first = [asyncio.create_task(inputs.prepare(prompt)) for _ in range(4)]
     while len(asked) < 2:  # one has failed
         await asyncio.sleep(0.001)
     first[1].cancel()
@@ -215,11 +211,11 @@ async def test_requests_at_the_same_time_process_an_image_once(
     monkeypatch.setattr("turnwise.engine.vllm_images._KEPT_BYTES", 11)  # two of them
     others = [one._replace(image=replace(one.image, hash=f"{n:032x}")) for n in range(3)]
     for other in (*others, others[2], others[1], others[0]):
-        await inputs.prepare(prompt, [other])
+        await inputs.prepare(Prompt(prompt.ids, [other]))
     assert asked[3:] == [other.image.hash for other in (*others, others[0])]
     model.is_mm_prefix_lm = True  # as Gemma's, which vLLM does not compute on a CPU
     with pytest.raises(InputError, match="whose tokens see each other in this model"):
-        await inputs.prepare(prompt, [one])
+        await inputs.prepare(prompt)
 
 
 def test_weights_of_another_version_make_something_else_of_an_image() -> None:

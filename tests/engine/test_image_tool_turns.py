@@ -34,8 +34,8 @@ async def seeing(ray_started: None, forced: Config) -> AsyncIterator[WorkerHandl
 async def test_the_crops_of_a_tool_are_exact_in_a_real_engine(
     seeing: WorkerHandle, forced: Config
 ) -> None:
-    tokenizer = load_tokenizer(forced)
-    template = load_template(forced, tokenizer)
+    tokenizer = load_tokenizer(forced.model)
+    template = load_template(forced.model, forced.sampling, forced.engine, tokenizer)
     said = [call("zoom", width=28), call("zoom", width=56), "a cat"]
     script = [template.encode(text + "<|im_end|>") for text in said]
     sampling = SamplingConfig(n=2, max_tokens=128, logits_processor_args={"script": script})

@@ -22,7 +22,6 @@ from turnwise.engine import Request, generate, worker_extensions
 from turnwise.engine.function_processor import FunctionProcessor
 from turnwise.engine.logits_adapter import CallableProcessors, take_failure, take_forced
 from turnwise.engine.logits_processors import EXTRA_ARG, SETTINGS, plain_calls
-from turnwise.engine.protocol import FORCED
 from turnwise.engine.vllm_start import engine_arguments
 from turnwise.engine.worker_extensions import combined
 from turnwise.errors import InputError, StepError, TrajectoryError, TurnwiseError
@@ -33,7 +32,7 @@ from turnwise.serving.openai.server import OpenAIServer
 from turnwise.serving.scheduler import Scheduler
 from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.training.samples import make_samples
-from turnwise.trajectory import audit
+from turnwise.trajectory import FORCED, audit
 from turnwise.weights import WORKER_EXTENSION
 
 HERE = "tests.engine.callables"
@@ -159,8 +158,8 @@ async def test_a_forced_result_stands_in_the_answer_and_is_not_trained(
     assert len(trajectories) == 2
     for trajectory in trajectories:
         assert audit(trajectory).first_violation is None
-        assert [turn.completion_token_ids for turn in trajectory.turns] == [call, rest]
-        assert trajectory.turns[1].added_token_ids == result
+        (turn,) = trajectory.turns
+        assert turn.completion_token_ids == script[: len(call)] + result + rest
         (sample,) = trajectory.samples()
         masks = [[1] * len(call), [0] * len(result), [1] * len(rest)]
         assert sample.response_mask[-len(script) :] == [one for part in masks for one in part]

@@ -4,6 +4,7 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
+from dataclasses import replace
 
 import pytest
 
@@ -43,7 +44,7 @@ async def engine(
 
 async def answer(engine: WorkerHandle, adapter: str, length: int) -> Completion:
     request = Request(list(range(7, 7 + length)), GREEDY, f"{adapter}-{length}")
-    return await generate(engine, request._replace(route=Route(adapter=adapter)))
+    return await generate(engine, replace(request, route=Route(adapter=adapter)))
 
 
 async def diverge(engine: WorkerHandle, number: int) -> bool:

@@ -27,7 +27,7 @@ from examples.calculator.tool import TOOL_SCHEMA, calculate
 from examples.calculator.warm_start import rows
 from turnwise.errors import InputError
 from turnwise.training.supervised import demonstrate, tools_of
-from turnwise.trajectory import ChatTemplate, Trajectory, write_jsonl
+from turnwise.trajectory import ChatTemplate, Outcome, Trajectory, write_jsonl
 
 SEED = 3
 
@@ -97,7 +97,9 @@ def test_the_demo_tells_what_changed_and_shows_a_problem_that_was_learnt(
     whole = solved_conversation(row)
     a, operation, b = row["steps"][0]
     for step, messages, reward in ((0, whole[:3], 0.0), (5, whole, 1.0)):
-        kept = Trajectory("heldout.jsonl:1", messages=messages, reward=reward, status="completed")
+        kept = Trajectory(
+            "heldout.jsonl:1", messages=messages, status="completed", outcome=Outcome(reward)
+        )
         kept.add_turn([1], [2, 3], [0.0, 0.0], [step, step], "stop")
         write_jsonl(tmp_path / "trajectories" / f"eval-{step:04d}.jsonl", [kept])
     steps = [{"step": 0, "accuracy_heldout": 0.5}]

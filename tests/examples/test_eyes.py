@@ -35,8 +35,8 @@ from turnwise.core.images import decode
 from turnwise.engine.protocol import Chunk, Request
 from turnwise.rollouts import Group, Problem, Runner
 from turnwise.training.supervised import demonstrate
-from turnwise.trajectory import ChatTemplate, audit
-from turnwise.trajectory.images import PromptIds, images_in, placed
+from turnwise.trajectory import ChatTemplate, Prompt, audit
+from turnwise.trajectory.images import images_in
 
 Say = Callable[[str, list[Pictures.Image]], str]
 CALL = '<tool_call>\n{"name": "zoom", "arguments": {"card": %d}}\n</tool_call>'
@@ -55,12 +55,12 @@ class Player:
     """An engine that says what a function of the prompt's text and of its pictures says."""
 
     def __init__(self, template: ChatTemplate, say: Say) -> None:
-        self.template, self.say, self.prompts = template, say, list[list[int]]()
+        self.template, self.say, self.prompts = template, say, list[Prompt]()
 
     async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
-        self.prompts.append(PromptIds(request.prompt, request.images))
-        pictures = [decode(one.image.read(), "a picture") for one in request.images]
-        said = self.say(self.template.decode_all(list(request.prompt)), pictures)
+        self.prompts.append(request.prompt)
+        pictures = [decode(one.image.read(), "a picture") for one in request.prompt.images]
+        said = self.say(self.template.decode_all(request.prompt), pictures)
         ids = self.template.encode(said + "<|im_end|>")
         yield Chunk(ids, [-0.25] * len(ids), [0] * len(ids), "stop")
 
@@ -97,8 +97,8 @@ def lines(card: Pictures.Image) -> bytes:
 
 
 async def play(config: Config, say: Say, row: dict[str, Any] = ROW) -> tuple[Group, Player]:
-    tokenizer = load_tokenizer(config)
-    engine = Player(load_template(config, tokenizer), say)
+    tokenizer = load_tokenizer(config.model)
+    engine = Player(load_template(config.model, config.sampling, config.engine, tokenizer), say)
     sampling = config.sampling.model_copy(update={"n": 1})
     problem = Problem("rows:1", row)
     group = await Runner(config, tokenizer).run_group(engine, problem, sampling, "t")
@@ -148,9 +148,7 @@ async def test_the_warm_start_has_the_prompts_of_the_loop(config: Config) -> Non
     answer = {"role": "assistant", "content": str(digit_of(ROW))}
     messages = [*Eyes(ROW).problem, *looked(ROW, card_of(ROW)), answer]
     written = demonstrate(engine.template, messages, row["tools"])
-    prompts = [written.prompt_token_ids(turn) for turn in range(2)]
-    assert prompts == engine.prompts
-    assert [placed(prompt) for prompt in prompts] == [placed(prompt) for prompt in engine.prompts]
+    assert [written.prompt(turn) for turn in range(2)] == engine.prompts
     read = demonstrate(engine.template, row["messages"], row["tools"])  # images as data URLs
     assert [len(turn.images) for turn in read.turns] == [1, 1]
     assert audit(read).violations == 0

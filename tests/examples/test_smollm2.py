@@ -11,7 +11,7 @@ from examples.smollm2.environment import QUESTION, Sums, calculate, solved
 from examples.smollm2.run import CONFIG, link_model, print_results
 from tests.conftest import ROOT
 from turnwise.config import load_config
-from turnwise.trajectory import Trajectory, write_jsonl
+from turnwise.trajectory import Outcome, Trajectory, write_jsonl
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,9 @@ def test_the_results_show_two_problems_and_the_accuracy(
         kept = []
         for number in range(1, 4):
             messages = solved(f"{number} + 1") if reward else solved(f"{number} + 1")[:1]
-            one = Trajectory(f"eval:{number}", messages=messages, reward=reward, status="completed")
+            one = Trajectory(
+                f"eval:{number}", messages=messages, status="completed", outcome=Outcome(reward)
+            )
             one.add_turn([1], [2, 3], [0.0, 0.0], [step, step], "stop")
             kept.append(one)
         write_jsonl(tmp_path / "trajectories" / f"eval-{step:04d}.jsonl", kept)

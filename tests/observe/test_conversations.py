@@ -20,13 +20,16 @@ from turnwise.observe.conversations import (
     show,
     trajectory_file,
 )
-from turnwise.trajectory import Image, PlacedImage, PromptIds, Trajectory, write_jsonl
+from turnwise.trajectory import Image, Outcome, PlacedImage, Prompt, Trajectory, write_jsonl
 
 CALL = {"function": {"name": "calculate", "arguments": '{"a": 1, "b": 2}'}}
 
 
-def played(number: int, reward: float, answer: str, **fields: Any) -> Trajectory:
-    trajectory = Trajectory(f"rows:{number}", status="completed", reward=reward, **fields)
+def played(
+    number: int, reward: float, answer: str, parts: dict[str, float] | None = None, **fields: Any
+) -> Trajectory:
+    trajectory = Trajectory(f"rows:{number}", status="completed", **fields)
+    trajectory.outcome = Outcome(reward, parts or {})
     trajectory.messages = [
         {"role": "user", "content": f"What is {number} plus 2?"},
         {"role": "assistant", "content": "", "tool_calls": [CALL]},
@@ -38,7 +41,7 @@ def played(number: int, reward: float, answer: str, **fields: Any) -> Trajectory
 
 
 PLAYED = [
-    played(1, 1.0, "It is 3.", reward_parts={"right": 1.0, "short": 0.5}),
+    played(1, 1.0, "It is 3.", parts={"right": 1.0, "short": 0.5}),
     played(1, 0.0, "It is 4.", sample_index=1, events=Counter(tool_error=2)),
     played(17, 0.5, "I \x1b[31mpass\x07."),
 ]
@@ -58,7 +61,7 @@ def test_images_are_named_with_their_sizes_and_files(tmp_path: Path) -> None:
     seen = played(1, 1.0, "It is a cat.")
     part = {"type": "image", "image": image}
     seen.messages[0]["content"] = [part, {"type": "text", "text": "What is it?"}]
-    prompt = PromptIds([1, 9, 9, 9], [PlacedImage(image, 1, 3)])
+    prompt = Prompt([1, 9, 9, 9], [PlacedImage(image, 1, 3)])
     seen.add_turn(prompt, [4], [-0.1], [0], "stop")
     path = tmp_path / "trajectories" / "step-0001.jsonl"
     write_jsonl(path, [seen])

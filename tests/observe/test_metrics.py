@@ -14,7 +14,7 @@ from turnwise.engine.protocol import TurnTimes
 from turnwise.observe.metrics import StepMetrics, series
 from turnwise.rollouts import Batch, Group
 from turnwise.training.reports import RECORDED, StepReport, SumName, UpdateReport, merge
-from turnwise.trajectory import Trajectory
+from turnwise.trajectory import Outcome, Trajectory
 
 
 def test_every_metric_is_documented_in_the_table() -> None:
@@ -65,9 +65,9 @@ def test_lengths_and_deviations_are_those_of_the_trajectories() -> None:
     given = [(1.0, 2, "completed"), (0.0, 4, "completed"), (0.5, 6, "length")]
     trajectories = []
     for reward, tokens, status in given:
-        trajectory = Trajectory("p", reward=reward, status=status)  # type: ignore[arg-type]
+        trajectory = Trajectory("p", status=status, outcome=Outcome(reward))  # type: ignore[arg-type]
         trajectory.add_turn([1], [2] * tokens, [-0.5] * tokens, [0] * tokens, "stop")
-        trajectory.reward_parts = {"few": 2 * reward} if reward else {}
+        trajectory.set_outcome(parts={"few": 2 * reward} if reward else {})
         trajectories.append(trajectory)
     metrics = StepMetrics()
     metrics.add_trajectories(trajectories)
@@ -83,12 +83,14 @@ def test_lengths_and_deviations_are_those_of_the_trajectories() -> None:
 def test_a_workers_speed_is_that_of_its_turns_without_their_time_in_the_queue() -> None:
     group = Group("p")
     for index, (worker, seconds, queued) in enumerate([("a", 2.0, 1.0), ("b", 4.0, None)]):
-        trajectory = Trajectory("p", index, reward=0.0)
+        trajectory = Trajectory("p", index, outcome=Outcome(0.0))
         versions = [0, 0, -1, 0, 0]  # a logits processor forced a token
         trajectory.add_turn([1], [2, 3, 9, 4, 5], [-0.5] * 5, versions, "stop")
         group.trajectories.append(trajectory)
         group.calls[index] = [TurnTimes(0, 100.0, None, 100.0 + seconds, worker, queued)]
-    group.trajectories.append(Trajectory("p", 2, reward=0.0))  # its agent's turns have no times
+    group.trajectories.append(
+        Trajectory("p", 2, outcome=Outcome(0.0))
+    )  # its agent's turns have no times
     metrics = StepMetrics(step=1)
     metrics.add_rollouts(Batch([group], seconds=1.0), Counter())
     assert metrics.worker_tokens_per_s == {"a": 4.0, "b": 1.0}

@@ -15,8 +15,8 @@ from examples.calculator.tokenizer import build_tokenizer
 from tests.training.architectures import tiny
 from turnwise.cli import app
 from turnwise.config import Config, dump_config, parse_config
-from turnwise.observe.doctor import ConfigChecks
 from turnwise.observe.plan import GIB, Machine, expected_length, make_plan
+from turnwise.run.doctor import ConfigChecks
 from turnwise.training.memory import activation_bytes, model_size
 
 SHAPE: dict[str, Any] = {
@@ -256,9 +256,9 @@ def test_the_size_of_a_model_with_adapters_draws_no_random_numbers(tmp_path: Pat
         optional=("environment", "data.path"),
     )
     state = torch.get_rng_state()
-    size = model_size(adapted, roles=("policy",))
+    size = model_size(adapted.model, roles=("policy",))
     assert torch.equal(torch.get_rng_state(), state)
-    assert size.learning < size.parameters == model_size(config).parameters + size.learning
+    assert size.learning < size.parameters == model_size(config.model).parameters + size.learning
 
 
 def test_the_fewer_layers_are_recomputed_the_more_memory_their_activations_take(

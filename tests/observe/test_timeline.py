@@ -10,11 +10,11 @@ from typer.testing import CliRunner
 from turnwise.cli import app
 from turnwise.errors import InputError
 from turnwise.observe.timeline import write_timeline
-from turnwise.trajectory import Trajectory, write_jsonl
+from turnwise.trajectory import Outcome, Trajectory, write_jsonl
 
 
 def played(number: int, turns: int) -> Trajectory:
-    trajectory = Trajectory(f"rows:{number}", status="completed", reward=1.0)
+    trajectory = Trajectory(f"rows:{number}", status="completed", outcome=Outcome(1.0))
     ids = [1]
     for _ in range(turns):
         trajectory.add_turn(ids, [2, 3], [-0.1, -0.2], [0, 0], "stop")

@@ -14,7 +14,7 @@ from turnwise.config import Config, parse_config
 from turnwise.errors import InputError, TurnwiseError
 from turnwise.observe import trackers as trackers_module
 from turnwise.observe.trackers import MetricsLog, Tracker
-from turnwise.trajectory import Trajectory
+from turnwise.trajectory import Outcome, Trajectory
 
 STEP = {
     "step": 1,
@@ -75,7 +75,7 @@ def test_the_file_has_everything_and_tensorboard_the_numbers(tmp_path: Path) -> 
 
 
 def said(text: str) -> Trajectory:
-    trajectory = Trajectory("rows:7", status="completed", reward=0.5)
+    trajectory = Trajectory("rows:7", status="completed", outcome=Outcome(0.5))
     trajectory.messages = [{"role": "assistant", "content": text}]
     return trajectory
 

@@ -106,7 +106,7 @@ def test_outputs_of_a_ported_decoding_are_trained_on_token_by_token(join: Join) 
     items = [{"input_ids": torch.tensor([5, 6, 7, 8]), "prompt": "own text"}]
     outputs = policy.forward_step(collated(items))
     trajectories = [t for group in outputs["groups"] for t in group.trajectories]
-    trajectories[0].reward = 1.0  # a group of equal rewards has no signal
+    trajectories[0].set_outcome(reward=1.0)  # a group of equal rewards has no signal
     made = make_samples(outputs["groups"], policy.config, 0)
     assert made.report.tokens_trained > 0
     assert (made.report.tokens_exact, made.report.violations) == (made.report.tokens_trained, 0)
@@ -401,8 +401,7 @@ async def test_an_engine_runs_what_a_flat_model_file_asks_for(
     config = Pipeline(pipeline_file, VLLMModule("policy", model_file)).config
     assert config.engine.vllm_args == {"block_size": 32, "gpu_memory_utilization": 0.5}
     prompt = [5 + number % 300 for number in range(300)]
-    monkeypatch.setattr(WorkerHandle, "worker_class", VllmAsyncGenerationWorker)
-    engine = await WorkerHandle.start(config)
+    engine = await WorkerHandle.start(config, host=VllmAsyncGenerationWorker)
     server = OpenAIServer(config, engine, port=0)
     try:
         await server.start()

@@ -11,7 +11,7 @@ from turnwise.compat.chatlearn import Pipeline
 from turnwise.config import Config
 from turnwise.rollouts import Group
 from turnwise.training.samples import SampleBatch, make_samples
-from turnwise.trajectory import Trajectory
+from turnwise.trajectory import Outcome, Trajectory
 
 
 async def nothing(*arguments: object) -> dict[str, Any]:
@@ -33,7 +33,7 @@ async def test_a_program_that_trains_beyond_a_linear_schedule_is_warned_once(
     step: Any = SimpleNamespace(make_samples=made, learn=nothing, update_weights=nothing)
     pipeline = Pipeline(config)
     pipeline._thread = SimpleNamespace(opened=(None, None, step))  # type: ignore[assignment]
-    group = Group("rows:1", [Trajectory("rows:1", n, reward=1.0) for n in range(2)])
+    group = Group("rows:1", [Trajectory("rows:1", n, outcome=Outcome(1.0)) for n in range(2)])
     with caplog.at_level(logging.WARNING):
         for _ in range(5):
             await pipeline._train([group])

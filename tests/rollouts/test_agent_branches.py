@@ -64,7 +64,7 @@ async def test_turns_of_no_kept_branch_are_context(
     await leave_out_branches(trajectory, rule, 5.0)
     assert [turn.untrained == "left_out_branch" for turn in trajectory.turns] == untrained
     assert trajectory.events["left_out_branch"] == left
-    trajectory.reward = 1.0
+    trajectory.set_outcome(reward=1.0)
     batch = make_samples([Group("p", trajectories=[trajectory, session()])], make_config(), 0)
     assert batch.report.first_violation is None
     sampled = [len(turn.completion_token_ids) for turn in trajectory.turns]
@@ -94,7 +94,7 @@ async def test_an_agents_session_is_trained_by_the_configured_rule(
     config = make_config(rollout=rollout, serving={"port": 0}, sampling={"n": 2, "max_tokens": 8})
     engine = SimulatedEngine(vocab_size=len(tokenizer))
     runner = Runner(config, tokenizer)
-    runner.server = server = OpenAIServer(config, engine)
+    runner.loops["agent"].server = server = OpenAIServer(config, engine)
     await server.start()
     try:
         problem = load_training(config)[0]

@@ -94,7 +94,7 @@ async def test_an_agent_of_another_framework_makes_exact_trajectories(
     rollout = {"loop": "agent", "agent": AGENTS[name]}
     own = Config.model_validate({**config.model_dump(), "rollout": rollout})
     runner = Runner(own, tokenizer)
-    runner.server, engine = server
+    runner.loops["agent"].server, engine = server
     row = next(one.row for one in load_training(own) if len(one.row["steps"]) > 1)
     problem = Problem("rows:1", row)
     # As the model samples them: malformed calls, unknown tools and long answers among them.

@@ -42,15 +42,15 @@ class Play:
         )
         runner = Runner(config, self._tokenizer)
         if self._runner is not None:
-            runner._stages = self._runner._stages
-        runner.server, self._runner = self._server, runner
+            runner._stages, runner.loops = self._runner._stages, self._runner.loops
+        runner.loops["agent"].server, self._runner = self._server, runner
         row = load_training(config)[0].row | {"behaviour": behaviour}
         engine = self._server._generator
         return await runner.run_group(engine, Problem("p", row), config.sampling, behaviour)
 
     async def close(self) -> None:
         if self._runner is not None:
-            await self._runner.close()
+            await self._runner.loops["agent"].close()
 
 
 @pytest.fixture

@@ -53,7 +53,7 @@ async def run(
         sampling={"n": 4, "max_tokens": 32},
     )
     runner = Runner(config, tokenizer)
-    runner.server = server
+    runner.loops["agent"].server = server
     return await runner.run_group(engine, load_training(config)[0], config.sampling, agent[-6:])
 
 
@@ -143,7 +143,7 @@ async def test_an_agents_temperatures_are_trained_as_it_asked_for_them(
         model={"path": make_config().model.path, "max_length": 512, "dtype": "float32"},
     )
     runner = Runner(config, tokenizer)
-    runner.server = server
+    runner.loops["agent"].server = server
     group = await runner.run_group(engine, load_training(config)[0], config.sampling, "moody")
     assert group.causes == {}
     for number, trajectory in enumerate(group.trajectories):
@@ -165,7 +165,7 @@ async def test_an_agents_temperatures_are_trained_as_it_asked_for_them(
             "own_grammar": 1,
             "override_presence_penalty": 1,
         }
-        trajectory.reward = float(number % 2)
+        trajectory.set_outcome(reward=float(number % 2))
     batch = make_samples([group], config, 0)
     (shares,) = plan_micro_batches(batch.samples, 1, 1, 2048, "padded")
     report = merge([TrainerRank(config).train(shares)])
@@ -209,12 +209,12 @@ async def try_agent(
     rollout = {"loop": "agent", "agent": agent, **rollout}
     config = make_config(rollout=rollout, sampling={"n": 2, "max_tokens": 16})
     runner = Runner(config, tokenizer)
-    runner.server = server
+    runner.loops["agent"].server = server
     problem = Problem(name, load_training(config)[0].row | (row or {}))
     try:
         return await runner.run_group(SimulatedEngine(), problem, config.sampling, "rollout")
     finally:
-        await runner.close()
+        await runner.loops["agent"].close()
 
 
 @pytest.mark.parametrize("gives_up", [False, True])
@@ -247,7 +247,7 @@ async def test_an_agents_answer_that_was_cut_off_is_left_out_by_mask_truncated(
                 found[trajectory.status] += 1
                 cut = trajectory.turns[-1].finish_reason == "length"
                 assert trajectory.status == ("length" if cut else "completed")
-                trajectory.reward = float(index)
+                trajectory.set_outcome(reward=float(index))
             made = make_samples([group], config, 0)
             statuses = [trajectory.status for trajectory in group.trajectories]
             assert made.truncated == statuses.count("length")

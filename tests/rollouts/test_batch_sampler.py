@@ -5,13 +5,13 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 from vllm import RequestOutput, SamplingParams
 
 import turnwise
 from tests.simulated import Latency, SimulatedEngine
 from turnwise.config import Config
-from turnwise.engine.protocol import FORCED
 from turnwise.errors import InputError, StepError
 from turnwise.rollouts import batch_sampler
 from turnwise.rollouts.environment import load_environment, make_rows
@@ -19,7 +19,7 @@ from turnwise.rollouts.sampler import TrajectorySampler
 from turnwise.rollouts.sampler_llm import LLM
 from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.training.samples import make_samples
-from turnwise.trajectory import ChatTemplate, Trajectory, audit
+from turnwise.trajectory import FORCED, ChatTemplate, Trajectory, audit
 
 HERE = __name__
 ROWS = [{"question": f"What is {n} plus 1?", "answer": n + 1} for n in (1, 22)]
@@ -206,7 +206,7 @@ async def test_a_sampler_of_the_users_samples_a_batch_that_is_trained_token_by_t
         assert sum(sample.response_mask) == len(first) + len(last)
     for group in sampler.groups:
         for number, trajectory in enumerate(group.trajectories):
-            trajectory.reward = float(number)
+            trajectory.set_outcome(reward=float(number))
         assert [len(group.calls[n]) for n in (0, 1)] == [2, 2]
     batch = make_samples(sampler.groups, make_config(), version=0)
     assert batch.report.first_violation is None
@@ -356,13 +356,13 @@ def test_the_key_of_a_sampler_is_its_loop(make_config: Callable[..., Config]) ->
 
 
 def test_a_masked_id_is_not_trained() -> None:
-    """A mask of 0 on sampled ids makes them context, as a forced token."""
+    """A mask of 0 on sampled ids makes them context, as a forced token is."""
     trajectory = Trajectory("p")
-    turn = trajectory.add_turn([1, 2], [3, 4, 5, 6], [-0.1] * 4, [7, FORCED, 7, FORCED], "length")
-    assert [t.completion_token_ids for t in trajectory.turns] == [[3], [5], []]
-    assert [t.added_token_ids for t in trajectory.turns] == [[1, 2], [4], [6]]
+    turn = trajectory.add_turn([1, 2], [3, 4, 5, 6], [-0.1] * 4, [7, 7, 7, FORCED], "length")
+    turn.streams["mask"] = np.array([1, 0, 1, 1], np.float32)
     assert (turn.finish_reason, turn.path_length) == ("length", 6)
     assert audit(trajectory).first_violation is None
+    assert audit(trajectory).masked == {"not_chosen": 1}
     (sample,) = trajectory.samples()
     assert sample.token_ids == [1, 2, 3, 4, 5, 6]
     assert sample.response_mask == [0, 0, 1, 0, 1, 0]

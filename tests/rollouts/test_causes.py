@@ -16,14 +16,14 @@ from turnwise.observe.metrics import StepMetrics
 from turnwise.rollouts import Batch, Group, GroupProducer, ProblemStream, check_failures
 from turnwise.rollouts.episode import Episode
 from turnwise.rollouts.problems import Problem
-from turnwise.trajectory import Trajectory
+from turnwise.trajectory import Outcome, Trajectory
 
 DIVIDED = "ZeroDivisionError: division by zero (shop.py:12)"
 
 
 def group(environment: str, *failures: str, finished: int = 0) -> Group:
     made = Group("rows:1", environment=environment)
-    made.trajectories = [Trajectory("rows:1", n, reward=1.0) for n in range(finished)]
+    made.trajectories = [Trajectory("rows:1", n, outcome=Outcome(1.0)) for n in range(finished)]
     for failure in failures:
         made.dropped["reward_error"] += 1
         made.note("reward_error", failure)

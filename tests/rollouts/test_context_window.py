@@ -66,7 +66,7 @@ class Rule:
         self.template, self.say, self.prompts = template, say, list[str]()
 
     async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
-        self.prompts.append(self.template.decode_all(list(request.prompt)))
+        self.prompts.append(self.template.decode_all(request.prompt))
         ids = self.template.encode(self.say(self.prompts[-1]) + "<|im_end|>")
         ids = ids[: request.sampling.max_tokens]
         ended = ids[-1] == self.template.tokenizer.eos_token_id

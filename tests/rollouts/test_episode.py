@@ -24,7 +24,7 @@ from turnwise.observe.metrics import StepMetrics
 from turnwise.rollouts import Group, GroupProducer, Problem, ProblemStream, Runner
 from turnwise.rollouts.episode import Episode
 from turnwise.rollouts.problems import Problems
-from turnwise.trajectory import Trajectory
+from turnwise.trajectory import Outcome, Trajectory
 
 HERE = "tests.rollouts.test_episode"
 CALLS: list[str] = []
@@ -364,7 +364,7 @@ async def test_environments_metrics_are_averaged() -> None:
 
     group = Group("rows:1")
     for values in ({"a": 1.0, "b": 4.0}, {"a": 2.0}, {}):
-        group.trajectories.append(Trajectory("rows:1", metrics=values))  # type: ignore[arg-type]
+        group.trajectories.append(Trajectory("rows:1", outcome=Outcome(metrics=values)))  # type: ignore[arg-type]
     metrics = StepMetrics(step=1)
     metrics.add_rollouts(Batch([group]), Counter())
     assert metrics.to_json()["env"] == {"a": 1.5, "b": 4.0}

@@ -27,7 +27,7 @@ from turnwise.rollouts.evaluation import (
     run_groups,
 )
 from turnwise.rollouts.problems import JoinedProblems, Lazy, Problems
-from turnwise.trajectory import Trajectory, read_jsonl, write_jsonl
+from turnwise.trajectory import Outcome, Trajectory, read_jsonl, write_jsonl
 
 CASES = [(n, c, k) for n in range(1, 7) for c in range(n + 1) for k in range(1, n + 1)]
 
@@ -52,7 +52,7 @@ def test_pass_at_k_stays_exact_for_many_attempts() -> None:
 def group(rewards: list[float | None]) -> Group:
     """An attempt that was dropped is None."""
     made = [
-        Trajectory("p", index, reward=reward)
+        Trajectory("p", index, outcome=Outcome(reward))
         for index, reward in enumerate(rewards)
         if reward is not None
     ]
@@ -132,7 +132,7 @@ async def test_each_held_out_set_has_results_of_its_own(
     assert [one.id for one in problems] == ["easy/rows:1", "easy/rows:2", "hard/rows:1"]
 
     async def play(problem: Problem, tag: str) -> Group:
-        return Group(problem.id, [Trajectory(problem.id, 0, reward=problem.row["n"])])
+        return Group(problem.id, [Trajectory(problem.id, 0, outcome=Outcome(problem.row["n"]))])
 
     evaluation = await evaluate(play, problems, make_config())
     assert evaluation.accuracy == pytest.approx(2 / 3)
@@ -167,7 +167,9 @@ class Play:
                 raise InputError(f"{problem.id} cannot be used")
             if self.bad is not None or not self.gate.is_set():
                 await self.gate.wait()
-            return Group(problem.id, [Trajectory(problem.id, 0, reward=problem.row["n"] % 2)])
+            return Group(
+                problem.id, [Trajectory(problem.id, 0, outcome=Outcome(problem.row["n"] % 2))]
+            )
         finally:
             self.running -= 1
             self.ended += 1
@@ -259,10 +261,10 @@ from turnwise.config import parse_config
 from turnwise.rollouts import Group
 from turnwise.rollouts.data import load_heldout
 from turnwise.rollouts.evaluation import GroupLog, evaluate
-from turnwise.trajectory import Trajectory
+from turnwise.trajectory import Outcome, Trajectory
 
 async def answer(problem, tag):
-    trajectory = Trajectory(problem.id, 0, reward=problem.row["n"] % 2)
+    trajectory = Trajectory(problem.id, 0, outcome=Outcome(problem.row["n"] % 2))
     ids = list(range(64))
     trajectory.add_turn(ids, ids[:8], [-1.0] * 8, [0] * 8, "stop")
     return Group(problem.id, [trajectory])
@@ -302,16 +304,21 @@ async def test_an_evaluation_has_the_means_of_the_environments_metrics(
     async def run_group(problem: Problem, tag: str) -> Group:
         number = problem.row["n"]
         metrics = {"steps": float(number), **({"rare": 5.0} if number == 3 else {})}
-        return Group(problem.id, [Trajectory(problem.id, 0, reward=0.0, metrics=metrics)])
+        return Group(
+            problem.id,
+            [Trajectory(problem.id, 0, outcome=Outcome(0.0, metrics=metrics))],
+        )
 
     problems = [Problem(f"rows:{n}", {"n": n}) for n in range(5)]
     evaluation = await evaluate(run_group, problems, config)
     assert evaluation.env == {"rare": 5.0, "steps": 2.0}
 
 
-@pytest.mark.parametrize(("n", "concurrency", "groups"), [(8, 256, 64), (1, 4, 8), (64, 16, 2)])
-def test_as_many_groups_begin_as_fill_the_slots(
-    make_config: Callable[..., Config], n: int, concurrency: int, groups: int
+@pytest.mark.parametrize(
+    ("n", "concurrency", "groups"), [(8, 256, 128), (1, 4, 16), (64, 16, 2), (4, None, 320)]
+)
+def test_as_many_groups_begin_as_may_be_open(
+    make_config: Callable[..., Config], n: int, concurrency: int | None, groups: int
 ) -> None:
     assert groups_at_once(make_config(rollout={"concurrency": concurrency}), n) == groups
 

@@ -71,13 +71,13 @@ async def test_an_agent_gets_a_rows_image_and_its_own_are_in_exact_turns(
     vision_path: str, endpoint: str
 ) -> None:
     config = seeing(vision_path, endpoint)
-    tokenizer = load_tokenizer(config)
+    tokenizer = load_tokenizer(config.model)
     engine = SimulatedEngine(vocab_size=len(tokenizer), mean_tokens=100_000, latency=QUICK)
     server = OpenAIServer(config, engine)
     await server.start()
     try:
         runner = Runner(config, tokenizer)
-        runner.server = server
+        runner.loops["agent"].server = server
         row = {"image": picture(seed=3)}
         group = await runner.run_group(engine, Problem("p", row), config.sampling, "images")
     finally:
@@ -88,13 +88,13 @@ async def test_an_agent_gets_a_rows_image_and_its_own_are_in_exact_turns(
         assert [len(turn.images) for turn in trajectory.turns] == [1, 1]
         assert [turn.fork_reason for turn in trajectory.turns] == [None, None]
         assert audit(trajectory).first_violation is None
-        shown = [one.image.read() for one in trajectory.images_of(1)]
+        shown = [one.image.read() for one in trajectory.prompt(1).images]
         assert shown == [encoded(picture(seed=3)), encoded(picture(28, 28, 7))]
         assert trajectory.reward == 2.0
         add_trajectory(batch, trajectory, [1.0, 1.0], 0)
     assert [len(sample.images) for sample in batch.samples] == [2, 2]
     # Both trajectories have the one object of the row's image.
-    first, second = (t.images_of(0)[0].image for t in group.trajectories)
+    first, second = (t.prompt(0).images[0].image for t in group.trajectories)
     assert first is second
 
 
@@ -106,8 +106,8 @@ async def test_a_broken_image_of_a_row_costs_its_trajectories(
     server = OpenAIServer(config, engine)
     await server.start()
     try:
-        runner = Runner(config, load_tokenizer(config))
-        runner.server = server
+        runner = Runner(config, load_tokenizer(config.model))
+        runner.loops["agent"].server = server
         problem = Problem("p", {"image": {"bytes": b"nothing", "path": None}})
         group = await runner.run_group(engine, problem, config.sampling, "images")
     finally:

@@ -1,8 +1,12 @@
 """Trajectories whose problem and `step` show images, without an engine of vLLM's."""
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+import turnwise
 from tests.simulated import Latency, SimulatedEngine
 from tests.vision import asked, picture, vision_config
 from turnwise.chat.template import load_tokenizer
@@ -11,7 +15,9 @@ from turnwise.rollouts import Environment, Group
 from turnwise.rollouts.sampler import TrajectorySampler
 from turnwise.training.samples import SampleBatch, add_trajectory
 from turnwise.trajectory import Message, Trajectory, audit, read_jsonl, write_jsonl
+from turnwise.trajectory.images import images_in
 
+HERE = __name__
 QUICK = Latency(prefill_token=0.0, step=1e-4, step_request=0.0)
 
 
@@ -43,7 +49,7 @@ def gallery(vision_path: str) -> Config:
 
 async def play(vision_path: str) -> tuple[list[Trajectory], list[Group]]:
     config = gallery(vision_path)
-    tokenizer = load_tokenizer(config)
+    tokenizer = load_tokenizer(config.model)
     engine = SimulatedEngine(vocab_size=1000, mean_tokens=4, latency=QUICK)
     sampler = TrajectorySampler(
         engine, [{"seed": 0}, {"seed": 10}], {"n": 2}, config=config, tokenizer=tokenizer
@@ -76,3 +82,46 @@ async def test_images_of_problem_and_step_are_in_turns_files_checkpoints_and_sam
         add_trajectory(batch, trajectory, [1.0, 1.0], 0)
     assert [len(sample.images) for sample in batch.samples] == [2] * len(two_turns)
     assert batch.report.percent == 100.0
+
+
+class Judged(Gallery):
+    """A gallery that rewards every other answer."""
+
+    def reward(self, trajectory: Trajectory) -> float:
+        return float(trajectory.sample_index % 2)
+
+
+def backwards(llm: Any, prompts: list[Any], sampling_params: Any) -> list[Any]:
+    """Asks for all answers at once, the last ones first."""
+    with ThreadPoolExecutor(len(prompts)) as pool:
+        asked = [pool.submit(llm.chat, prompt, sampling_params) for prompt in reversed(prompts)]
+        return [call.result()[0] for call in reversed(asked)]
+
+
+@pytest.mark.slow
+def test_a_samplers_answers_are_trained_with_the_images_of_their_own_problems(
+    vision_path: str, tmp_path: Path
+) -> None:
+    """Though the ids of all prompts are equal, and those of most answers, which are one token."""
+    config = vision_config(
+        vision_path,
+        environment=f"{HERE}:Judged",
+        rollout={"sampler": f"{HERE}:backwards", "prompts_per_step": 4},
+        sampling={"n": 2, "max_tokens": 1, "temperature": 0.05},
+        training={"steps": 1},
+        eval={"every": 0},
+        output_dir=str(tmp_path),
+    )
+    rows = [{"seed": seed} for seed in (0, 10, 20, 30)]
+    result = turnwise.train(config=config, environment=Judged, data=rows, name="backwards")
+    (metrics,) = [row for row in result.metrics if row["step"]]
+    assert metrics["dropped"] == {}
+    assert (metrics["trained_tokens"], metrics["exact_percent"]) == (8, 100.0)
+    assert metrics["logprob_diff_max"] < 1e-4
+    made = [*read_jsonl(Path(result.folder) / "trajectories" / "step-0001.jsonl")]
+    assert len(made) == 8
+    for trajectory in made:
+        (shown,) = images_in(trajectory.messages)
+        assert [each.image for turn in trajectory.turns for each in turn.images] == [shown]
+    assert len({tuple(t.turns[0].added_token_ids) for t in made}) == 1
+    assert len({tuple(t.turns[0].completion_token_ids) for t in made}) < len(made)

@@ -84,7 +84,7 @@ def play(vision_path: str) -> Callable[..., Any]:
             sections["rollout"] = rollout | sections.get("rollout", {})
             sections["model"] = {"path": vision_path, "max_length": 2048}
             config = vision_config(vision_path, **sections)
-            runners[key] = Runner(config, load_tokenizer(config), Magnifier, RunFiles(None))
+            runners[key] = Runner(config, load_tokenizer(config.model), Magnifier, RunFiles(None))
         runner = runners[key]
         rule = Stopping(runner.template, say)
         sampling = SamplingConfig(n=1, max_tokens=128)
@@ -161,8 +161,8 @@ async def test_more_images_than_the_engine_takes_cost_the_trajectory(
     stream = Stopping.stream
 
     async def limited(rule: Stopping, request: Request) -> AsyncGenerator[Chunk, None]:
-        if len(request.images) > 3:
-            await inputs.prepare(request.prompt, request.images)
+        if len(request.prompt.images) > 3:
+            await inputs.prepare(request.prompt)
         async for chunk in stream(rule, request):
             yield chunk
 
@@ -201,7 +201,7 @@ async def test_a_model_of_text_reads_that_the_image_is_left_out(
 async def test_an_engine_without_images_is_shown_none(vision_path: str) -> None:
     rollout = {"loop": "tool_calling", "tools_in_prompt": False}
     config = vision_config(vision_path, engine={"images_per_prompt": 0}, rollout=rollout)
-    runner = Runner(config, load_tokenizer(config), Textual, RunFiles(None))
+    runner = Runner(config, load_tokenizer(config.model), Textual, RunFiles(None))
     rule = Rule(runner.template, turns(call("zoom", width=28), "a cat"))
     sampling = SamplingConfig(n=1, max_tokens=128)
     group = await runner.run_group(rule, Problem("rows:1", {}), sampling, "t")
@@ -278,7 +278,7 @@ def liar(vision_path: str) -> Runner:
     """Its process is forked for each trajectory, and imports this module once."""
     rollout = {"loop": f"{__name__}:Zooms", "environment_process": True}
     config = vision_config(vision_path, rollout=rollout)
-    return Runner(config, load_tokenizer(config), Lying, RunFiles(None))
+    return Runner(config, load_tokenizer(config.model), Lying, RunFiles(None))
 
 
 @pytest.mark.parametrize(("image", "dropped"), SENT.items(), ids=SENT)

@@ -95,7 +95,7 @@ async def test_a_published_model_judges_by_a_json_schema(
         files = RunFiles(tmp_path)
         rewards, counts = rewards_of(url, files, scale=[1, 10], **keys), Counter[str]()
         trajectories = [answered(f"It is {number}.", number) for number in range(4)]
-        asked = (rewards.judge(episode(), each, ROW, None, counts) for each in trajectories)
+        asked = (rewards.reward(episode(), each, ROW, None, counts) for each in trajectories)
         failed = [one for one in await asyncio.gather(*asked, return_exceptions=True) if one]
         verdicts = [judgement for each in trajectories for judgement in each.judgements]
         assert verdicts
@@ -137,6 +137,6 @@ async def test_the_rule_is_a_judge() -> None:
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
         rewards = rewards_of(server.url, row_fields=["a", "b", "c"])
         trajectory = answered("The answer is 6.")
-        await rewards.judge(episode(), trajectory, {"a": 5, "b": 1, "c": 2}, None, Counter())
+        await rewards.reward(episode(), trajectory, {"a": 5, "b": 1, "c": 2}, None, Counter())
         assert trajectory.reward == 1.0
         server.shutdown()

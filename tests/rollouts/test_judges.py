@@ -58,7 +58,7 @@ def episode() -> Episode:
 
 async def judged(rewards: RewardManager, text: str = "42") -> tuple[Trajectory, Counter[str]]:
     trajectory, counts = answered(text), Counter[str]()
-    await rewards.judge(episode(), trajectory, ROW, None, counts)
+    await rewards.reward(episode(), trajectory, ROW, None, counts)
     return trajectory, counts
 
 
@@ -66,7 +66,7 @@ async def compared(rewards: RewardManager, *texts: str) -> tuple[list[Trajectory
     trajectories = [answered(text, index) for index, text in enumerate(texts)]
     counts = Counter[str]()
     episodes = {index: episode() for index in range(len(texts))}
-    await rewards.judge_group(trajectories, ROW, episodes, counts)
+    await rewards.reward_group(trajectories, ROW, episodes, counts)
     return trajectories, counts
 
 

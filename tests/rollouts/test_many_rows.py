@@ -15,14 +15,14 @@ import pyarrow as arrow
 import pyarrow.parquet as parquet
 import pytest
 
-from turnwise.config import JudgeConfig, RolloutConfig, parse_config
+from turnwise.config import JudgeConfig, parse_config
 from turnwise.core.run_files import RunFiles
 from turnwise.observe.conversations import Overview
 from turnwise.rollouts import Group, Problem, judge
 from turnwise.rollouts.data import load_rows, load_training
 from turnwise.rollouts.evaluation import GroupLog, evaluate
 from turnwise.rollouts.problems import Lazy, Problems, ProblemStream
-from turnwise.trajectory import Trajectory
+from turnwise.trajectory import Outcome, Trajectory
 
 ROWS = 10_000
 N = 2
@@ -41,7 +41,11 @@ def keeping_nothing() -> Iterator[None]:
 
 async def play(problem: Problem, tag: str) -> Group:
     trajectories = [
-        Trajectory(problem.id, index, reward=problem.row["n"] % 2, metrics={"steps": float(index)})
+        Trajectory(
+            problem.id,
+            index,
+            outcome=Outcome(problem.row["n"] % 2, metrics={"steps": float(index)}),
+        )
         for index in range(N)
     ]
     return Group(problem.id, trajectories)
@@ -119,5 +123,5 @@ def test_a_judge_remembers_the_last_answers(
     for number in range(5):
         files.append("judge.jsonl", json.dumps({"key": f"{number:064}", "answer": "{}"}) + "\n")
     options: dict[str, Any] = {"url": "http://127.0.0.1:1/v1", "model": "m", "rubric": "Good?"}
-    made = judge.Judge(JudgeConfig(**options), "judge", RolloutConfig(), files)
+    made = judge.Judge(JudgeConfig(**options), "judge", files)
     assert [int(key) for key in made._answers] == [2, 3, 4]

@@ -20,7 +20,6 @@ from tests.simulated import Latency, SimulatedEngine
 from turnwise.chat.session import Session
 from turnwise.config import Config
 from turnwise.rollouts import Problem, Runner
-from turnwise.rollouts.processes import open_front
 from turnwise.serving.openai.server import OpenAIServer
 
 logger = logging.getLogger(__name__)
@@ -93,8 +92,8 @@ async def test_the_sessions_of_trajectories_end_with_them(
         assert len(made.trajectories) == N, made.causes
 
     used = list[int]()
-    async with open_front(config, runner, engine), aiohttp.ClientSession() as http:
-        root = runner.server.base_url.removesuffix("/v1")
+    async with runner.opened(engine), aiohttp.ClientSession() as http:
+        root = runner.loops["agent"].server.base_url.removesuffix("/v1")
 
         async def health() -> None:
             async with http.get(f"{root}/health") as answer:
@@ -106,7 +105,7 @@ async def test_the_sessions_of_trajectories_end_with_them(
                 numbers = range(tenth * each, (tenth + 1) * each)
                 await asyncio.gather(*map(group, numbers))
             used.append(memory())
-            assert len(runner.server.sessions) == 0
+            assert len(runner.loops["agent"].server.sessions) == 0
             assert sessions_alive() <= 64
     if count > 1000:  # 15,000 trajectories: at most 4 KB of each
         assert used[-1] - used[4] < 60 * 2**20

@@ -32,7 +32,7 @@ from turnwise.rollouts.problems import (
     make_stream,
 )
 from turnwise.run.commands import ProgramInputs, all_problems, load_problems
-from turnwise.trajectory import Trajectory
+from turnwise.trajectory import Outcome, Trajectory
 
 HERE = "tests.rollouts.test_mixture"
 
@@ -252,7 +252,9 @@ async def test_the_stream_of_a_run_has_the_weights_and_a_curriculum_for_each(
     tmp_path: Path,
 ) -> None:
     config = parse_config(tree(tmp_path, data={"curriculum": True}))
-    stream = make_stream(config, load_training(config))
+    stream = make_stream(
+        load_training(config), config.data, config.seed, config.environment_weights
+    )
     taken = await take(stream, 8)
     assert Counter(problem.environment for problem in taken) == {"shop": 2, "sums": 6}
     stream.learn(taken[0].id, "mastered")
@@ -293,7 +295,6 @@ async def test_each_environment_is_played_with_its_tools_and_its_loop(
         await runner.run_group(engine, problem, several.sampling, "t")
         for problem in first_of_each(problems)
     ]
-    await runner.close()
     assert [group.environment for group in groups] == ["shop", "sums"]
     assert [t.environment for group in groups for t in group.trajectories] == [
         *("shop", "shop"),
@@ -331,7 +332,10 @@ def groups_of(rewards: dict[str, list[float]]) -> list[Group]:
     return [
         Group(
             f"{name}/rows:1",
-            [Trajectory(f"{name}/rows:1", i, reward=r, environment=name) for i, r in enumerate(of)],
+            [
+                Trajectory(f"{name}/rows:1", i, environment=name, outcome=Outcome(r))
+                for i, r in enumerate(of)
+            ],
             environment=name,
         )
         for name, of in rewards.items()
@@ -375,7 +379,9 @@ def test_metrics_have_each_environment_by_its_name(tmp_path: Path) -> None:
 
 def test_one_environment_has_no_metrics_by_name() -> None:
     metrics = StepMetrics(step=1)
-    metrics.add_rollouts(Batch([Group("rows:1", [Trajectory("rows:1", reward=1.0)])]), Counter())
+    metrics.add_rollouts(
+        Batch([Group("rows:1", [Trajectory("rows:1", outcome=Outcome(1.0))])]), Counter()
+    )
     assert not {"environments", "pools"} & metrics.to_json().keys()
 
 

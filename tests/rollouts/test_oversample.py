@@ -19,7 +19,7 @@ from turnwise.config import Config, parse_config
 from turnwise.rollouts import Group, GroupProducer, Problem, ProblemStream
 from turnwise.rollouts.problems import MixedStream, Problems, Stream
 from turnwise.training.samples import make_samples, recent_versions
-from turnwise.trajectory import Trajectory
+from turnwise.trajectory import Outcome, Trajectory
 
 PER_STEP = 8
 
@@ -84,7 +84,7 @@ async def played(
         group = Group.of(problem)
         for index in range(2):
             reward = float(index if has_signal(problem) else 1)
-            one = Trajectory(problem.id, index, status="completed", reward=reward)
+            one = Trajectory(problem.id, index, status="completed", outcome=Outcome(reward))
             one.add_turn([1], [2 + index, 3], [-0.1] * 2, [begun_with] * 2, "stop")
             group.trajectories.append(one)
         return group

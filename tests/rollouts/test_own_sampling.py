@@ -9,7 +9,7 @@ import torch
 
 import turnwise
 from turnwise.config import Config
-from turnwise.trajectory import audit, read_jsonl
+from turnwise.trajectory import FORCED, audit, read_jsonl
 
 HERE = "tests.rollouts.test_own_sampling"
 REMARK, AFTER = " Hm, 1 + 1 = 2.", 4
@@ -83,9 +83,10 @@ def test_a_run_trains_what_the_users_sampler_and_processor_left_to_the_model(
             (sample,) = trajectory.samples()
             assert sum(sample.response_mask) == trajectory.sampled_tokens
             for turn in trajectory.turns:
-                if turn.added_token_ids == remark:
-                    forced += 1
-                    assert turn.fork_reason is None
+                pairs = zip(turn.completion_token_ids, turn.weight_versions, strict=True)
+                added = [token for token, version in pairs if version == FORCED]
+                assert added in ([], remark[: len(added)])
+                forced += added == remark
             versions = {v for turn in trajectory.turns for v in turn.weight_versions}
-            assert versions <= {step - 1}
+            assert versions <= {FORCED, step - 1}
     assert forced

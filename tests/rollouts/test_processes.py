@@ -24,7 +24,8 @@ from turnwise.rollouts import Problem, RolloutContext
 from turnwise.rollouts.data import load_training
 from turnwise.rollouts.loops import SingleTurnLoop
 from turnwise.rollouts.processes import DIED, RolloutProcesses, open_runner
-from turnwise.serving.front_processes import FrontProcess, Process
+from turnwise.serving.front_process import FrontProcess
+from turnwise.serving.front_processes import Process
 from turnwise.serving.scheduler import Scheduler
 from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.trajectory import Trajectory
@@ -274,7 +275,7 @@ async def test_agents_are_served_by_their_own_process(
 async def test_two_clients_of_a_worker_have_requests_of_their_own(
     engine: WorkerHandle, config: Config
 ) -> None:
-    other = WorkerHandle.attach(engine.actor, "worker-0", config)
+    other = WorkerHandle.attach(engine.actor, "worker-0", config.engine.request_timeout)
     sampling = config.sampling.model_copy(update={"max_tokens": 400, "ignore_eos": True})
     short = config.sampling
     prompt = list(range(5, 30))

@@ -34,7 +34,7 @@ def group_of(problem: Problem, *rewards: float) -> Group:
     group = Group(problem.id)
     for index, reward in enumerate(rewards):
         trajectory = Trajectory(problem.id, index)
-        trajectory.reward = reward
+        trajectory.set_outcome(reward=reward)
         group.trajectories.append(trajectory)
     return group
 

@@ -55,5 +55,5 @@ async def test_a_trajectory_that_waits_for_a_reward_model_is_not_stalled() -> No
     rewards.models = models
     trajectory = Trajectory("rows:1")
     async with clock.watching():
-        await rewards.judge(nothing, trajectory, {}, clock)
+        await rewards.reward(nothing, trajectory, {}, clock)
     assert trajectory.reward == 1.0

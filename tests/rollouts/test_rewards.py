@@ -26,7 +26,7 @@ from turnwise.rollouts.reward_model import (
     start_reward_models,
 )
 from turnwise.rollouts.rewards import RewardManager
-from turnwise.trajectory import Trajectory
+from turnwise.trajectory import Outcome, Trajectory
 
 HERE = "tests.rollouts.test_rewards"
 
@@ -75,9 +75,9 @@ def given(trajectory: Trajectory, row: dict[str, Any]) -> Any:
 
 async def judge(parts: list[dict[str, Any]], row: dict[str, Any], told: Any = None) -> Trajectory:
     rewards = RewardManager([RewardConfig(**part) for part in parts])
-    trajectory = Trajectory("rows:1", reward=told)
+    trajectory = Trajectory("rows:1", outcome=Outcome(told))
     trajectory.messages = [{"role": "user", "content": "Go."}]
-    await rewards.judge(playing(row), trajectory, row)
+    await rewards.reward(playing(row), trajectory, row)
     return trajectory
 
 
@@ -94,15 +94,15 @@ async def hangs_async(*_: object, **__: object) -> Any:
 async def test_a_reward_that_hangs_is_named_within_its_deadline(kind: str, how: str) -> None:
     part = RewardConfig.model_validate({kind: f"{HERE}:{how}"})
     rewards = RewardManager([part], rollout=RolloutConfig(stall_timeout=0.2))
-    trajectory, row = Trajectory("rows:1", reward=1.0), {"reward": 1.0}
+    trajectory, row = Trajectory("rows:1", outcome=Outcome(1.0)), {"reward": 1.0}
     trajectory.messages = [{"role": "user", "content": "Go."}]
     episode = playing(row)
     episode.problem = trajectory.messages
     late = rf"{how} did not answer within 0\.2 s \(rollout\.stall_timeout\)"
     judging = (
-        rewards.judge(episode, trajectory, row)
+        rewards.reward(episode, trajectory, row)
         if kind == "function"
-        else rewards.judge_group([trajectory], row, {0: episode}, Counter())
+        else rewards.reward_group([trajectory], row, {0: episode}, Counter())
     )
     with pytest.raises(TrajectoryError, match=late) as raised:
         await judging
@@ -327,14 +327,14 @@ async def test_models_are_parts_and_a_dead_one_is_started_again_or_drops_the_tra
     trajectories = [Trajectory("rows:1", index) for index in range(len(TEXTS))]
     for trajectory, text in zip(trajectories, TEXTS, strict=True):
         trajectory.messages = said(text)
-    await asyncio.gather(*(rewards.judge(playing({"reward": 1}), t, {}) for t in trajectories))
+    await asyncio.gather(*(rewards.reward(playing({"reward": 1}), t, {}) for t in trajectories))
     for trajectory in trajectories:
         given = trajectory.reward_parts
         assert given[folder] != given[other]
         assert trajectory.reward == pytest.approx(1 + 2 * given[folder] + given[other])
     trajectories[0].messages = []
     with pytest.raises(TrajectoryError, match="gave no reward: the trajectory has no messages"):
-        await rewards.judge(playing({"reward": 1}), trajectories[0], {})
+        await rewards.reward(playing({"reward": 1}), trajectories[0], {})
     await kill(models[other])
     scores = await asyncio.gather(*(models[other].score(t.messages) for t in trajectories[1:]))
     expected = [t.reward_parts[other] for t in trajectories[1:]]
@@ -344,7 +344,7 @@ async def test_models_are_parts_and_a_dead_one_is_started_again_or_drops_the_tra
     models[other]._restarts = config.serving.max_restarts
     await kill(models[other])
     with pytest.raises(TrajectoryError, match=f"{other} gave no reward: the process of") as error:
-        await rewards.judge(playing({"reward": 1}), trajectories[1], {})
+        await rewards.reward(playing({"reward": 1}), trajectories[1], {})
     assert error.value.reason == "reward_error"
     models[folder].kill()
 

@@ -181,7 +181,7 @@ class Crowd(SimulatedEngine):
             self.running -= 1
 
 
-async def test_runners_of_two_environments_share_the_slots(
+async def test_runners_of_two_environments_share_the_admission(
     make_config: Callable[..., Config], tokenizer: Any
 ) -> None:
     config = make_config(

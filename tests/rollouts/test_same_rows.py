@@ -28,7 +28,7 @@ def written(path: Path, own: Sequence[dict[str, Any]]) -> str:
 def stream(path: str, **data: Any) -> Any:
     tree = {"environment": "package:Class", "model": {"path": "model"}}
     config = parse_config({**tree, "data": {"path": path, **data}})
-    return make_stream(config, load_training(config))
+    return make_stream(load_training(config), config.data, config.seed, config.environment_weights)
 
 
 def stopped(path: str, **data: Any) -> Any:

@@ -13,15 +13,16 @@ from turnwise.config import SamplingConfig
 from turnwise.engine.protocol import Completion, Request
 from turnwise.rollouts.batch_sampler import _Answer, _find_calls
 from turnwise.rollouts.sampler_llm import SampledCall
-from turnwise.trajectory.images import Image, PlacedImage, PromptIds, placed
+from turnwise.trajectory import PlacedImage, Prompt, PromptLike
+from turnwise.trajectory.images import Image
 
 PROMPT = [1, 2, 3]
 
 
-def call_of(prompt: list[int], sampled: list[int]) -> SampledCall:
+def call_of(prompt: PromptLike, sampled: list[int], name: str = "call") -> SampledCall:
     done = Completion(sampled, [-0.5] * len(sampled), [0] * len(sampled), "stop")
-    request = Request(prompt, SamplingConfig(), "call", images=placed(prompt))
-    return SampledCall(prompt, done, request, (0.0, 1.0), [])
+    request = Request(Prompt.of(prompt), SamplingConfig(), name)
+    return SampledCall(request, done, (0.0, 1.0), [])
 
 
 def context(*images: Image) -> Any:
@@ -93,19 +94,29 @@ def test_equal_ids_with_other_images_are_another_problems(
     for end in range(rounds):
         said = [*ids, *[7, 2, 8] * end]
         calls += [
-            call_of(PromptIds(said, [PlacedImage(IMAGES[number], 1, 2)]), [7, 2])
-            for number in order
+            call_of(Prompt(said, [PlacedImage(IMAGES[number], 1, 2)]), [7, 2]) for number in order
         ]
     whole = [*ids, *[7, 2, 8] * (rounds - 1), 7, 2]
     answers = [_Answer([*whole], whole=True) for _ in IMAGES]
     _find_calls(answers, [context(image) for image in IMAGES], calls)
     for image, answer in zip(IMAGES, answers, strict=True):
-        used = [placed(call.prompt)[0].image.hash for call, _ in answer.calls]
+        used = [call.prompt.images[0].image.hash for call, _ in answer.calls]
         assert used == [image.hash] * rounds
 
 
 def test_the_call_of_another_problems_image_trains_nothing_here() -> None:
-    call = call_of(PromptIds([5, 9, 9, 6], [PlacedImage(IMAGES[1], 1, 2)]), [7, 2])
+    call = call_of(Prompt([5, 9, 9, 6], [PlacedImage(IMAGES[1], 1, 2)]), [7, 2])
     answers = [_Answer([5, 9, 9, 6, 7, 2], whole=True) for _ in IMAGES]
     _find_calls(answers, [context(image) for image in IMAGES], [call])
     assert [len(answer.calls) for answer in answers] == [0, 1]
+
+
+def test_an_output_says_by_its_name_which_images_its_prompt_has() -> None:
+    """Also where they are not those that its problem begins with."""
+    calls = [
+        call_of(Prompt([5, 9, 9, 6], [PlacedImage(image, 1, 2)]), [7, 2], f"call {number}")
+        for number, image in enumerate(IMAGES)
+    ]
+    answers = [_Answer([5, 9, 9, 6, 7, 2], True, f"call {number}") for number in (1, 0)]
+    _find_calls(answers, [context(), context()], calls)
+    assert [answer.calls for answer in answers] == [[(calls[1], 2)], [(calls[0], 2)]]

@@ -181,8 +181,8 @@ def game(index: int, white: float, black: float) -> Trajectory:
         trajectory.add_turn(ids[player], sampled, [-0.5, -0.5], [0, 0], "stop")
         ids[player] += [*sampled, 5]
         trajectory.turn_players.append(player)
-    trajectory.player_rewards = {"white": white, "black": black}
-    trajectory.reward = (white + black) / 2
+    trajectory.set_outcome(players={"white": white, "black": black})
+    trajectory.set_outcome(reward=(white + black) / 2)
     trajectory.status = "completed"
     return trajectory
 
@@ -241,7 +241,8 @@ def test_a_pipelines_reward_of_a_game_that_would_not_be_used_is_refused(
     with pytest.raises(InputError, match=message):
         rewarded_groups({"groups": [Group("rows:1", [one])], "rewards": [reward]})
     assert (one.reward, one.player_rewards) == (0.0, {"white": 1.0, "black": -1.0})
-    one.turn_players, one.player_rewards = [], {}
+    one.turn_players = []
+    one.set_outcome(players={})
     with pytest.raises(InputError, match="one finite number for each of 1 trajectories"):
         rewarded_groups({"groups": [Group("rows:1", [one])], "rewards": [{"white": 1.0}]})
 
@@ -249,7 +250,7 @@ def test_a_pipelines_reward_of_a_game_that_would_not_be_used_is_refused(
 def test_turns_of_a_player_are_compared_with_its_own() -> None:
     config = config_of({"advantage": {"name": "turn_returns", "scale": False, "gamma": 0.5}})
     first, second = game(0, 1.0, 0.0), game(1, 0.0, 0.0)
-    first.turn_rewards = [1.0, 0.0, 0.0, 0.0]
+    first.set_outcome(turns=[1.0, 0.0, 0.0, 0.0])
     group = Group("rows:1", [first, second])
     batch = make_samples([group], config, version=0).samples
     by_turn = [dict(zip(s.calls_T.tolist(), s.advantages_T.tolist(), strict=True)) for s in batch]
@@ -264,7 +265,7 @@ def test_turns_of_a_player_are_compared_with_its_own() -> None:
 def test_with_a_value_model_each_branch_ends_with_its_players_reward() -> None:
     config = config_of({"advantage": {"name": "gae", "model": {"path": "v"}}})
     first, second = game(0, 1.0, -1.0), game(1, 0.0, 0.0)
-    first.turn_rewards = [0.25, 0.0, 0.0, 0.0]
+    first.set_outcome(turns=[0.25, 0.0, 0.0, 0.0])
     batch = make_samples([Group("rows:1", [first, second])], config, version=0).samples
     rewards = [s.advantages_T[s.advantages_T != 0].tolist() for s in batch]
     assert rewards == [[0.25, 0.75], [-1.0], [], []]

@@ -51,7 +51,7 @@ class Saying(SimulatedEngine):
         session = request.route.session
         text = self._texts[min(self._turns[session], len(self._texts) - 1)]
         self._turns[session] += 1
-        self.prompts.append(self._tokenizer.decode(request.prompt))
+        self.prompts.append(self._tokenizer.decode(request.prompt.tolist()))
         ids = [*self._tokenizer.encode(text, add_special_tokens=False)]
         ids.append(self._tokenizer.eos_token_id)
         yield Chunk(ids, [-0.5] * len(ids), [3] * len(ids), "stop")

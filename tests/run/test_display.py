@@ -12,11 +12,11 @@ from turnwise.cli.command import print_error
 from turnwise.core.logs import VisibleFormatter
 from turnwise.errors import TrajectoryError
 from turnwise.observe.conversations import Overview, show
-from turnwise.observe.doctor import Finding, print_finding
 from turnwise.observe.metrics import StepMetrics
 from turnwise.run import display as module
 from turnwise.run.display import Display, show_result, why_untrained
-from turnwise.trajectory import Trajectory
+from turnwise.run.doctor import Finding, print_finding
+from turnwise.trajectory import Outcome, Trajectory
 
 STEP = {
     "step": 1,
@@ -81,7 +81,7 @@ def test_without_a_terminal_each_step_is_a_plain_line() -> None:
 
 
 def test_conversations_are_printed_as_they_are() -> None:
-    trajectory = Trajectory("rows:7", status="completed", reward=0.5)
+    trajectory = Trajectory("rows:7", status="completed", outcome=Outcome(0.5))
     trajectory.messages = [{"role": "assistant", "content": "[bold]no markup[/bold]"}]
     out = io.StringIO()
     with opened(out) as display:

@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from turnwise.config import SamplingConfig, parse_config
-from turnwise.engine.protocol import FORCED
+from turnwise.core.admission import Priority
 from turnwise.observe.metrics import StepMetrics
 from turnwise.rollouts import Group, Problem
 from turnwise.rollouts.group import OTHER_WEIGHTS
@@ -19,7 +19,7 @@ from turnwise.rollouts.producer import RunGroup
 from turnwise.run.display import SILENT, Display
 from turnwise.run.evaluations import Evaluations
 from turnwise.run.run_dir import Resume, RunDir
-from turnwise.trajectory import Trajectory, read_jsonl
+from turnwise.trajectory import FORCED, Outcome, Trajectory, read_jsonl
 
 ROWS = [{"n": n} for n in range(4)]
 
@@ -34,13 +34,17 @@ class Engines:
         self.gate.set()
         self.right = True
 
-    def group_runner(self, sampling: SamplingConfig, *, last: bool = False) -> RunGroup:
+    def group_runner(
+        self, sampling: SamplingConfig, priority: Priority = Priority.TRAINING
+    ) -> RunGroup:
         return self.run_group
 
     async def run_group(self, problem: Problem, tag: str) -> Group:
         self.asked.append(tag)
         await self.gate.wait()
-        trajectory = Trajectory(problem.id, 0, reward=float(self.right), status="completed")
+        trajectory = Trajectory(
+            problem.id, 0, status="completed", outcome=Outcome(float(self.right))
+        )
         trajectory.add_turn([1, 2], [3, 4], [-0.1, -0.1], [self.version] * 2, "stop")
         return Group(problem.id, [trajectory])
 
@@ -145,7 +149,7 @@ async def test_what_other_weights_sampled_is_dropped_and_counted(tmp_path: Path)
 
 
 def test_a_forced_token_is_of_every_version() -> None:
-    trajectory = Trajectory("p", 0, reward=1.0)
+    trajectory = Trajectory("p", 0, outcome=Outcome(1.0))
     trajectory.add_turn([1], [2, 3], [-0.1, 0.0], [5, FORCED], "stop")
     group = Group("p", [trajectory])
     group.pin(5)

@@ -12,7 +12,7 @@ from turnwise.config import Config
 from turnwise.errors import TrajectoryError
 from turnwise.rollouts import Group, Problem
 from turnwise.run.run_dir import RunDir
-from turnwise.trajectory import Image, PlacedImage, PromptIds, Trajectory, read_jsonl
+from turnwise.trajectory import Image, PlacedImage, Prompt, Trajectory, read_jsonl
 
 IMAGES = [Image.of(bytes([number]) * 9, "png", 28, 28) for number in range(6)]
 SHARED, HELD = IMAGES[4:]
@@ -21,7 +21,7 @@ SHARED, HELD = IMAGES[4:]
 def shown(*images: Image) -> Trajectory:
     places = [PlacedImage(image, at, 1) for at, image in enumerate(images)]
     trajectory = Trajectory("p", messages=[{"role": "user", "content": ',"images":{"x"'}])
-    trajectory.add_turn(PromptIds([9] * 3, places), [1], [-0.5], [0], "stop")
+    trajectory.add_turn(Prompt([9] * 3, places), [1], [-0.5], [0], "stop")
     return trajectory
 
 

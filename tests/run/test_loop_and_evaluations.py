@@ -8,13 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 from turnwise.config import SamplingConfig, parse_config
+from turnwise.core.admission import Priority
 from turnwise.rollouts import Group, Problem
 from turnwise.rollouts.problems import Problems
 from turnwise.rollouts.producer import RunGroup
 from turnwise.run.display import SILENT
 from turnwise.run.run_dir import Resume, RunDir, find_resume
 from turnwise.run.trainer import TrainingLoop
-from turnwise.trajectory import Trajectory, read_jsonl
+from turnwise.trajectory import Outcome, Trajectory, read_jsonl
 
 TRAINING = Problems("train", [{"n": n} for n in range(12)])
 HELD_OUT = Problems("held", [{"n": n} for n in range(5)])
@@ -57,7 +58,9 @@ class Fleet:
         self.loaded = self.version
         return []
 
-    def group_runner(self, sampling: SamplingConfig, *, last: bool = False) -> RunGroup:
+    def group_runner(
+        self, sampling: SamplingConfig, priority: Priority = Priority.TRAINING
+    ) -> RunGroup:
         async def run_group(problem: Problem, tag: str) -> Group:
             self.began.append(tag)
             if self.held(tag):
@@ -67,7 +70,7 @@ class Fleet:
             for index in range(sampling.n):
                 right = self.loaded >= self.right_from if tag.startswith("eval") else index % 2
                 reward = float(right)
-                made = Trajectory(problem.id, index, reward=reward, status="completed")
+                made = Trajectory(problem.id, index, status="completed", outcome=Outcome(reward))
                 made.add_turn([1, 2], [3, 4], [-0.5, -0.5], [self.loaded] * 2, "stop")
                 group.trajectories.append(made)
                 group.judging["requests"] += 1

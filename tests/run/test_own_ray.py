@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from uuid import uuid4
 
 import pytest
 import ray
@@ -57,8 +58,9 @@ class FakeRay:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, address: str) -> None:
         self.connected, self.starts, self.address = False, 0, address
+        process = uuid4()  # not id(self), which a later test's may have again
         context = SimpleNamespace(
-            get_worker_id=lambda: f"{id(self)}, worker {self.starts}",
+            get_worker_id=lambda: f"{process}, worker {self.starts}",
             get_temp_dir=lambda: "/nowhere",
             get_session_name=lambda: "session",
             gcs_address=address,

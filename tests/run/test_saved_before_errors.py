@@ -8,6 +8,7 @@ import pytest
 
 from tests.run.test_loop_and_evaluations import Fleet, Run
 from turnwise.config import SamplingConfig
+from turnwise.core.admission import Priority
 from turnwise.errors import EngineError, InputError, StepError, TrainerError, TurnwiseError
 from turnwise.rollouts import Group, Problem
 from turnwise.rollouts.producer import RunGroup
@@ -27,8 +28,10 @@ class Failing(Fleet):
     def over(self) -> bool:
         return self.version >= self.last
 
-    def group_runner(self, sampling: SamplingConfig, *, last: bool = False) -> RunGroup:
-        sampled = super().group_runner(sampling, last=last)
+    def group_runner(
+        self, sampling: SamplingConfig, priority: Priority = Priority.TRAINING
+    ) -> RunGroup:
+        sampled = super().group_runner(sampling, priority)
 
         async def run_group(problem: Problem, tag: str) -> Group:
             group = await sampled(problem, tag)

@@ -20,8 +20,7 @@ from turnwise.rollouts import Group, Problem
 from turnwise.run import teachers as teachers_module
 from turnwise.run.runtime import Runtime, TrainingStep
 from turnwise.run.teachers import Teachers, TeacherServer, check_teachers
-from turnwise.trajectory import Image
-from turnwise.trajectory.images import PlacedImage, PromptIds
+from turnwise.trajectory import Image, PlacedImage, Prompt, Trajectory
 
 Answer = Callable[[dict[str, Any]], Any]
 
@@ -89,7 +88,7 @@ def teacher(
 
 async def test_a_server_scores_by_echoed_prompts(server: Server, teacher: Any) -> None:
     made = await teacher(model="big")
-    assert await made.score([3, 4, 7]) == [None, -4.0, -7.0]
+    assert await made.score(Prompt([3, 4, 7])) == [None, -4.0, -7.0]
     body = server.asked[-1]
     assert (body["prompt"], body["model"], body["max_tokens"]) == ([3, 4, 7], "big", 1)
     assert server.asked[0]["prompt"] != [3, 4, 7]  # texts of tokens are compared first
@@ -111,16 +110,16 @@ async def test_a_busy_server_is_asked_until_the_deadline(
 ) -> None:
     made = await teacher()
     server.failures = [status] * 5
-    assert await made.score([3, 4]) == [None, -4.0]
+    assert await made.score(Prompt([3, 4])) == [None, -4.0]
 
 
 async def test_a_server_that_fails_is_asked_again(server: Server, teacher: Any) -> None:
     made = await teacher()
     server.failures = [500] * 2
-    assert await made.score([3, 4]) == [None, -4.0]
+    assert await made.score(Prompt([3, 4])) == [None, -4.0]
     server.failures = [500] * 3
     with pytest.raises(TrajectoryError, match="answered 500: not now") as caught:
-        await made.score([3, 4])
+        await made.score(Prompt([3, 4]))
     assert caught.value.reason == "teacher_error"
 
 
@@ -128,9 +127,9 @@ async def test_a_refused_sequence_is_not_asked_again(server: Server, teacher: An
     made = await teacher()
     server.failures = [400]
     with pytest.raises(TrajectoryError, match="answered 400"):
-        await made.score([3, 4])
+        await made.score(Prompt([3, 4]))
     assert server.failures == []
-    assert await made.score([3, 4]) == [None, -4.0]
+    assert await made.score(Prompt([3, 4])) == [None, -4.0]
 
 
 @pytest.mark.parametrize(
@@ -152,7 +151,7 @@ async def test_an_answer_without_a_log_prob_of_every_token_is_refused(
     made = await teacher()
     server.answer = lambda _: {"choices": choices}
     with pytest.raises(TrajectoryError, match=said):
-        await made.score([3, 4])
+        await made.score(Prompt([3, 4]))
 
 
 async def test_another_tokenizer_is_refused_with_its_first_differing_token(
@@ -163,7 +162,7 @@ async def test_another_tokenizer_is_refused_with_its_first_differing_token(
     server.text = lambda token: "zebra" if token == 7 else own(token)  # type: ignore[method-assign]
     said = f"token 7 is {own(7)!r} in the policy's, and 'zebra' in the teacher's"
     with pytest.raises(InputError, match=re.escape(said)):
-        await made.score([3, 4, 7])
+        await made.score(Prompt([3, 4, 7]))
     server.text = lambda token: f"{token}"  # type: ignore[method-assign]
     with pytest.raises(InputError, match="has another tokenizer than the policy"):
         await teacher()  # before anything is sampled
@@ -185,6 +184,10 @@ def scored_by(server: Server, tokenizer: Any) -> tuple[Config, Teachers]:
     return made, Teachers(made, tokenizer, 0.0)
 
 
+def taught(trajectory: Trajectory) -> list[list[float]]:
+    return [branch.gather("teacher").tolist() for branch in trajectory.samples()]
+
+
 async def test_a_group_is_scored_when_it_ends_over_its_tool_turns(
     server: Server, tokenizer: Any
 ) -> None:
@@ -200,11 +203,11 @@ async def test_a_group_is_scored_when_it_ends_over_its_tool_turns(
     await teachers.score(made)
     await teachers.stop()
     for trajectory in made.trajectories:  # 1, 2 are the prompt's, 6 a tool's
-        assert trajectory.teacher_logprobs == [[0.0, 0.0, -3.0, -4.0, -5.0, 0.0, -7.0, -8.0, -9.0]]
+        assert taught(trajectory) == [[0.0, 0.0, -3.0, -4.0, -5.0, 0.0, -7.0, -8.0, -9.0]]
     assert [body["prompt"] for body in server.asked[1:]] == [[*range(1, 10)]] * 2  # each once
     assert made.seconds["teacher"] > 0
     again = Group.from_dict(json.loads(json.dumps(made.to_dict())))  # of a checkpoint
-    assert again.trajectories[0].teacher_logprobs == made.trajectories[0].teacher_logprobs
+    assert taught(again.trajectories[0]) == taught(made.trajectories[0])
 
 
 async def test_engines_score_a_sequence_by_one_request() -> None:
@@ -219,10 +222,11 @@ async def test_engines_score_a_sequence_by_one_request() -> None:
     done = await generate(engine, Request(list(range(1, 10)), sampling, "again"))
     assert done.prompt_logprobs is not None
     expected = [p if at in {2, 3, 4, 6, 7, 8} else 0.0 for at, p in enumerate(done.prompt_logprobs)]
-    assert [t.teacher_logprobs for t in scored.trajectories] == [[expected]] * 2
+    for trajectory in scored.trajectories:
+        assert taught(trajectory) == [pytest.approx(expected)]
 
 
-SEEN = PromptIds([1, 9, 9, 2, 5], [PlacedImage(Image.of(b"GIF89a", "gif", 28, 28), 1, 2)])
+SEEN = Prompt([1, 9, 9, 2, 5], [PlacedImage(Image.of(b"GIF89a", "gif", 28, 28), 1, 2)])
 
 
 async def test_engines_see_the_images_of_a_sequence() -> None:
@@ -233,13 +237,12 @@ async def test_engines_see_the_images_of_a_sequence() -> None:
     scored = group(0.0)
     (trajectory,) = scored.trajectories
     trajectory.add_turn(SEEN, [6, 7], [-1.0, -1.0], [0, 0], "stop")
-    trajectory.teacher_logprobs = []
     asked = list[Request]()
     own = engine.stream
     engine.stream = lambda request: asked.append(request) or own(request)  # type: ignore[assignment, method-assign, func-returns-value]
     await teachers.score(scored)
     assert not scored.dropped
-    assert {request.images for request in asked} == {(), SEEN.images}
+    assert {request.prompt.images for request in asked} == {(), SEEN.images}
 
 
 async def test_a_server_sees_no_images(teacher: Any) -> None:
@@ -271,8 +274,7 @@ async def test_a_step_scores_what_no_teacher_has_scored(server: Server, tokenize
     )
     batch = await TrainingStep(made, runtime).make_samples([group(1.0)])
     (sample,) = batch.samples
-    assert sample.teacher_logprobs_T is not None
-    assert sample.teacher_logprobs_T.tolist() == [0, 0, -3, -4, -5, 0, -7, -8, -9]
+    assert sample.streams["teacher"].tolist() == [0, 0, -3, -4, -5, 0, -7, -8, -9]
 
 
 def test_teachers_of_environments_that_are_equal_are_one(tokenizer: Any) -> None:

@@ -20,7 +20,7 @@ from turnwise.training.batching import plan_micro_batches
 from turnwise.training.rank import TrainerRank
 from turnwise.training.reports import RECORDED, StepReport, by_sample
 from turnwise.training.samples import SampleBatch, make_samples
-from turnwise.trajectory import Trajectory
+from turnwise.trajectory import Outcome, Trajectory
 
 LOGPROBS = [-6.0, -6.5, -7.0]
 
@@ -29,7 +29,9 @@ def a_group() -> Group:
     """Four trajectories, each of two turns; the third has another branch."""
     group = Group("rows:1")
     for index in range(4):
-        trajectory = Trajectory("rows:1", index, reward=float(index % 2), status="completed")
+        trajectory = Trajectory(
+            "rows:1", index, status="completed", outcome=Outcome(float(index % 2))
+        )
         first = [20 + index, 21, 22]
         trajectory.add_turn(first, [30, 31, 32], LOGPROBS, [4, 4, 4], "stop")
         second = [*first, 30, 31, 32, 40]

@@ -25,23 +25,22 @@ from turnwise.core.ray import start_ray, watching_ray
 from turnwise.engine import Request, generate
 from turnwise.errors import TurnwiseError
 from turnwise.run.fleet import make_manager
-from turnwise.serving.engine_worker import EngineWorker
-from turnwise.serving.worker_handle import WorkerHandle
+from turnwise.serving.engine_host import EngineHost
 
 SAMPLING = SamplingConfig(max_tokens=96)
 ROOM = 3 * 2**30
 """Bytes above what the machine uses now at which Ray's monitor begins to kill."""
 
 
-class LightWorker(EngineWorker):
+class LightWorker(EngineHost):
     """A worker whose engine is simulated."""
 
-    async def post_init_async(self) -> int:
+    async def start(self) -> tuple[int, str | None]:
         logs.follow()
         self._engine: Any = SimulatedEngine(name=self._name)
         self._engine.slowdown = 8.0
         self._ballast: list[bytearray] = []
-        return os.getpid()
+        return os.getpid(), None
 
     async def node(self) -> str:
         return str(ray.get_runtime_context().get_node_id())
@@ -134,7 +133,7 @@ async def play(cluster: Cluster, second: Any, folder: str) -> dict[str, Any]:
     )
     report: dict[str, Any] = {}
     killed = 0.0
-    manager = make_manager(config, 0)
+    manager = make_manager(config, 0, host=LightWorker)
     try:
         async with watching_ray(None):
             await manager.start()
@@ -186,7 +185,6 @@ async def play(cluster: Cluster, second: Any, folder: str) -> dict[str, Any]:
 
 def main(folder: str) -> None:
     logs.to_terminal()
-    WorkerHandle.worker_class = LightWorker
     os.environ |= {
         "RAY_gcs_rpc_server_reconnect_timeout_s": "20",
         "RAY_health_check_period_ms": "500",

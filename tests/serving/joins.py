@@ -23,7 +23,6 @@ from turnwise.core import logs
 from turnwise.core.ray import start_ray
 from turnwise.run.fleet import make_manager
 from turnwise.run.scaling import scaling
-from turnwise.serving.worker_handle import WorkerHandle
 
 
 class VersionedWorker(LightWorker):
@@ -48,7 +47,7 @@ async def play(cluster: Cluster, node: dict[str, Any], folder: str) -> dict[str,
         }
     )
     report: dict[str, Any] = {"versions": {}, "pids": []}
-    manager = make_manager(config, 0)
+    manager = make_manager(config, 0, host=VersionedWorker)
 
     async def up(count: int, what: str) -> None:
         """Wait for so many engines, and for turns on them; write down their versions."""
@@ -93,7 +92,6 @@ async def play(cluster: Cluster, node: dict[str, Any], folder: str) -> dict[str,
 
 def main(folder: str) -> None:
     logs.to_terminal()
-    WorkerHandle.worker_class = VersionedWorker
     os.environ |= {
         "RAY_health_check_period_ms": "500",
         "RAY_health_check_failure_threshold": "4",

@@ -14,7 +14,7 @@ from turnwise.config import ServingConfig
 from turnwise.core import ray
 from turnwise.core.ray import _host_and_port, _probe_port, watching_ray
 from turnwise.errors import InputError, TurnwiseError
-from turnwise.serving import channel, front_processes
+from turnwise.serving import channel, front_process
 from turnwise.serving.openai.address import listen
 
 HOST = "127.0.0.1"
@@ -61,16 +61,16 @@ def test_a_range_of_ports_is_checked(ports: str) -> None:
 async def test_a_session_process_whose_port_is_taken_gets_another(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(front_processes, "_PORT_SECONDS", 1.0)
-    assert await front_processes._free_port(HOST, 0) == 0
+    monkeypatch.setattr(front_process, "_PORT_SECONDS", 1.0)
+    assert await front_process._free_port(HOST, 0) == 0
     with listen(HOST, 0) as taken:
         port = taken.getsockname()[1]
         asyncio.get_running_loop().call_later(0.3, taken.close)  # by the process that died
-        assert await front_processes._free_port(HOST, port) == port
+        assert await front_process._free_port(HOST, port) == port
     assert not caplog.records
     with listen(HOST, 0) as taken, caplog.at_level(logging.WARNING):
         port = taken.getsockname()[1]
-        assert await front_processes._free_port(HOST, port) == 0
+        assert await front_process._free_port(HOST, port) == 0
     assert f"cannot listen on {HOST}:{port}" in caplog.text
 
 

@@ -19,6 +19,6 @@ def test_servers_on_other_nodes_get_the_key_of_the_environment(
     monkeypatch.setenv("TURNWISE_API_KEY", "a-long-key")
     sent = with_api_key(config)
     monkeypatch.delenv("TURNWISE_API_KEY")
-    assert api_key(sent) == "a-long-key"
-    assert api_key(config) is None
-    assert api_key(with_api_key(make_config(serving={"api_key": "another"}))) == "another"
+    assert api_key(sent.serving) == "a-long-key"
+    assert api_key(config.serving) is None
+    assert api_key(with_api_key(make_config(serving={"api_key": "another"})).serving) == "another"

@@ -11,12 +11,16 @@ import torch
 
 from tests.simulated import SimulatedEngine
 from tests.test_cli import metrics_of, turnwise, write_config
+from turnwise.compat.verl.chat_scheduler import (
+    ChatBackend,
+    ChatCompletionScheduler,
+    SchedulerConfig,
+)
+from turnwise.compat.verl.data_proto import DataProto
 from turnwise.config import Config, parse_config
 from turnwise.errors import InputError
 from turnwise.rollouts import Group, Runner
 from turnwise.rollouts.data import load_training
-from turnwise.serving.chat_scheduler import ChatBackend, ChatCompletionScheduler, SchedulerConfig
-from turnwise.serving.data_proto import DataProto
 from turnwise.training.samples import make_samples
 from turnwise.trajectory import Trajectory, audit, read_jsonl
 
@@ -166,7 +170,7 @@ async def group_of(
 ) -> tuple[Config, Group]:
     async with led_by(scheduler, make_config, tokenizer) as (backend, engine):
         runner = Runner(backend.config, tokenizer)
-        runner.chats = backend
+        runner.loops["chat_scheduler"].chats = backend
         problem = load_training(backend.config)[0]
         sampling = backend.config.sampling
         return backend.config, await runner.run_group(engine, problem, sampling, "group")
@@ -267,7 +271,7 @@ async def test_one_instance_leads_all_conversations_and_keeps_its_state(
         conductor: Any = backend.conductor
         await backend.generate_sequences([[QUESTION]], n=3)
         runner = Runner(backend.config, tokenizer)
-        runner.chats = backend
+        runner.loops["chat_scheduler"].chats = backend
         problem, sampling = load_training(backend.config)[0], backend.config.sampling
         await runner.run_group(engine, problem, sampling, "first")
         await runner.run_group(engine, problem, sampling, "second")

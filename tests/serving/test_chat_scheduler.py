@@ -15,13 +15,13 @@ from examples.calculator.three_rounds import FOLLOW_UPS, ThreeRounds, on_complet
 from examples.calculator.tool import TOOL_SCHEMA
 from tests.simulated import Latency, SimulatedEngine
 from turnwise.compat.verl import LLMServerManager
+from turnwise.compat.verl.chat_scheduler import ChatBackend, ChatCompletionScheduler
+from turnwise.compat.verl.data_proto import DataProto
+from turnwise.compat.verl.loop import load_chat_scheduler
 from turnwise.config import Config, ServingConfig, parse_config
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollouts import Runner
-from turnwise.rollouts.agents import load_chat_scheduler
 from turnwise.rollouts.data import load_training
-from turnwise.serving.chat_scheduler import ChatBackend, ChatCompletionScheduler
-from turnwise.serving.data_proto import DataProto
 from turnwise.serving.scheduler import Scheduler
 from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.trajectory import ChatTemplate, Trajectory, audit
@@ -114,23 +114,23 @@ async def test_a_callback_follows_the_completion_before_and_may_submit_the_next_
         assert len(trajectory.branches()) == 1
 
 
-async def test_chats_with_common_options_need_nothing_of_vllms_application(
+async def test_no_chat_is_sampled_by_vllms_application(
     backend: ChatBackend,
     chats: ChatCompletionScheduler,
     template: ChatTemplate,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def missing(*request: Any) -> None:
+    def missing(*request: Any, **options: Any) -> None:
         raise AssertionError("vLLM's application was asked")
 
-    monkeypatch.setattr(backend._app.state.openai_serving_chat, "create_chat_completion", missing)
-    options = {"model": "any/name", "tools": [TOOL_SCHEMA], "temperature": 0.5}
-    options |= scripted(template, ANSWER, ANSWER)
-    first: Any = await chats.chat_completion(messages=[QUESTION], **options)
+    monkeypatch.setattr(backend._app.state.engine_client, "generate", missing)
+    asked = {"model": "any/name", "tools": [TOOL_SCHEMA], "temperature": 0.5}
+    asked |= scripted(template, ANSWER, ANSWER)
+    first: Any = await chats.chat_completion(messages=[QUESTION], **asked)
     messages = [QUESTION, first.choices[0].message, QUESTION]  # with their ids
-    await chats.chat_completion(messages=messages, **options)
-    with pytest.raises(AssertionError, match="was asked"):
-        await chats.chat_completion(messages=messages, logprobs=True, **options)
+    for options in ({}, {"logprobs": True}, {"n": 2}, {"stop": ["zzz"]}, {"seed": 1}):
+        answer: Any = await chats.chat_completion(messages=messages, **asked, **options)
+        assert len(answer.choices) == options.get("n", 1)
 
 
 async def test_the_turns_after_x_request_id_stay_on_their_worker(
@@ -528,7 +528,7 @@ async def test_the_configured_class_holds_each_trajectorys_conversation(
     await backend.conduct_by(load_chat_scheduler(path))
     problem = load_training(config)[0]
     runner = Runner(config, tokenizer)
-    runner.chats = backend
+    runner.loops["chat_scheduler"].chats = backend
     group = await runner.run_group(engine, problem, config.sampling, "held")
     assert group.dropped == {}
     assert len(group.trajectories) == 3
@@ -578,7 +578,7 @@ async def test_a_classs_trouble_costs_its_own_trajectories_and_is_counted(
         return
     await backend.conduct_by(load_chat_scheduler(path))
     runner = Runner(config, tokenizer)
-    runner.chats = backend
+    runner.loops["chat_scheduler"].chats = backend
     group = await runner.run_group(engine, load_training(config)[0], config.sampling, name)
     assert group.dropped == {reason: 2}
     with pytest.raises(AssertionError, match=words):

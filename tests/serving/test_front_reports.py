@@ -7,7 +7,8 @@ from tests.serving.test_lost_channels import LocalActor, Method, make_config
 from tests.simulated import SimulatedEngine
 from turnwise.engine import Route
 from turnwise.errors import EngineError
-from turnwise.serving.front_processes import FrontProcesses, Report
+from turnwise.serving.front_process import Report
+from turnwise.serving.front_processes import FrontProcesses
 from turnwise.serving.routing import Router
 from turnwise.serving.scheduler import Scheduler
 

@@ -7,7 +7,7 @@ from typing import Any
 from tests.simulated import Latency, SimulatedEngine
 from turnwise.config import Config, SamplingConfig
 from turnwise.engine.protocol import Chunk, Request, generate
-from turnwise.serving.engine_worker import EngineWorker
+from turnwise.serving.openai.serving_host import ServingHost
 
 LONG = SamplingConfig(n=1, max_tokens=10_000)
 STEPS = Latency(prefill_token=0.0, step=1e-3, step_request=0.0)
@@ -30,7 +30,7 @@ class Box:
 async def test_a_worker_hands_its_turns_over_once_none_of_them_would_be_lost(
     make_config: Callable[..., Config],
 ) -> None:
-    worker: Any = EngineWorker(make_config())
+    worker: Any = ServingHost(make_config())
     worker._engine = SimulatedEngine(mean_tokens=10**9, latency=STEPS)
     box = Box()
 
@@ -45,7 +45,7 @@ async def test_a_worker_hands_its_turns_over_once_none_of_them_would_be_lost(
     assert not any(task.done() for task in (free, whole, bound))
     bound.cancel()
     await asyncio.wait([bound])
-    own = asyncio.create_task(generate(worker._turns, Request([5, 6, 7], LONG, "own server")))
+    own = asyncio.create_task(generate(worker.turns, Request([5, 6, 7], LONG, "own server")))
     while await worker._engine.num_in_flight() < 3:
         await asyncio.sleep(0.001)
     assert not await worker.hand_over()

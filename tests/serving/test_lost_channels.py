@@ -20,8 +20,9 @@ from turnwise.engine import Chunk, Completion, Request, generate
 from turnwise.errors import EngineError, TurnwiseError
 from turnwise.serving import worker_handle
 from turnwise.serving.channel import Address, Channel, listen
-from turnwise.serving.engine_worker import EngineWorker, Mailbox
-from turnwise.serving.front_processes import FrontProcess, FrontProcesses, Process
+from turnwise.serving.engine_host import EngineHost, Mailbox
+from turnwise.serving.front_process import FrontProcess
+from turnwise.serving.front_processes import FrontProcesses, Process
 from turnwise.serving.manager import WorkerFailure, WorkerSupervisor
 from turnwise.serving.scheduler import Scheduler
 from turnwise.serving.worker_handle import WorkerHandle
@@ -123,7 +124,9 @@ class Follower(FrontProcess):
         return "", ""
 
     def _attach(self, name: str, worker: Any) -> WorkerHandle:
-        return WorkerHandle(LocalActor(worker, name, EngineError), self.config)
+        return WorkerHandle(
+            LocalActor(worker, name, EngineError), self.config.engine.request_timeout
+        )
 
 
 class Fleet:
@@ -141,7 +144,9 @@ class Fleet:
         self.supervisors: list[WorkerSupervisor] = []
         for index, (name, worker) in enumerate(self.workers.items()):
             supervisor = WorkerSupervisor(index, config.serving, self)  # type: ignore[arg-type]
-            supervisor.admit(WorkerHandle(LocalActor(worker, name, EngineError), config))
+            supervisor.admit(
+                WorkerHandle(LocalActor(worker, name, EngineError), config.engine.request_timeout)
+            )
             self.supervisors.append(supervisor)
 
     async def start_worker(self, supervisor: WorkerSupervisor) -> None:
@@ -330,7 +335,7 @@ def _refuse() -> None:
 
 async def test_a_request_that_a_worker_cannot_read_fails_alone() -> None:
     worker = Worker("worker-0")
-    handle = WorkerHandle(LocalActor(worker, "worker-0", EngineError), make_config())
+    handle = WorkerHandle(LocalActor(worker, "worker-0", EngineError), SECONDS)
     plain = SamplingConfig(max_tokens=TOKENS)
     async with asyncio.timeout(SECONDS):
         running = asyncio.create_task(generate(handle, Request([0], plain, "running")))
@@ -347,7 +352,7 @@ async def test_an_error_of_any_kind_while_a_channel_opens_ends_its_requests() ->
         async def _address(self) -> Any:
             raise RuntimeError("can't start new thread")
 
-    handle = WorkerHandle(LocalActor(Odd("worker-0"), "worker-0", EngineError), make_config())
+    handle = WorkerHandle(LocalActor(Odd("worker-0"), "worker-0", EngineError), SECONDS)
     async with asyncio.timeout(SECONDS):
         with pytest.raises(EngineError, match="can't start new thread"):
             await generate(handle, Request([0], SamplingConfig(max_tokens=1), "request"))
@@ -377,10 +382,10 @@ async def test_an_error_that_cannot_be_read_elsewhere_is_sent_as_its_text() -> N
 
     with pytest.raises(TypeError):
         pickle.loads(pickle.dumps(TwoArgumentsError(1, 2)))
-    engine_worker = EngineWorker(make_config(), name="worker-0")
+    engine_worker = EngineHost(make_config(), name="worker-0")
     engine_worker._engine = Failing()  # type: ignore[assignment]
     worker = Real("worker-0")
-    handle = WorkerHandle(LocalActor(worker, "worker-0", EngineError), make_config())
+    handle = WorkerHandle(LocalActor(worker, "worker-0", EngineError), SECONDS)
     async with asyncio.timeout(SECONDS):
         with pytest.raises(EngineError, match=r"worker-0: TwoArgumentsError\('1 of 2'\)"):
             await generate(handle, Request([0], SamplingConfig(max_tokens=3), "request"))

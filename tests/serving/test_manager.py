@@ -18,8 +18,8 @@ from turnwise.engine.protocol import Chunk
 from turnwise.errors import DeadlineError, EngineError, InputError, WeightUpdateError
 from turnwise.serving.hand_over import RunningTurns
 from turnwise.serving.manager import AsyncLLMServerManager
+from turnwise.weights.manifest import Manifest
 from turnwise.weights.sync import WeightSync
-from turnwise.weights.transport import Manifest
 
 SAMPLING = SamplingConfig(max_tokens=64)
 
@@ -199,7 +199,7 @@ def test_a_worker_that_does_not_come_back_is_named_and_tried_again_ever_less_oft
 def test_a_request_that_ends_workers_uses_up_no_restarts(caplog: pytest.LogCaptureFixture) -> None:
     class Fragile(Managed):
         async def stream(self, request: Request) -> Any:
-            if 666 in request.prompt:
+            if 666 in request.prompt.tolist():
                 asyncio.get_running_loop().call_later(0.001, self.die)
             async with aclosing(super().stream(request)) as chunks:
                 async for chunk in chunks:
@@ -226,7 +226,7 @@ def test_a_request_that_ends_workers_uses_up_no_restarts(caplog: pytest.LogCaptu
 def test_a_request_that_fails_by_itself_costs_no_worker() -> None:
     class Choosy(Managed):
         async def stream(self, request: Request) -> Any:
-            if 667 in request.prompt:
+            if 667 in request.prompt.tolist():
                 await asyncio.sleep(1.0)
                 raise DeadlineError(f"{self.name} did not finish request bomb in 1 s")
             async with aclosing(super().stream(request)) as chunks:

@@ -16,14 +16,13 @@ from tests.serving.test_fleet import reference_logprobs, serve
 from tests.weights.trainer import OneRank, Sparse
 from turnwise.config import Config, SamplingConfig
 from turnwise.engine import Request, generate
-from turnwise.engine.protocol import FORCED
 from turnwise.engine.vllm_start import engine_arguments
 from turnwise.errors import InputError
 from turnwise.rollouts import Group, Problem, Runner
 from turnwise.rollouts.data import load_training
 from turnwise.run.fleet import make_manager
 from turnwise.serving.manager import AsyncLLMServerManager
-from turnwise.trajectory import ChatTemplate, audit
+from turnwise.trajectory import FORCED, ChatTemplate, audit
 from turnwise.weights.sync import WeightSync
 
 TRANSPORTS = ["shm", "ipc", "collective", "disk"]

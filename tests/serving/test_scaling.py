@@ -13,14 +13,15 @@ from tests.serving.test_manager import SAMPLING, Managed, Published, simulated, 
 from tests.simulated import Latency
 from tests.virtual_time import run_virtually
 from turnwise.config import Config, SamplingConfig, ServingConfig, WeightsConfig
-from turnwise.core.slots import Slots
+from turnwise.core.admission import Admission, Limits
 from turnwise.engine import Request, Route, generate
 from turnwise.engine.protocol import collect
 from turnwise.errors import EngineError
 from turnwise.serving.manager import AsyncLLMServerManager
 from turnwise.serving.scheduler import Scheduler
+from turnwise.serving.seats import EngineSeats
+from turnwise.weights.manifest import Manifest
 from turnwise.weights.sync import WeightSync
-from turnwise.weights.transport import Manifest
 
 LONG = SamplingConfig(max_tokens=400)
 
@@ -177,7 +178,7 @@ def test_long_turns_are_handed_over_from_the_tokens_that_they_have() -> None:
             await left(manager)
             assert leaving._dead
             for request, completion in zip(requests, await asyncio.gather(*turns), strict=True):
-                assert completion.token_ids == leaving.expected(request.prompt, 400)
+                assert completion.token_ids == leaving.expected(request.prompt.tolist(), 400)
                 assert completion.worker == "worker-0"
             events = manager.scheduler.events
             assert events["handed_over"] == count
@@ -202,7 +203,7 @@ def test_a_streamed_turn_that_no_other_can_continue_ends_where_it_is() -> None:
             ended = await asyncio.gather(*streams)
             assert sorted(each.worker for each in ended) == ["worker-0", "worker-1"]
             for request, completion in zip(requests, ended, strict=True):
-                assert completion.token_ids == leaving.expected(request.prompt, 400)
+                assert completion.token_ids == leaving.expected(request.prompt.tolist(), 400)
             await left(manager)
             assert "handed_over" not in manager.scheduler.events
 
@@ -233,7 +234,7 @@ def test_the_turns_of_other_processes_are_not_lost_with_a_worker_that_leaves(
             assert not manager.scheduler.workers["worker-1"].running
             await manager.scale(1)
             for request, completion in zip(requests, await asyncio.gather(*streams), strict=True):
-                assert completion.token_ids == leaving.expected(request.prompt, 400)
+                assert completion.token_ids == leaving.expected(request.prompt.tolist(), 400)
             await left(manager)
             assert front.events["handed_over"] == (0 if change else 2)
             manager.scheduler.leave(follow)
@@ -252,7 +253,7 @@ def test_turns_of_a_worker_that_dies_while_it_leaves_continue_elsewhere() -> Non
             await asyncio.sleep(5)
             leaving.die()
             for request, completion in zip(requests, await asyncio.gather(*turns), strict=True):
-                assert completion.token_ids == leaving.expected(request.prompt, 400)
+                assert completion.token_ids == leaving.expected(request.prompt.tolist(), 400)
             await left(manager)
             assert manager.scheduler.events["continued"] == 2
             assert not manager.failures, "nobody starts it again"
@@ -319,7 +320,7 @@ def test_turns_fail_at_once_when_only_workers_are_left_that_wait_for_room() -> N
 def test_another_process_hears_that_a_worker_leaves_and_keeps_its_turns(
     make_config: Callable[..., Config],
 ) -> None:
-    from turnwise.serving.front_processes import FrontProcess  # imports Ray
+    from turnwise.serving.front_process import FrontProcess  # imports Ray
 
     class Process(FrontProcess):
         def _attach(self, name: str, worker: object) -> Managed:
@@ -339,7 +340,7 @@ def test_another_process_hears_that_a_worker_leaves_and_keeps_its_turns(
         await asyncio.sleep(30)
         await engines[1].pause("abort")  # which the driver does
         for request, completion in zip(requests, await asyncio.gather(*turns), strict=True):
-            assert completion.token_ids == slow("").expected(request.prompt, 400)
+            assert completion.token_ids == slow("").expected(request.prompt.tolist(), 400)
             assert completion.worker == "worker-0"
         report = await process.report()
         assert report.events["handed_over"] == 1
@@ -375,21 +376,21 @@ def test_a_fleet_that_is_shut_down_ends_workers_that_join_or_leave() -> None:
 def test_more_trajectories_are_in_flight_while_there_are_more_workers() -> None:
     async def work() -> None:
         async with simulated(2).running() as manager:
-            slots, over = Slots(4), asyncio.Event()
-            manager.scheduler.grow(slots)
+            admission, over = Admission(Limits(4)), asyncio.Event()
+            manager.scheduler.lead(EngineSeats(admission, seats=2, fewest=2))
 
             async def hold() -> None:
-                async with slots.taken():
+                async with admission.admitted():
                     await over.wait()
 
             waiting = [asyncio.create_task(hold()) for _ in range(20)]
             await asyncio.sleep(1)
-            assert slots._taken == 4
+            assert admission.use.working == 4
             await manager.scale(6)
             await joined(manager, 6)
-            assert slots._taken == 12, "as soon as they have joined"
+            assert admission.use.working == 12, "as soon as they have joined"
             await manager.scale(1)
-            assert slots._count == 4, "the configuration's number, at least"
+            assert admission.limits.working == 4, "those of the engines it began with, at least"
             await left(manager)
             over.set()
             await asyncio.gather(*waiting)

@@ -5,7 +5,7 @@ import random
 import time
 from collections import Counter
 from contextlib import aclosing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from turnwise.config import SamplingConfig, ServingConfig
 from turnwise.engine import Request, Route, generate
 from turnwise.errors import DeadlineError, EngineError
 from turnwise.serving.scheduler import Scheduler, remaining
-from turnwise.weights.transport import Manifest
+from turnwise.weights.manifest import Manifest
 
 SAMPLING = SamplingConfig(max_tokens=128)
 PROMPT = list(range(1, 211))
@@ -274,9 +274,9 @@ class Fragile(SimulatedEngine):
     """Dies soon after it gets a prompt that holds `POISON`, and fails one that holds `BAD`."""
 
     async def stream(self, request: Request) -> Any:
-        if POISON in request.prompt:
+        if POISON in request.prompt.tolist():
             asyncio.get_running_loop().call_later(0.001, self.die)
-        if BAD in request.prompt:
+        if BAD in request.prompt.tolist():
             raise EngineError(f"{self.name} cannot compute this")
         async with aclosing(super().stream(request)) as chunks:
             async for chunk in chunks:
@@ -439,10 +439,10 @@ def test_the_rest_of_a_turn_keeps_its_budget() -> None:
     rest = remaining(request, 16)
     assert rest is not None
     assert (rest.max_tokens, rest.min_tokens, rest.temperature) == (4, 0, 1.0)
-    assert remaining(request._replace(seed=1), 16) is None
+    assert remaining(replace(request, seed=1), 16) is None
     stopped = sampling.model_copy(update={"stop": ["x"]})
-    assert remaining(request._replace(sampling=stopped), 16) is None
-    assert remaining(request._replace(seed=1), 0) is sampling
+    assert remaining(replace(request, sampling=stopped), 16) is None
+    assert remaining(replace(request, seed=1), 0) is sampling
 
 
 def test_a_completion_names_its_worker_and_the_time_of_its_first_token() -> None:

@@ -15,8 +15,9 @@ from turnwise.engine import Request, generate
 from turnwise.engine.protocol import Rendezvous
 from turnwise.errors import DeadlineError, EngineError
 from turnwise.serving.manager import AsyncLLMServerManager
+from turnwise.weights.manifest import Manifest
 from turnwise.weights.sync import WeightSync
-from turnwise.weights.transport import ANSWER_SHARE, Manifest
+from turnwise.weights.transport import ANSWER_SHARE
 
 SEND_SECONDS = 5.0
 SAMPLING = SamplingConfig(max_tokens=64)

@@ -18,7 +18,7 @@ from tests.simulated import SimulatedEngine
 from turnwise.compat.nemo_rl import VllmAsyncGenerationWorker
 from turnwise.config import Config, SamplingConfig
 from turnwise.engine import Request, generate
-from turnwise.engine.protocol import Chunk
+from turnwise.engine.protocol import Chunk, Occupancy
 from turnwise.errors import InputError
 from turnwise.internals import vllm_server
 from turnwise.serving.openai.server import OpenAIServer
@@ -116,7 +116,7 @@ async def test_texts_begin_with_the_bos_and_need_no_template(
     rows = [row async for row in worker.generate_text_async({"prompts": ["2 + 2 ="]})]
     assert bare.chat_template is None
     assert engine.asked[0].prompt == bare("2 + 2 =")["input_ids"]
-    assert engine.asked[0].prompt[0] == bare.bos_token_id
+    assert engine.asked[0].prompt.ids[0] == bare.bos_token_id
     row = {
         "texts": [bare.decode([7, 8])],
         "token_ids": [[7, 8]],
@@ -198,6 +198,22 @@ async def test_it_tells_where_it_is(engine: WorkerHandle) -> None:
     (device,) = await engine.actor.report_device_id_async.remote()
     assert psutil.pid_exists(int(device.rpartition("-")[2]))
     assert await engine.actor.report_dp_openai_server_base_url.remote() is None
+
+
+async def test_a_health_check_tells_what_it_computes(engine: WorkerHandle) -> None:
+    assert await engine.check_health() == Occupancy(0, 0, 0.0)
+    long = SamplingConfig(max_tokens=400, ignore_eos=True)
+    running = [
+        asyncio.create_task(generate(engine, Request([5, 6, 7 + number], long, f"long-{number}")))
+        for number in range(3)
+    ]
+    async with asyncio.timeout(60):
+        while (now := await engine.check_health()) is None or now.running < 3:
+            await asyncio.sleep(0.01)
+    assert (now.running, now.waiting) == (3, 0)
+    assert 0.0 < now.cache < 1.0
+    await asyncio.gather(*running)
+    assert await engine.check_health() == Occupancy(0, 0, 0.0)
 
 
 async def test_sleep_stops_it_and_the_last_tag_wakes_it(engine: WorkerHandle) -> None:
@@ -291,16 +307,12 @@ class Ported(VllmAsyncGenerationWorker):
         return not self.server_thread.is_alive()
 
 
-class PortedHandle(WorkerHandle):
-    worker_class = Ported
-
-
 @pytest.fixture(scope="module")
 async def ported(
     ray_started: None, make_config: Callable[..., Config]
 ) -> AsyncIterator[WorkerHandle]:
     config = make_config(serving={"worker_servers": True, "port": 0})
-    worker = await PortedHandle.start(config, name="worker-9")
+    worker = await WorkerHandle.start(config, name="worker-9", host=Ported)
     yield worker
     await worker.shutdown()
 

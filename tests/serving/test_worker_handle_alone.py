@@ -14,8 +14,10 @@ from turnwise.engine import Chunk, Request, generate
 from turnwise.errors import EngineError
 from turnwise.serving import worker_handle
 from turnwise.serving.channel import Address, Channel, listen
-from turnwise.serving.engine_worker import EngineWorker, Mailbox
+from turnwise.serving.engine_host import EngineHost, Mailbox
 from turnwise.serving.worker_handle import WorkerHandle
+
+SECONDS = 60.0
 
 
 def handle_of(actor: Any) -> ActorHandle:
@@ -60,7 +62,7 @@ async def test_an_answer_that_came_while_the_caller_was_held_up_is_in_time(
     make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_handle, "HEARTBEAT_SECONDS", 0.1)
-    worker = WorkerHandle(handle_of(Elsewhere()), make_config(engine={"request_timeout": 0.1}))
+    worker = WorkerHandle(handle_of(Elsewhere()), 0.1)
     completion = await generate(worker, Request([5], SamplingConfig(max_tokens=1), "request"))
     assert completion.token_ids == [1]
     worker.fail("the test is over")
@@ -69,7 +71,7 @@ async def test_an_answer_that_came_while_the_caller_was_held_up_is_in_time(
 async def test_a_request_that_cannot_be_sent_fails_alone(
     make_config: Callable[..., Config],
 ) -> None:
-    worker = WorkerHandle(handle_of(Actor()), make_config())
+    worker = WorkerHandle(handle_of(Actor()), SECONDS)
     plain = SamplingConfig(max_tokens=1)
     locked = plain.model_copy(update={"logits_processor_args": {"lock": threading.Lock()}})
     async with asyncio.timeout(60):
@@ -98,7 +100,7 @@ async def test_a_request_that_ends_without_a_reason_is_told(
         def add(self, request_id: str, event: Any) -> None:
             self.events.append(event)
 
-    worker = EngineWorker(make_config(), name="worker-0")
+    worker = EngineHost(make_config(), name="worker-0")
     worker._engine = Mute()
     await worker._run(Box(), Request([5], SamplingConfig(), "mute"))
     with pytest.raises(EngineError, match="worker-0 ended request mute without a reason"):
@@ -120,7 +122,7 @@ async def test_an_actor_that_does_not_answer_is_named(
     make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_handle, "HEARTBEAT_SECONDS", 0.1)
-    worker = WorkerHandle(handle_of(Silent()), make_config(engine={"request_timeout": 0.1}))
+    worker = WorkerHandle(handle_of(Silent()), 0.1)
     with pytest.raises(EngineError, match=r"worker-0 did not answer within 0\.2 s"):
         await generate(worker, Request([5], SamplingConfig(max_tokens=1), "request"))
 
@@ -129,7 +131,7 @@ async def test_a_worker_that_closes_its_channel_is_named(
     make_config: Callable[..., Config],
 ) -> None:
     actor = Silent()
-    worker = WorkerHandle(handle_of(actor), make_config())
+    worker = WorkerHandle(handle_of(actor), SECONDS)
     request = asyncio.ensure_future(
         generate(worker, Request([5], SamplingConfig(max_tokens=1), "request"))
     )
@@ -145,7 +147,7 @@ async def test_the_requests_of_a_client_that_is_gone_are_cancelled(
     make_config: Callable[..., Config],
 ) -> None:
     actor = Silent()
-    worker = WorkerHandle(handle_of(actor), make_config())
+    worker = WorkerHandle(handle_of(actor), SECONDS)
     sampling = SamplingConfig(max_tokens=1)
     requests = [
         asyncio.ensure_future(generate(worker, Request([5], sampling, f"{n}"))) for n in range(8)

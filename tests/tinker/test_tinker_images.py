@@ -20,8 +20,7 @@ from turnwise.tinker.wire import message_classes
 from turnwise.training.batching import Columns
 from turnwise.training.model import score_columns
 from turnwise.training.sample import Sample
-from turnwise.trajectory import audit, read_jsonl
-from turnwise.trajectory.images import extended, placed
+from turnwise.trajectory import Prompt, audit, read_jsonl
 from turnwise.viewer.run_files import RunFiles
 
 FILE = encoded(picture())
@@ -86,7 +85,7 @@ async def test_a_pass_scores_what_the_model_sees(
     first, second, third = logprobs_of(reply)
     rank = client.rank
     ids = ModelImages(rank._config.model).ids_of(read_image(FILE, "an image"))
-    whole = extended(BEFORE, ids, AFTER)
+    whole = Prompt.joined(BEFORE, ids, AFTER)
     sample = Sample.to_score(whole, [0, *[1] * (len(whole) - 1)])
     columns = Columns.of([sample], rank.layouts.allowed[0], rank.device)
     policy = rank._models.policy
@@ -117,11 +116,11 @@ async def test_an_engine_gets_the_image_at_its_positions(
     monkeypatch.setattr(service._generator, "stream", noted)
     assert isinstance(await sampled(client, 0, text(*BEFORE), image(), text(*AFTER)), bytes)
     (request,) = asked
-    (place,) = request.images
+    (place,) = request.prompt.images
     assert (place.start, place.length, place.image.read()) == (len(BEFORE), LENGTH, FILE)
-    assert [*request.prompt[: place.start], *request.prompt[place.end :]] == BEFORE + AFTER
-    assert len({*request.prompt[place.start : place.end]}) == 1
-    assert placed(request.prompt) == request.images
+    ids = request.prompt.tolist()
+    assert [*ids[: place.start], *ids[place.end :]] == BEFORE + AFTER
+    assert len({*ids[place.start : place.end]}) == 1
 
 
 async def test_trajectories_of_a_run_have_their_images(

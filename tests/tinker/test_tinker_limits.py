@@ -19,9 +19,11 @@ from turnwise.config import SamplingConfig
 from turnwise.config.serving import ServingConfig
 from turnwise.errors import EngineError, InputError
 from turnwise.serving.openai.protection import guarded
-from turnwise.tinker import futures, routes, service
-from turnwise.tinker.futures import Busy, Futures, Gone, Reply, Turns
+from turnwise.tinker import futures, queue, routes, service
+from turnwise.tinker.access import TinkerAccess
+from turnwise.tinker.futures import Busy, Futures, Gone, Reply
 from turnwise.tinker.images import ChunkReader
+from turnwise.tinker.queue import ModelOrder
 from turnwise.tinker.requests import check_training
 from turnwise.tinker.service import TinkerService
 from turnwise.tinker.wire import (
@@ -31,9 +33,11 @@ from turnwise.tinker.wire import (
     message_classes,
     read_training_request,
 )
+from turnwise.trajectory import Prompt
 
 IDS = [5, 6, 7, 8]
-joined = ChunkReader(vision_config("none")).joined
+_CONFIG = vision_config("none")
+joined = ChunkReader(_CONFIG.model, _CONFIG.engine.images_per_prompt).joined
 
 
 def row(ids: list[int] = IDS) -> dict[str, Any]:
@@ -172,7 +176,7 @@ async def test_requests_after_one_that_never_comes_fail_in_words(
     monkeypatch: pytest.MonkeyPatch, served: tuple[Client, TinkerService]
 ) -> None:
     client, _ = served
-    monkeypatch.setattr(futures, "GAP_SECONDS", 0.2)
+    monkeypatch.setattr(queue, "GAP_SECONDS", 0.2)
     await client.open()
     await client.trained(1, [row()], "cross_entropy")
     late = [(await client.train(n, [row()], "cross_entropy")).json() for n in (4, 3)]
@@ -185,8 +189,8 @@ async def test_requests_after_one_that_never_comes_fail_in_words(
 
 
 async def test_turns_wait_for_a_gap_as_long_as_others_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(futures, "GAP_SECONDS", 5.0)
-    turns, ran = Turns(), list[int]()
+    monkeypatch.setattr(queue, "GAP_SECONDS", 5.0)
+    turns, ran = ModelOrder(), list[int]()
 
     async def note(number: int) -> None:
         async with turns.turn(number):
@@ -197,7 +201,7 @@ async def test_turns_wait_for_a_gap_as_long_as_others_come(monkeypatch: pytest.M
 
 
 async def test_turns_go_on_when_those_who_run_or_wait_are_cancelled() -> None:
-    turns, ran = Turns(), list[int]()
+    turns, ran = ModelOrder(), list[int]()
 
     async def note(number: int, seconds: float = 0) -> None:
         async with turns.turn(number):
@@ -354,8 +358,8 @@ def test_a_small_body_cannot_stand_for_many_data() -> None:
 
 
 def test_data_are_not_filled_up_without_a_bound() -> None:
-    wide = Datum(np.zeros(1, np.int64), {"target_tokens": np.zeros((1, 2**20), np.int64)})
-    thin = Datum(np.zeros(1, np.int64), {"target_tokens": np.zeros((1, 1), np.int64)})
+    wide = Datum(Prompt([0]), {"target_tokens": np.zeros((1, 2**20), np.int64)})
+    thin = Datum(Prompt([0]), {"target_tokens": np.zeros((1, 1), np.int64)})
     request = TrainingRequest("m", 1, [wide], "cross_entropy")
     check_training(request, 512, 64)
     with pytest.raises(InputError, match=r"with 1,048,576 targets for every token"):
@@ -391,7 +395,8 @@ def test_who_must_wait_is_asked_to_send_again() -> None:
 
 async def test_a_key_is_asked_for_in_the_sdks_ways() -> None:
     made = ServingConfig(api_key="tml-secret")
-    app = guarded(PlainTextResponse("inside"), made, made.api_key, SessionStore(SamplingConfig()))
+    store = SessionStore(SamplingConfig())
+    app = guarded(PlainTextResponse("inside"), made, made.api_key, store, TinkerAccess())
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
 

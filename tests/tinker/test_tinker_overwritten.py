@@ -2,11 +2,12 @@
 found by its name is what is used. Without engines: see `bench`."""
 
 import asyncio
+import json
 import shutil
 import threading
 from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,10 @@ def saved(kept: Checkpoints, content: bytes, new: Checkpoint = STATE) -> Checkpo
     return new
 
 
+def versions(kept: Checkpoints) -> int:
+    return len(list(kept.root.glob("*/versions/*")))
+
+
 class SlowEngine:
     """An engine that loads the adapter of a request once it has a slot for it."""
 
@@ -53,8 +58,9 @@ async def test_a_sample_that_waits_for_a_slot_gets_the_weights_that_it_asked_for
     client, service = served
     await client.open()
     path = (await save(client, 1, "latest", "save_weights_for_sampler"))["path"]
-    place = service.checkpoints.folder(service.checkpoints.of(owner_of(service))[0])
-    before = (place / WEIGHTS).read_bytes()
+    kept = service.checkpoints
+    [found] = kept.of(owner_of(service))
+    before = (kept.folder(found) / WEIGHTS).read_bytes()
     body = {"session_id": client.session, "sampling_session_seq_id": 0, "model_path": path}
     sampler = (await client.tree("create_sampling_session", body))["sampling_session_id"]
     engine: Any = SlowEngine()
@@ -73,13 +79,15 @@ async def test_a_sample_that_waits_for_a_slot_gets_the_weights_that_it_asked_for
         )
     if change != "removed":
         await save(client, 4, "latest", "save_weights_for_sampler", overwrite=True)
-        assert (place / WEIGHTS).read_bytes() != before
+        [newer] = kept.of(owner_of(service))
+        assert (kept.folder(newer) / WEIGHTS).read_bytes() != before
+        assert versions(kept) == 2
     engine.has_slot.set()
     assert isinstance(await client.result(waiting), bytes)
     assert engine.loaded == before
     said = (await client.result(await client.tree("asample", ask | {"seq_id": 1})))["error"]
     assert "there is no checkpoint" in said if change == "removed" else "was overwritten" in said
-    assert not list(service.checkpoints.root.glob("*/held"))
+    assert versions(kept) == (change != "removed"), "the one that was read is gone"
 
 
 def owner_of(service: TinkerService) -> str:
@@ -101,13 +109,15 @@ async def test_a_state_that_waits_for_the_trainer_is_loaded_as_it_was(
         read(name, folder, optimizer)
 
     monkeypatch.setattr(client.rank._adapters, "read", note)
-    await service._trainer._turn.acquire()  # another model trains
+    over = asyncio.Event()
+    another = asyncio.create_task(service._trainer.queue.call("another", 1, over.wait()))
     body = {"session_id": client.session, "model_seq_id": 1, "path": path, "optimizer": True}
     promise = await client.tree("load_weights", body)
-    while not list(service.checkpoints.root.glob("*/held/*")):
+    while not service.checkpoints._readers:
         await asyncio.sleep(0.01)
     saved(service.checkpoints, b"newer", replace(found, created="later"))
-    service._trainer._turn.release()
+    over.set()
+    await another
     assert (await client.result(promise))["path"] == path
     assert loaded == [before]
 
@@ -139,11 +149,13 @@ def test_a_copy_has_the_files_of_one_version(
 
     monkeypatch.setattr(shutil, "copytree", overwriting)
     kept.copy(old, copied)
-    files = [kept.folder(copied) / name for name in (WEIGHTS, "optimizer.pt")]
+    folder = kept.folder(kept.find(copied.address, "me"))
+    files = [folder / name for name in (WEIGHTS, "optimizer.pt")]
     assert [file.read_bytes() for file in files] == [b"old", b"old"]
     with pytest.raises(InputError, match="was overwritten"):
         kept.copy(old, replace(STATE, run="other:train:0"))
     assert not list(tmp_path.glob("other:train:0/*/*"))
+    assert versions(kept) == 2, "the source's newer one, and the copy"
 
 
 def test_of_several_copies_to_one_place_one_stays_and_all_have_made_it(
@@ -160,11 +172,12 @@ def test_of_several_copies_to_one_place_one_stays_and_all_have_made_it(
     monkeypatch.setattr(shutil, "copytree", together)
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(lambda _: kept.copy(source, copied), range(4)))
-    place = kept.folder(copied)
-    assert kept.find(copied.address, "me") == copied
-    assert {file.name for file in place.iterdir()} == {WEIGHTS, "optimizer.pt", "meta.json"}
-    assert (place / WEIGHTS).read_bytes() == b"whole"
-    assert [each.name for each in place.parent.iterdir()] == ["state"]
+    found = kept.find(copied.address, "me")
+    assert found == copied
+    names = {file.name for file in kept.folder(found).iterdir()}
+    assert names == {WEIGHTS, "optimizer.pt", "meta.json"}
+    assert (kept.folder(found) / WEIGHTS).read_bytes() == b"whole"
+    assert versions(kept) == 2
 
 
 def test_a_name_that_is_taken_while_a_checkpoint_is_written_stays_taken(tmp_path: Path) -> None:
@@ -200,29 +213,52 @@ async def test_a_download_is_the_file_of_its_link_whatever_takes_its_place(
 
     app.app = overwriting
     assert (await client.http.get(url)).content == before
-    assert not list(kept.root.glob("*/held"))
+    assert versions(kept) == 1
     app.app = answered
     assert (await client.http.get(url)).status_code == 400  # its own has gone
 
 
-@pytest.mark.parametrize("linked", [True, False], ids=["links", "no links"])
-def test_held_files_stay_until_the_last_reader_has_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, linked: bool
-) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError("links are not supported")
-
-    if not linked:
-        monkeypatch.setattr("turnwise.tinker.checkpoints.os.link", refuse)
+def test_a_version_stays_until_its_last_reader_has_gone(tmp_path: Path) -> None:
     kept = Checkpoints(tmp_path)
     old = saved(kept, b"old")
     first, second = kept.hold(old), kept.hold(old)
     assert first == second
     kept.remove(old)
-    kept.release(old)
+    kept.release(first)
     assert (first / WEIGHTS).read_bytes() == b"old"
-    kept.release(old)
+    kept.release(second)
     assert not list(tmp_path.iterdir())
-    kept.hold(saved(kept, b"left by a server that was killed"))
+    left = saved(kept, b"read by a server that was killed")
+    kept.hold(left)
+    kept.remove(left)
+    begun = kept.begin(STATE)
     Checkpoints(tmp_path).tidy(())
-    assert not list(tmp_path.glob("*/held"))
+    assert versions(kept) == 0, "no name has them"
+    assert not begun.exists()
+
+
+def test_a_version_that_is_read_and_has_its_name_outlives_its_readers(tmp_path: Path) -> None:
+    kept = Checkpoints(tmp_path)
+    old = saved(kept, b"old")
+    for _ in range(2):
+        with kept._holding(old) as held:
+            assert (held / WEIGHTS).read_bytes() == b"old"
+    assert not kept._readers
+    assert (kept.folder(old) / WEIGHTS).exists()
+
+
+def test_states_of_earlier_servers_are_found(tmp_path: Path) -> None:
+    """Their names are folders, with `meta.json`."""
+    place = tmp_path / STATE.run / STATE.kind / STATE.name
+    place.mkdir(parents=True)
+    (place / WEIGHTS).write_bytes(b"earlier")
+    (place / "meta.json").write_text(json.dumps(asdict(STATE)))
+    kept = Checkpoints(tmp_path)
+    kept.tidy(())
+    found = kept.find(STATE.address, "me")
+    assert found == STATE
+    with kept._holding(found) as held:
+        saved(kept, b"newer")
+        assert (held / WEIGHTS).read_bytes() == b"earlier"
+    assert (kept.folder(found) / WEIGHTS).read_bytes() == b"newer"
+    assert versions(kept) == 1

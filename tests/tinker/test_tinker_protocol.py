@@ -15,9 +15,10 @@ from transformers import AutoModelForCausalLM
 
 from tests.tinker.bench import KEY, Client, logprobs_of, loss_of
 from turnwise.engine.adapters import read_adapter
-from turnwise.serving.openai.protection import key_in
+from turnwise.tinker.access import key_in
 from turnwise.tinker.backend import server_config
-from turnwise.tinker.futures import Futures, Gone, Reply, Turns
+from turnwise.tinker.futures import Futures, Gone, Reply
+from turnwise.tinker.queue import ModelOrder
 from turnwise.tinker.service import TinkerService
 from turnwise.tinker.wire import message_classes
 
@@ -272,7 +273,7 @@ async def test_what_the_sdk_asks_before_anything_else(client: Client) -> None:
 
 
 async def test_positions_wait_for_those_before_them() -> None:
-    turns, ran = Turns(), list[int]()
+    turns, ran = ModelOrder(), list[int]()
 
     async def note(number: int) -> None:
         async with turns.turn(number):

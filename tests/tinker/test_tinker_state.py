@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import shutil
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -21,7 +20,7 @@ from turnwise.tinker.checkpoints import Checkpoint, Checkpoints
 from turnwise.tinker.run_log import SampleIndex
 from turnwise.tinker.service import TinkerService
 from turnwise.tinker.wire import message_classes
-from turnwise.trajectory import audit, read_jsonl
+from turnwise.trajectory import Prompt, audit, read_jsonl
 from turnwise.viewer.run_files import RunFiles
 
 IDS = [5, 6, 7, 8, 9, 10]
@@ -147,7 +146,7 @@ async def test_states_that_cannot_be_loaded_are_refused_in_words(client: Client)
     assert refused.status_code == 400
 
 
-@pytest.mark.parametrize("name", ["a.tmp", "a.old", "..", ".a", "a/b", "", "é", "a" * 201])
+@pytest.mark.parametrize("name", ["a.tmp", "..", ".a", "a/b", "", "é", "a" * 201])
 async def test_names_that_are_no_folders_are_refused(client: Client, name: str) -> None:
     await client.open()
     failed = await save(client, 1, name)
@@ -416,16 +415,20 @@ def test_an_overwrite_that_a_kill_interrupts_leaves_one_of_both(tmp_path: Path) 
     kept = Checkpoints(tmp_path)
     new = Checkpoint("run", "weights", "state", "me", "model", 1, {"rank": 4})
     kept.commit(new, kept.begin(new))
-    kept.begin(_with(new, version=2), overwrite=True)
-    kept.folder(new).rename(tmp_path / "run" / "weights" / "state.old")
-    newer = tmp_path / "run" / "weights" / "newer"
+    half = kept.begin(_with(new, version=2), overwrite=True)
+    names = tmp_path / "run" / "weights"
+    (names / "state.tmp").symlink_to(half)
+    newer = tmp_path / "run" / "versions" / "newer"
     newer.mkdir()
     (newer / "meta.json").write_text('{"key of a later version": 1}')
+    (names / "newer").symlink_to(newer)
     kept.tidy(())
     assert (newer / "meta.json").exists()
-    shutil.rmtree(newer)
+    (names / "newer").unlink()
+    kept.tidy(())
     assert kept.find(new.address, "me").version == 1
-    assert [each.name for each in (tmp_path / "run" / "weights").iterdir()] == ["state"]
+    assert [each.name for each in names.iterdir()] == ["state"]
+    assert [*(tmp_path / "run" / "versions").iterdir()] == [kept.folder(new).resolve()]
 
 
 async def test_a_client_leaves_a_run_folder_with_exact_trajectories(
@@ -457,14 +460,16 @@ async def test_a_client_leaves_a_run_folder_with_exact_trajectories(
     assert "reward_mean" not in row
     lengths = [len(each[0]) for each in (*first, later[0], first[0], first[0])]
     assert (row["step"], row["trained_tokens"]) == (2, sum(lengths))
-    assert row["exact_percent"] == pytest.approx(100 * sum(lengths[:4]) / sum(lengths))
-    assert row["trajectories"] == 3
-    assert row["staleness"] == {"0": sum(lengths[:4])}
+    exact = sum(lengths) - 1  # the token that was changed
+    assert row["exact_percent"] == pytest.approx(100 * exact / sum(lengths))
+    assert row["trajectories"] == 4
+    assert row["staleness"] == {"0": exact}
     made = list(read_jsonl(folder / "trajectories" / "step-0002.jsonl"))
-    assert [len(each.turns) for each in made] == [1, 1, 2]
-    assert [each.sample_index for each in made] == [0, 1, 2]
+    assert [len(each.turns) for each in made] == [1, 1, 2, 1]
+    assert [each.sample_index for each in made] == [0, 1, 2, 3]
     assert len({each.problem_id for each in made}) == 1
-    for each, ids in zip(made, (first[0][0], first[1][0], later[0][0]), strict=True):
+    sent = first[0][0], first[1][0], later[0][0], first[0][0][:-1]
+    for each, ids in zip(made, sent, strict=True):
         assert each.turns[-1].completion_token_ids == ids
         assert audit(each).first_violation is None
         assert set(each.turns[0].weight_versions) == {1}
@@ -473,7 +478,7 @@ async def test_a_client_leaves_a_run_folder_with_exact_trajectories(
     assert values["turn"] == [0] * lengths[0] + [1] * lengths[2]
     assert set(values["advantage"]) == {0.5}
     index = run.index("step-0002")
-    assert [each["turns"] for each in index.summaries] == [1, 1, 2]
+    assert [each["turns"] for each in index.summaries] == [1, 1, 2, 1]
     assert run.alarms() == {"alarms": [], "error": None}
     assert run.config()["name"] == client.model
     assert run.search("step-0002", "[11, 12]")["found"] == [2]  # `str` decodes here
@@ -536,16 +541,19 @@ def test_samples_are_found_by_their_ids_until_others_take_their_place(
     def done(*ids: int) -> Completion:
         return Completion([*ids], [-0.5] * len(ids), [0] * len(ids), "stop")
 
-    index.add("me", [1, 2], [done(3, 4), done(3, 5)], 7)
-    ids = np.array([1, 2, 3, 4])
-    (found,) = index.turns("me", ids)
-    assert (found.ids.tolist(), found.version) == ([3, 4], 7)
+    index.add("me", Prompt([1, 2]), [done(3, 4), done(3, 5)], 7)
+    ids = Prompt([1, 2, 3, 4])
+    ((part, found),) = index.turns("me", ids)
+    assert (part.start, part.length, found.ids.tolist(), found.version) == (2, 2, [3, 4], 7)
     assert index.turns("you", ids) == []
-    assert index.turns("me", np.array([1, 2, 3, 6])) == []
-    assert index.turns("me", np.array([0, 1, 2, 3])) == []
-    index.add("me", [1, 2, 3, 4, 6], [done(7)], 8)
-    assert [each.version for each in index.turns("me", np.array([1, 2, 3, 4, 6, 7, 8]))] == [8]
-    assert index._size == 10
+    assert [part.length for part, _ in index.turns("me", Prompt([1, 2, 3, 6]))] == [1]
+    assert index.turns("me", Prompt([0, 1, 2, 3])) == []
+    index.add("me", Prompt([1, 2, 3, 4, 6]), [done(7)], 8)
+    both = Prompt([1, 2, 3, 4, 6, 7, 8])
+    assert [found.version for _, found in index.turns("me", both)] == [7, 8]
+    index.add("me", Prompt([9] * 9), [done(9)], 9)
+    assert index.turns("me", both) == []
+    assert index._size == 0
 
 
 def test_a_folder_has_one_server_at_a_time_in_one_program_too(tmp_path: Path) -> None:

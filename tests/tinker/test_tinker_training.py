@@ -455,5 +455,6 @@ async def test_the_sizes_of_tensors_cannot_cancel_each_other_out(client: Client)
         tensor = made.data.add().loss_fn_inputs[name]
         tensor.dtype = 1
         tensor.shape.extend([rows, 2**10])
-    joined = ChunkReader(vision_config("none")).joined
+    config = vision_config("none")
+    joined = ChunkReader(config.model, config.engine.images_per_prompt).joined
     assert "values in all" in read_training_request(made.SerializeToString(), joined).mistake

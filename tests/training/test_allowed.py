@@ -101,7 +101,7 @@ def turn_with_sets() -> Trajectory:
     sets = [packed([3, 5]), b"", packed([3, 5]), packed([9])]
     versions = [0, -1, 0, 0]  # the second was forced by a logits processor
     trajectory.add_turn([1], [3, 4, 5, 9], [-0.5] * 4, versions, "stop", allowed=sets)
-    trajectory.reward = 1.0
+    trajectory.set_outcome(reward=1.0)
     return trajectory
 
 
@@ -112,7 +112,7 @@ def test_sets_stay_with_their_tokens(make_config: Callable[..., Config]) -> None
     (branch,) = trajectory.samples()
     assert branch.allowed == {1: packed([3, 5]), 3: packed([3, 5]), 4: packed([9])}
     other = turn_with_sets()
-    other.reward = 0.0
+    other.set_outcome(reward=0.0)
     batch = make_samples([Group("p", trajectories=[trajectory, other])], make_config(), 0)
     assert [dict(sample.allowed) for sample in batch.samples] == [branch.allowed] * 2
 

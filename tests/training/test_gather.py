@@ -89,6 +89,6 @@ def test_an_exported_model_has_the_buffers_of_its_files_in_their_own_precision(
     bias = torch.tensor([1.0, 1 + 2**-12, -3.0, 1e-4])
     model.get_buffer(name).copy_(bias)
     config = make_config(model={"path": model_path, "max_length": 512, "dtype": "bfloat16"})
-    export_model(tmp_path, 0, config, model)
+    export_model(tmp_path, 0, config.model, model)
     again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     assert torch.equal(again.get_buffer(name), bias)

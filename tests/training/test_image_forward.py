@@ -24,8 +24,7 @@ from turnwise.training.rank import TrainerRank
 from turnwise.training.sample import Sample
 from turnwise.training.supervised import demonstrate
 from turnwise.training.vision import vision_parameters
-from turnwise.trajectory import audit
-from turnwise.trajectory.images import extended, placed
+from turnwise.trajectory import Prompt, audit
 from turnwise.weights.sync import check_canary
 
 CPU = torch.device("cpu")
@@ -38,9 +37,11 @@ def rank(vision_path: str) -> TrainerRank:
 
 def sample_of(vision_path: str, *parts: object, answer: list[int], number: int = 0) -> Sample:
     config = vision_config(vision_path)
-    template = load_template(config, load_tokenizer(config))
+    template = load_template(
+        config.model, config.sampling, config.engine, load_tokenizer(config.model)
+    )
     prompt = template.render([read_parts(asked(*parts), "a message")])
-    ids = extended(prompt, answer)
+    ids = Prompt.joined(prompt, answer)
     mask = [0] * len(prompt) + [1] * len(answer)
     return Sample.to_score(ids, mask, number)
 
@@ -203,9 +204,8 @@ def test_samples_share_what_is_before_a_different_image_alone(vision_path: str) 
 def step(rank: TrainerRank, vision_path: str) -> dict[str, torch.Tensor]:
     """Take a step on a sample with an image, and return what has changed."""
     prompt = sample_of(vision_path, picture(), "?", answer=[5, 6, 7])
-    ids, mask = prompt.token_ids_T.tolist(), prompt.response_mask_T.tolist()
-    zeros = [0] * len(ids)
-    sample = Sample.of(ids, mask, zeros, zeros, 1.0, 0, images=prompt.images)
+    mask, zeros = prompt.response_mask_T.tolist(), [0] * prompt.length
+    sample = Sample.of(prompt.ids, mask, zeros, zeros, 1.0, 0)
     model = rank._models.policy.get_submodule("model")
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     rank.train(plan_micro_batches([sample], 1, 1, 512, rank.layouts)[0])
@@ -219,7 +219,7 @@ def test_the_part_that_reads_images_may_stay_as_it_is(vision_path: str, tmp_path
         changed = step(TrainerRank(config, tmp_path), vision_path)
         assert any("language_model" in name for name in changed)
         assert any("visual" in name for name in changed) is learns
-        size = model_size(config)
+        size = model_size(config.model)
         assert (size.learning < size.parameters) is not learns
 
 
@@ -232,7 +232,7 @@ def test_adapters_are_in_the_layers_of_text_alone(vision_path: str, tmp_path: Pa
     sent = [name for name, _ in rank._tensors()]
     assert all("visual" not in name for name in sent)
     rank.save(tmp_path / "saved")
-    merge_adapter(tmp_path / "saved", tmp_path / "merged", rank._config)
+    merge_adapter(tmp_path / "saved", tmp_path / "merged", rank._config.model)
     whole = TrainerRank(vision_config(str(tmp_path / "merged")))
     sample = sample_of(vision_path, picture(), "?", answer=[5, 6, 7])
     columns = Columns.of([sample], "padded", CPU)
@@ -257,18 +257,18 @@ async def test_the_canary_has_an_image_whose_own_tokens_are_not_compared(
     rank: TrainerRank,
 ) -> None:
     published = rank.publish()
-    (image,) = placed(published.prompt)
+    (image,) = published.prompt.images
     assert len(published.prompt) == 32 + image.length
     assert len(published.logprobs) == 31
     assert 0 < image.start < 32
     engine = SimulatedEngine()  # its log-prob of a token is a thousandth of its number
-    outside = [*published.prompt[1 : image.start], *published.prompt[image.end :]]
+    outside = (published.prompt[1 : image.start] + published.prompt[image.end :]).tolist()
     wrong, right = (([token * -1e-3 for token in ids]) for ids in (outside[::-1], outside))
     assert (await check_canary(engine, published.prompt, right, 1e-6, 0))[1] < 1e-9
     with pytest.raises(WeightUpdateError, match="not the trainer's"):
         await check_canary(engine, published.prompt, wrong, 1e-6, 0)
     blind = TrainerRank(vision_config(rank._config.model.path, engine={"images_per_prompt": 0}))
-    assert not placed(blind.publish().prompt)
+    assert not blind.publish().prompt.images
 
 
 def test_a_model_beside_the_policy_reads_images_with_its_own_processor(
@@ -321,7 +321,9 @@ def test_images_that_cannot_be_trained_cost_no_text_and_are_named(
 
 def test_a_written_conversation_with_images_is_a_trajectory(vision_path: str) -> None:
     config = vision_config(vision_path)
-    template = load_template(config, load_tokenizer(config))
+    template = load_template(
+        config.model, config.sampling, config.engine, load_tokenizer(config.model)
+    )
     said = {"role": "assistant", "content": "a cat"}
     rows = [asked("What is it?", picture()), said, asked(picture(28, 28, 1), "and this?"), said]
     trajectory = demonstrate(template, rows)

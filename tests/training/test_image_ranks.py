@@ -15,20 +15,22 @@ from turnwise.chat.template import load_template, load_tokenizer
 from turnwise.config import Config
 from turnwise.training import Sample, checkpoint
 from turnwise.training.trainer_group import TrainerGroup
-from turnwise.trajectory.images import PromptIds, extended, placed
+from turnwise.trajectory import Prompt
 
 
 def batch_of(config: Config) -> list[Sample]:
     """Samples of which two have an image: in most micro-batches, one rank reads none."""
-    template = load_template(config, load_tokenizer(config))
+    template = load_template(
+        config.model, config.sampling, config.engine, load_tokenizer(config.model)
+    )
     samples = []
     for number in range(6):
         shown = [picture(84, 56, number)] if number in (1, 4) else []
         prompt = template.render([read_parts(asked("Look: " * number, *shown), "a message")])
-        ids = extended(prompt, [5, 6, 7 + number])
+        ids = Prompt.joined(prompt, [5, 6, 7 + number])
         mask, zeros = [0] * len(prompt) + [1] * 3, [0] * len(ids)
         logprobs = [-5.0 if trained else 0.0 for trained in mask]
-        made = Sample.of(ids, mask, logprobs, zeros, number - 2.5, number, images=placed(ids))
+        made = Sample.of(ids, mask, logprobs, zeros, number - 2.5, number)
         samples.append(made)
     return samples
 
@@ -45,14 +47,14 @@ async def test_ranks_without_images_do_their_part(
         model = {"path": vision_path, "max_length": 512, "train_vision": learns}
         config = vision_config(vision_path, model=model, training=training)
         batch = batch_of(config)
-        ids = [PromptIds(s.token_ids_T.tolist(), s.images) for s in batch]
+        ids = [sample.ids for sample in batch]
         masks = [s.response_mask_T.tolist() for s in batch]
         policy = await TrainerGroup.start(config, tmp_path / str(ranks))
         try:
             metrics[ranks] = [await policy.train(batch) for _ in range(2)]
             metrics[ranks].append(await policy.train([s for s in batch if not s.images]))
             scored[ranks] = await policy.forward("policy", [*map(Sample.to_score, ids, masks)])
-            assert placed((await policy.publish()).prompt)
+            assert (await policy.publish()).prompt.images
             folder = tmp_path / f"step-000{ranks}"
             await policy.save(checkpoint.begin(folder))
             checkpoint.commit(folder)

@@ -14,7 +14,7 @@ from turnwise.rollouts import Group
 from turnwise.training import Sample
 from turnwise.training.rank import TrainerRank
 from turnwise.training.samples import make_samples
-from turnwise.trajectory import Trajectory, audit
+from turnwise.trajectory import Outcome, Trajectory, audit
 
 PROMPT = list(range(20, 32))
 TOOL = list(range(500, 508))
@@ -47,14 +47,14 @@ def forked(model: Any) -> Trajectory:
     second = add(trajectory, model, first + TOOL, 2)
     for seed, begun in ((3, second), (4, second), (5, second[:-3]), (6, second)):
         add(trajectory, model, [*begun, *TOOL], seed)
-    trajectory.reward, trajectory.status = 1.0, "completed"
+    trajectory.status, trajectory.outcome = "completed", Outcome(1.0)
     return trajectory
 
 
 def group_of(model: Any) -> Group:
     other = Trajectory("p", 1)
     add(other, model, PROMPT, 7)
-    other.reward, other.status = 0.0, "completed"
+    other.status, other.outcome = "completed", Outcome(0.0)
     return Group("p", [forked(model), other])
 
 
@@ -101,7 +101,7 @@ def test_tokens_on_several_branches_are_trained_once(
 def trajectory_of(model: Any, index: int, reward: float, version: int) -> Trajectory:
     trajectory = Trajectory("p", index)
     add(trajectory, model, [*PROMPT, *TOOL], index, version)
-    trajectory.reward = reward
+    trajectory.set_outcome(reward=reward)
     return trajectory
 
 

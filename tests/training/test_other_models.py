@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
@@ -128,7 +129,7 @@ def test_training_pulls_the_policy_to_its_teacher(
     samples = [
         Sample.of(
             *(ids, mask, [*zeros, *p], [0] * len(ids), 0.0, number),
-            teacher_logprobs=None if inside else [*zeros, *q],
+            streams={} if inside else {"teacher": np.array([*zeros, *q], np.float32)},
             teacher_weights=weights,
         )
         for number, (ids, mask, p, q) in enumerate(

@@ -51,7 +51,7 @@ def test_shared_columns_score_as_samples_do_alone_and_have_the_same_gradients(ki
     samples = family()
     alone = []
     for each in samples:
-        ids, mask = (torch.from_numpy(x)[None] for x in (each.token_ids_T, each.response_mask_T))
+        ids, mask = (torch.tensor(x)[None] for x in (each.token_ids_T, each.response_mask_T))
         alone.append(score(model, ids, mask, None, SamplingConfig())[0])
     expected = torch.cat(alone)
     weights = torch.linspace(-1, 1, len(expected))

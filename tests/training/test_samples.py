@@ -9,9 +9,9 @@ from turnwise.compat.chatlearn.outputs import rewarded_groups
 from turnwise.config import Config, parse_config
 from turnwise.errors import InputError
 from turnwise.rollouts import Group
+from turnwise.run.checks import check_group_size
 from turnwise.training.algorithms import Advantage, make_algorithm
 from turnwise.training.batching import make_micro_batch, plan_micro_batches
-from turnwise.training.checks import check_group_size
 from turnwise.training.samples import (
     gives_signal,
     make_samples,
@@ -41,7 +41,7 @@ def trajectory(reward: float, versions: list[int], index: int = 0) -> Trajectory
     made = Trajectory("p", index)
     made.add_turn([1, 2], [3, 4, 5], [-0.1] * 3, versions[:3], "stop", None)
     made.add_turn([1, 2, 3, 4, 5, 6], [7, 8, 9], [-0.2] * 3, versions[3:], "stop", None)
-    made.reward = reward
+    made.set_outcome(reward=reward)
     return made
 
 
@@ -178,7 +178,8 @@ def test_rewards_of_a_program_replace_all_that_was_there(
     judged, plain = group(0.0, 0.0, 0.0, 0.0), group(1.0, 0.0, 1.0, 0.0)
     names = [entry["name"] for entry in entries] or ["environment"]
     for index, each in enumerate(judged.trajectories):
-        each.set_reward(0.0, dict.fromkeys(names, 0.0), [float(index), -float(index)])
+        turns = [float(index), -float(index)]
+        each.set_outcome(reward=0.0, parts=dict.fromkeys(names, 0.0), turns=turns)
     rewarded_groups({"groups": [judged], "rewards": [1.0, 0.0, 1.0, 0.0]})
     made, expected = (make_samples([each], settings, 5).samples for each in (judged, plain))
     assert len(made) == len(expected) == 4
@@ -209,7 +210,7 @@ def test_a_reference_model_that_nothing_uses_cannot_move() -> None:
 def rewarded(*parts: dict[str, float]) -> Group:
     made = group(*(sum(each.values()) for each in parts))
     for each, own in zip(made.trajectories, parts, strict=True):
-        each.reward_parts = dict(own)
+        each.set_outcome(parts=dict(own))
     return made
 
 
@@ -238,7 +239,7 @@ def test_gdpo_compares_the_parts_that_a_single_reward_names() -> None:
 
 def test_gdpo_has_no_parts_for_the_players_of_a_game() -> None:
     game = group(0.0, 1.0)
-    game.trajectories[0].player_rewards = {"x": 1.0, "o": -1.0}
+    game.trajectories[0].set_outcome(players={"x": 1.0, "o": -1.0})
     game.trajectories[0].turn_players = ["x", "o"]
     with pytest.raises(InputError, match=r"gdpo .*players of a game have one reward each"):
         make_samples([game], config(algorithm={"advantage": "gdpo"}), 5)
@@ -270,7 +271,7 @@ def test_the_branches_of_a_trajectory_weigh_as_much_as_one_of_a_single_turn() ->
         made = Trajectory("p", index)
         for turn in range(1 if index < 2 else 4):
             made.add_turn([1 + turn, 2], [3, 4, 5], [-0.1] * 3, [5] * 3, "stop", None)
-        made.reward = 1.0 if index < 2 else 0.0
+        made.set_outcome(reward=1.0 if index < 2 else 0.0)
         rewritten.trajectories.append(made)
     samples = make_samples([rewritten], config(), 5).samples
     assert len({sample.sequence for sample in samples}) == len(samples) == 10
@@ -343,7 +344,7 @@ def test_a_nearly_full_context_costs_reward() -> None:
     algorithm = {"overlong_tokens": 4, "overlong_penalty": 1.0, "advantage": {"name": "dr_grpo"}}
     short = Trajectory("p", 2)
     short.add_turn([1, 2], [3], [-0.1], [5], "stop", None)
-    short.reward = 1.0
+    short.set_outcome(reward=1.0)
     mixed = group(1.0)
     mixed.trajectories.append(short)
     made = make_samples([mixed], config(max_length=11, algorithm=algorithm), 5)
@@ -356,14 +357,14 @@ def test_dynamic_sampling_judges_the_rewards_that_are_trained() -> None:
     algorithm = {"dynamic_sampling": True, "overlong_tokens": 4}
     short = Trajectory("p", 1)
     short.add_turn([1, 2], [3], [-0.1], [5], "stop", None)
-    short.reward = 1.0
+    short.set_outcome(reward=1.0)
     mixed = group(1.0)
     mixed.trajectories.append(short)
     penalised = config(max_length=11, algorithm=algorithm)
     assert signal(mixed, penalised)
     assert make_samples([mixed], penalised, 5).groups_without_signal == 0
     assert not signal(mixed, config())
-    short.reward = 0.5  # what the penalty leaves of the other's reward
+    short.set_outcome(reward=0.5)  # what the penalty leaves of the other's reward
     assert not signal(mixed, penalised)
 
 
@@ -383,7 +384,7 @@ def test_dynamic_sampling_judges_turns_where_they_have_advantages(
     settings = config(algorithm={"dynamic_sampling": True, "advantage": advantage})
     both = group(sum(first), sum(second))
     for one, rewards in zip(both.trajectories, (first, second), strict=True):
-        one.turn_rewards = rewards
+        one.set_outcome(turns=rewards)
     assert signal(both, settings) is expected
     assert bool(make_samples([both], settings, 5).samples) is expected
 

@@ -16,7 +16,7 @@ from tests.training.test_gather import moe
 from turnwise.config import Config, OtherModel
 from turnwise.errors import InputError
 from turnwise.training.export import export_model
-from turnwise.training.loading import POLICY, distribute, load_model, load_value_model
+from turnwise.training.loading import distribute, load_model, load_value_model, path_of
 from turnwise.training.model import Critic, Scorer
 
 pytestmark = pytest.mark.slow
@@ -38,17 +38,19 @@ def as_rank(number: int, config: Config, folder: Path, value: str | None, reply:
 
 def load(number: int, config: Config, folder: Path, value: str | None) -> dict[str, Any]:
     if value is None:
-        model = load_model(config)
+        model = load_model(config.model, config.training)
         unread = sum(p.is_meta for p in model.parameters())
-        module: Any = distribute(Scorer(model, config.sampling, torch.float32), config, CPU, POLICY)
+        module: Any = distribute(
+            Scorer(model, config.sampling, torch.float32), CPU, path_of(config.model)
+        )
         target = folder / "out"
         target.mkdir(exist_ok=True)
-        export_model(target, number, config, module.model, 20_000)
+        export_model(target, number, config.model, module.model, 20_000)
     else:
         other = OtherModel(path=value)
-        model = load_value_model(config, other)
+        model = load_value_model(config.model, config.training, other)
         unread = sum(p.is_meta for p in model.parameters())
-        module = distribute(Critic(model, torch.float32), config, CPU, other)
+        module = distribute(Critic(model, torch.float32), CPU, path_of(config.model, other))
     named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers()]
     whole = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in named}
     local = sum(p.to_local().numel() for p in module.parameters())

@@ -20,7 +20,7 @@ from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollouts import Problem
 from turnwise.training.rank import TrainerRank
 from turnwise.training.supervised import RowReader, supervised_config, supervised_samples
-from turnwise.trajectory import ChatTemplate, Trajectory
+from turnwise.trajectory import ChatTemplate, Outcome, Trajectory
 from turnwise.trajectory.training_trace import to_training_trace
 from turnwise.weights import shm
 
@@ -32,7 +32,7 @@ def config(make_config: Callable[..., Config]) -> Config:
 
 @pytest.fixture
 def reader(config: Config, tokenizer: Any) -> RowReader:
-    return RowReader(config, load_template(config, tokenizer))
+    return RowReader(config, load_template(config.model, config.sampling, config.engine, tokenizer))
 
 
 def solutions(count: int) -> list[dict[str, Any]]:
@@ -85,7 +85,7 @@ def test_every_form_of_a_row_gives_the_same_tokens(reader: RowReader) -> None:
     (row,) = solutions(1)
     whole = read(reader, row)
     (branch,) = whole.samples()
-    stored = json.loads(replace(whole, reward=1.0).to_json())
+    stored = json.loads(replace(whole, outcome=Outcome(1.0)).to_json())
     forms = [
         stored,
         to_training_trace(whole),

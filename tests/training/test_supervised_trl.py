@@ -70,7 +70,9 @@ def test_losses_are_those_of_trls_trainer_on_the_same_rows(
     rows = solutions(16)
     training = {"learning_rate": RATE, "threads": 1, "micro_batch_tokens": 1024}
     config = supervised_config(make_config(training=training))
-    reader = RowReader(config, load_template(config, tokenizer))
+    reader = RowReader(
+        config, load_template(config.model, config.sampling, config.engine, tokenizer)
+    )
     policy, ours = TrainerRank(config), []
     samples = supervised_samples([read(reader, row) for row in rows], 0).samples
     for _ in range(STEPS):
@@ -102,7 +104,9 @@ def test_trls_own_template_also_trains_what_the_model_never_samples(
     rows = solutions(4)
     model = {"path": str(build / "model"), "chat_template": SOURCES["qwen2_5"]}
     config = supervised_config(make_config(model=model))
-    reader = RowReader(config, load_template(config, tokenizer))
+    reader = RowReader(
+        config, load_template(config.model, config.sampling, config.engine, tokenizer)
+    )
     tokenizer.chat_template, own = SOURCES["qwen2_5_training"], tokenizer.chat_template
     try:
         trainer = trl_trainer(rows, build / "model", tokenizer, tmp_path)

@@ -9,9 +9,9 @@ from tests.training.test_samples import config, group
 from turnwise.config import Config
 from turnwise.errors import InputError
 from turnwise.rollouts import Group
+from turnwise.run.checks import check_group_size
 from turnwise.training.algorithms import make_algorithm
 from turnwise.training.batching import make_micro_batch
-from turnwise.training.checks import check_group_size
 from turnwise.training.samples import SampleBatch, make_samples
 from turnwise.training.supervised import supervised_config
 
@@ -22,10 +22,8 @@ def scored(*rewards: float, by: float = 0.5) -> Group:
     """A group whose sampled tokens the teacher finds likelier by this many nats."""
     made = group(*rewards)
     for trajectory in made.trajectories:
-        trajectory.teacher_logprobs = [
-            [p + by if m else 0.0 for p, m in zip(b.logprobs, b.response_mask, strict=True)]
-            for b in trajectory.samples()
-        ]
+        for branch in trajectory.samples():
+            branch.scatter("teacher", [logprob + by for logprob in branch.logprobs])
     return made
 
 
@@ -47,8 +45,7 @@ def test_a_trajectory_alone_trains_without_an_advantage() -> None:
     assert not sample.advantages_T.any()
     assert sample.trained == 6
     at = sample.response_mask_T
-    assert sample.teacher_logprobs_T is not None
-    assert (sample.teacher_logprobs_T[at] - sample.logprobs_T[at]).tolist() == pytest.approx(
+    assert (sample.streams["teacher"][at] - sample.logprobs_T[at]).tolist() == pytest.approx(
         [0.5] * 6
     )
     check_group_size(_with(n=1, **ALONE), make_algorithm(_with(n=1, **ALONE).algorithm))

@@ -15,7 +15,7 @@ from turnwise.training.rank import TrainerRank
 from turnwise.training.reports import merge
 from turnwise.training.samples import make_samples
 from turnwise.training.supervised import supervised_samples
-from turnwise.trajectory import Distribution, Trajectory, audit
+from turnwise.trajectory import Distribution, Outcome, Trajectory, audit
 
 COLD, NARROW = Distribution(temperature=0.5), Distribution(1.3, top_p=0.8, top_k=40, min_p=0.001)
 FIRST, SECOND, THIRD = (5, 12), (15, 20), (26, 33)  # sampled positions of three turns
@@ -93,7 +93,7 @@ def test_a_step_on_turns_of_several_temperatures_is_on_policy_and_has_their_grad
     trained = sum(sample.trained for sample in samples)
     loss: Any = 0.0
     for sample in samples:
-        ids_1T = torch.from_numpy(sample.token_ids_T)[None]
+        ids_1T = torch.tensor([sample.ids.tolist()])
         for part, sampling in ((FIRST, COLD), (SECOND, None), (THIRD, NARROW)):
             mask_1T = torch.zeros_like(ids_1T, dtype=torch.bool)
             mask_1T[:, slice(*part)] = True
@@ -120,7 +120,7 @@ def test_samples_have_the_distributions_of_their_turns_and_context_turns_are_not
     make_config: Callable[..., Config],
 ) -> None:
     one, other = conversation(), conversation(untrained="agent_sampling")
-    one.reward, other.reward = 1.0, 0.0
+    one.outcome, other.outcome = Outcome(1.0), Outcome(0.0)
     batch = make_samples([Group("problem", trajectories=[one, other])], make_config(), 0)
     assert [sample.trained for sample in batch.samples] == [4, 2]
     assert [dict(sample.distributions) for sample in batch.samples] == [{0: COLD}] * 2

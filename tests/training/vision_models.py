@@ -37,7 +37,7 @@ from turnwise.training.batching import Columns, Layout, plan_micro_batches
 from turnwise.training.layout_check import ModelCheck
 from turnwise.training.rank import TrainerRank
 from turnwise.training.sample import Sample
-from turnwise.trajectory.images import PromptIds, extended, placed
+from turnwise.trajectory import Prompt
 
 SECONDS = 900
 """Deadline of one family, its engine included."""
@@ -264,14 +264,16 @@ FAMILIES: dict[str, Callable[[Path], object]] = {
 
 def samples_of(config: Config, answers: Sequence[list[int]]) -> list[Sample]:
     """Return samples of two images, one of them the same in all, to train with an advantage."""
-    template = load_template(config, load_tokenizer(config))
+    template = load_template(
+        config.model, config.sampling, config.engine, load_tokenizer(config.model)
+    )
     made = []
     for number, answer in enumerate(answers):
         parts = ("Look: ", picture(), " and ", picture(84, 56, number), "?")
         prompt = template.render([read_parts(asked(*parts), "a message")])
-        ids = extended(prompt, answer)
+        ids = Prompt.joined(prompt, answer)
         mask, zeros = [0] * len(prompt) + [1] * len(answer), [0] * len(ids)
-        sample = Sample.of(ids, mask, zeros, zeros, 1.0, number, images=placed(ids))
+        sample = Sample.of(ids, mask, zeros, zeros, 1.0, number)
         made.append(sample)
     return made
 
@@ -322,17 +324,17 @@ async def engine_row(rank: TrainerRank, folder: Path) -> dict[str, object]:
     try:
         published = rank.publish()
         canary = published.prompt
-        if not placed(canary):
+        if not canary.images:
             raise ValueError("the canary has no image: it is too long for model.max_length")
         row: dict[str, object] = {}
         row["engine"] = (await check_canary(engine, canary, published.logprobs, 1e9, 0))[1]
         (first,) = samples_of(config, [[]])
-        ids = extended(first.token_ids_T.tolist())
+        ids = Prompt.of(first.ids)
         sampling = SamplingConfig(n=1, max_tokens=8, ignore_eos=True)
-        said = await generate(engine, Request(ids, sampling, "two", images=first.images))
-        both = [*ids, *said.token_ids]
+        said = await generate(engine, Request(ids, sampling, "two"))
+        both = ids + said.token_ids
         mask = [0] * len(ids) + [1] * len(said.token_ids)
-        columns = Columns.of([Sample.to_score(PromptIds(both, first.images), mask)], "padded", CPU)
+        columns = Columns.of([Sample.to_score(both, mask)], "padded", CPU)
         with torch.no_grad():
             found, _ = rank._models.score("policy", columns)
         row["answer"] = float((found - torch.tensor(said.logprobs)).abs().max())

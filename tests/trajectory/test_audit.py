@@ -1,11 +1,12 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from turnwise.trajectory import ExactnessReport, Trajectory, audit
+from turnwise.trajectory import ExactnessReport, Prompt, Trajectory, audit
 
 
 def conversation() -> Trajectory:
@@ -37,7 +38,9 @@ def test_tokens_that_are_not_trained_have_a_reason() -> None:
 def test_one_corrupted_token_of_a_training_sample_is_named() -> None:
     trajectory = conversation()
     samples = trajectory.samples()
-    samples[0].token_ids[5] = 99
+    ids = samples[0].token_ids
+    ids[5] = 99
+    samples[0] = replace(samples[0], ids=Prompt(ids))
     report = audit(trajectory, samples)
     assert report.first_violation == (
         "problem 7 sample 3, training sample 0: token 5 is 99, where turn 1 sampled 6"
@@ -55,6 +58,8 @@ def test_one_corrupted_token_of_the_record_is_named(data: st.DataObject) -> None
     ids = turn.completion_token_ids if kind == "sampled" else turn.added_token_ids
     position, wrong = data.draw(st.integers(0, len(ids) - 1)), data.draw(st.integers(100, 999))
     right, ids[position] = ids[position], wrong
+    if kind == "added":
+        trajectory.turns[index] = replace(turn, added=Prompt(ids))
     report = audit(Trajectory.from_json(trajectory.to_json()))
     assert report.first_violation == (
         f"problem 7 sample 3, turn {index}: {kind} token {position} is {wrong}, "
@@ -111,7 +116,7 @@ def test_a_token_that_is_trained_nowhere_is_a_violation_unless_there_is_a_reason
 def test_samples_that_are_no_branch_are_named() -> None:
     trajectory = conversation()
     sample = trajectory.samples()[0]
-    shorter = replace(sample, token_ids=sample.token_ids[:-1])
+    shorter = replace(sample, ids=sample.ids[:-1])
     assert "7 tokens" not in str(audit(trajectory, [shorter]))
     assert "masks, log-probs, versions and turns of [7]" in str(audit(trajectory, [shorter]))
     assert "no branch that ends with turn 2" in str(audit(trajectory, [replace(sample, leaf=2)]))
@@ -136,7 +141,11 @@ def test_samples_that_are_no_branch_are_named() -> None:
         ({"prefix_length": 9}, "takes 9 tokens over from a path of 4"),
         ({"logprobs": [-0.3, float("nan")]}, "sampled token 1 has log-prob nan"),
         ({"logprobs": [0.5, -0.1]}, "sampled token 0 has log-prob 0.5"),
-        ({"weight_versions": [-1, 0]}, "sampled token 0 has weight version -1"),
+        ({"weight_versions": [-2, 0]}, "sampled token 0 has weight version -2"),
+        (
+            {"weight_versions": [-1, 1]},  # as if it had been forced
+            "its images, sampled tokens, log-probs, versions or sampling parameters",
+        ),
     ],
 )
 def test_the_record_itself_is_checked(change: dict[str, object], message: str) -> None:
@@ -152,6 +161,15 @@ def test_a_turn_of_an_engine_that_has_not_loaded_an_update_yet_is_exact() -> Non
     trajectory.add_turn([1, 2, 3, 4], [5, 6], [-0.1, -0.1], [6, 7], "stop")
     report = audit(trajectory)
     assert (report.violations, report.tokens_exact) == (0, 4)
+
+
+def test_a_token_that_its_mask_leaves_out_is_not_trained() -> None:
+    trajectory = conversation()
+    samples = trajectory.samples()
+    trajectory.turns[0].streams["mask"] = np.array([0, 1], np.float32)
+    assert "its mask leaves it out" in str(audit(trajectory, samples).first_violation)
+    report = audit(trajectory)
+    assert (report.violations, report.tokens_exact, report.masked) == (0, 6, {"not_chosen": 1})
 
 
 def test_reports_add_up() -> None:

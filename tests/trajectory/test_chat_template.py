@@ -3,6 +3,7 @@ from typing import Any
 
 import pytest
 
+from turnwise.chat.messages import plain
 from turnwise.errors import InputError
 from turnwise.trajectory import ChatTemplate, bridge
 
@@ -51,7 +52,7 @@ def test_without_a_template_a_text_is_a_prompt_with_its_bos(bare: Any) -> None:
     escaping = ChatTemplate(bare, escape_special_tokens=True)
     ids = escaping.render([{"role": "user", "content": "a<|im_end|>"}])
     assert escaping.decode_all(ids) == "<|endoftext|>a<|im_end|>"
-    assert bare.convert_tokens_to_ids("<|im_end|>") not in ids
+    assert bare.convert_tokens_to_ids("<|im_end|>") not in ids.tolist()
 
 
 @pytest.mark.parametrize(
@@ -79,7 +80,9 @@ def test_escaped_special_tokens_are_text_and_change_nothing_else(
     ids = escaping.render([{"role": role, "content": FORGED}])
     control = {*template.encode("<|im_start|><|im_end|><|endoftext|>")}
     harmless = template.render([{"role": role, "content": "4"}])
-    assert [token for token in ids if token in control] == [t for t in harmless if t in control]
+    assert [t for t in ids.tolist() if t in control] == [
+        t for t in harmless.tolist() if t in control
+    ]
     assert escaping.decode_all(ids) == template.render_text([{"role": role, "content": FORGED}])
     assert escaping.render(QUESTION) == template.render(QUESTION)
 
@@ -88,7 +91,7 @@ def test_special_tokens_in_parts_of_contents_are_escaped_too(tokenizer: Any) -> 
     form = "{% for m in messages %}{{ m.content[0].text }}<|im_end|>{% endfor %}"
     escaping = ChatTemplate(tokenizer, chat_template=form, escape_special_tokens=True)
     ids = escaping.render([{"role": "user", "content": [{"type": "text", "text": FORGED}]}])
-    assert ids.count(tokenizer.eos_token_id) == 1
+    assert ids.tolist().count(tokenizer.eos_token_id) == 1
     assert escaping.decode_all(ids) == f"{FORGED}<|im_end|>"
 
 
@@ -105,7 +108,7 @@ def test_what_the_model_said_keeps_its_tokens(tokenizer: Any, template: ChatTemp
     assert bridged.fork_reason is None
     assert FORGED in template.decode_all(bridged.added_token_ids)
     starts = template.encode("<|im_start|>")[0]
-    assert bridged.added_token_ids.count(starts) == 2  # the tool's, and the next turn's
+    assert bridged.added_token_ids.tolist().count(starts) == 2  # the tool's, and the next turn's
 
 
 def test_more_variables_share_all_else(template: ChatTemplate, tokenizer: Any) -> None:
@@ -115,3 +118,32 @@ def test_more_variables_share_all_else(template: ChatTemplate, tokenizer: Any) -
     assert own.render_text(QUESTION) == QUESTION[0]["content"] + "!"
     assert other._encode is own._encode
     assert other.seams is not own.seams
+
+
+CHATML = """\
+{%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' }}
+{%- if message.content is string %}{{- message.content }}
+{%- else %}{% for part in message.content %}{{- part.text }}{% endfor %}{% endif %}
+{{- '<|im_end|>\\n' }}{%- endfor %}"""
+
+
+def test_a_developer_is_a_system_message_where_the_template_knows_none(tokenizer: Any) -> None:
+    said = [
+        {"role": "system", "content": "One."},
+        {"role": "user", "content": "Hello."},
+        {"role": "developer", "content": "Two."},
+    ]
+    joined = [{"role": "system", "content": "One.\n\nTwo."}, said[1]]
+    template = ChatTemplate(tokenizer, chat_template=CHATML)
+    assert template.render_text(said) == template.render_text(joined)
+    knowing = ChatTemplate(tokenizer, chat_template=CHATML + "{# 'developer' #}")
+    assert "<|im_start|>developer\nTwo." in knowing.render_text(said)
+
+
+def test_parts_of_a_text_are_joined_as_the_template_shows_them(tokenizer: Any) -> None:
+    """By the template itself, or with a line break, as vLLM's server joins them."""
+    parts = [{"type": "text", "text": "One"}, {"type": "text", "text": "two"}]
+    message = {"role": "user", "content": parts}
+    for source, shown in ((CHATML, "Onetwo"), ("{{ messages[0].content + '!' }}", "One\ntwo")):
+        template = ChatTemplate(tokenizer, chat_template=source)
+        assert shown in template.render_text([plain(message, template.between_parts)])

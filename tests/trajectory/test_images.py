@@ -11,14 +11,15 @@ from turnwise.errors import InputError, TrajectoryError
 from turnwise.trajectory import (
     Image,
     PlacedImage,
-    PromptIds,
+    Prompt,
     Trajectory,
     audit,
     read_jsonl,
-    replace_prefix_tokens,
     write_jsonl,
 )
-from turnwise.trajectory.images import extended, placed, put_in_place, save_images
+from turnwise.trajectory.images import save_images
+from turnwise.trajectory.prefix import replace_prefix
+from turnwise.trajectory.prompt import put_in_place
 from turnwise.trajectory.training_trace import (
     export_traces,
     from_training_trace,
@@ -35,12 +36,12 @@ class Tokens:
 
     marker = PAD
 
-    def ids_of(self, image: Image) -> PromptIds:
+    def ids_of(self, image: Image) -> Prompt:
         length = 2 if image == RED else 3
-        return PromptIds([PAD] * length, [PlacedImage(image, 0, length)])
+        return Prompt([PAD] * length, [PlacedImage(image, 0, length)])
 
 
-def with_images(ids: list[int], *images: Image) -> list[int]:
+def with_images(ids: list[int], *images: Image) -> Prompt:
     return put_in_place(ids, images, Tokens())
 
 
@@ -49,15 +50,15 @@ def two_turns(second: Image = RED) -> Trajectory:
     trajectory = Trajectory("p")
     first = with_images([1, PAD, 2], RED)
     trajectory.add_turn(first, [5, 6], [-0.5, -0.1], [0, 0], "stop")
-    following = extended(first, [5, 6], with_images([3, PAD, 4], second))
+    following = Prompt.joined(first, [5, 6], with_images([3, PAD, 4], second))
     trajectory.add_turn(following, [7], [-0.2], [1], "stop")
     return trajectory
 
 
 def test_each_marker_becomes_the_ids_of_its_image() -> None:
     prompt = with_images([1, PAD, 2, PAD], BLUE, RED)
-    assert prompt == [1, PAD, PAD, PAD, 2, PAD, PAD]
-    assert placed(prompt) == (PlacedImage(BLUE, 1, 3), PlacedImage(RED, 5, 2))
+    assert prompt.tolist() == [1, PAD, PAD, PAD, 2, PAD, PAD]
+    assert prompt.images == (PlacedImage(BLUE, 1, 3), PlacedImage(RED, 5, 2))
 
 
 @pytest.mark.parametrize("ids", [[1, 2], [PAD, 1, PAD]])
@@ -74,10 +75,10 @@ def test_turns_keep_the_images_that_they_add() -> None:
         [PlacedImage(BLUE, 7, 3)],
     ]
     assert [t.fork_reason for t in trajectory.turns] == [None, None]
-    prompt = trajectory.prompt_token_ids(1)
-    assert placed(prompt) == (PlacedImage(RED, 1, 2), PlacedImage(BLUE, 7, 3))
+    prompt = trajectory.prompt(1)
+    assert prompt.images == (PlacedImage(RED, 1, 2), PlacedImage(BLUE, 7, 3))
     (branch,) = trajectory.samples()
-    assert branch.images == [*placed(prompt)]
+    assert branch.images == prompt.images
     assert audit(trajectory).percent == 100.0
     assert audit(trajectory).violations == 0
 
@@ -85,14 +86,15 @@ def test_turns_keep_the_images_that_they_add() -> None:
 def test_another_image_of_the_same_ids_begins_a_branch() -> None:
     trajectory = Trajectory("p")
     other = replace(RED, hash="0" * 32)
-    first = PromptIds([1, PAD, PAD, 2], [PlacedImage(RED, 1, 2)])
+    first = Prompt([1, PAD, PAD, 2], [PlacedImage(RED, 1, 2)])
     trajectory.add_turn(first, [5], [-0.5], [0], "stop")
-    changed = PromptIds([*first, 5, 3], [PlacedImage(other, 1, 2)])
+    ids = first.tolist()
+    changed = Prompt([*ids, 5, 3], [PlacedImage(other, 1, 2)])
     turn = trajectory.add_turn(changed, [6], [-0.5], [0], "stop")
     assert (turn.parent, turn.prefix_length, turn.fork_reason) == (0, 1, "image_changed")
-    turn = trajectory.add_turn([*first, 5, 3], [6], [-0.5], [0], "stop")  # without any
+    turn = trajectory.add_turn([*ids, 5, 3], [6], [-0.5], [0], "stop")  # without any
     assert turn.prefix_length == 1
-    again = PromptIds([*first, 5, 4], [PlacedImage(RED, 1, 2)])
+    again = Prompt.joined(first, [5, 4])
     turn = trajectory.add_turn(again, [6], [-0.5], [0], "stop")
     assert (turn.parent, turn.prefix_length, turn.fork_reason) == (0, 5, None)
     assert [[*branch.images] for branch in trajectory.branches()] == [
@@ -108,19 +110,21 @@ def test_forced_tokens_keep_the_images() -> None:
     trajectory = Trajectory("p")
     prompt = with_images([1, PAD], RED)
     trajectory.add_turn(prompt, [5, 6, 7], [-0.5, 0.0, -0.1], [0, -1, 0], "stop")
-    assert len(trajectory.turns) == 2
+    following = Prompt.joined(prompt, [5, 6, 7, 8])
+    assert trajectory.add_turn(following, [2], [-0.5], [0], "stop").added_token_ids == [8]
     assert audit(trajectory).violations == 0
-    assert trajectory.samples()[0].images == [*placed(prompt)]
+    assert trajectory.samples()[0].images == prompt.images
 
 
 def test_the_audit_finds_a_moved_and_a_replaced_image() -> None:
     for wrong in (PlacedImage(RED, 2, 2), PlacedImage(BLUE, 1, 2)):
         trajectory = two_turns()
-        trajectory.turns[0] = replace(trajectory.turns[0], images=[wrong])
+        (first, _) = trajectory.turns
+        trajectory.turns[0] = replace(first, added=Prompt(first.added.ids, [wrong]))
         assert "images" in str(audit(trajectory).first_violation)
     trajectory = two_turns()
     (sample,) = trajectory.samples()
-    report = audit(trajectory, [replace(sample, images=sample.images[:1])])
+    report = audit(trajectory, [replace(sample, ids=Prompt(sample.ids.ids, sample.images[:1]))])
     assert report.tokens_exact == 0
     assert "its images are not those that turn 1 had" in str(report.first_violation)
 
@@ -139,7 +143,7 @@ def test_json_holds_hashes_and_the_folder_each_image_once(tmp_path: Path) -> Non
         assert read.images[BLUE.hash].read() == b"blue"
         assert read.messages[0]["content"][0]["image"] == RED
         assert audit(read).violations == 0
-        read.add_turn(extended(read.prompt_token_ids(1), [7, 8]), [1], [-1.0], [1], "stop")
+        read.add_turn(Prompt.joined(read.prompt(1), [7, 8]), [1], [-1.0], [1], "stop")
         assert read.turns[-1].fork_reason is None
     with pytest.raises(TrajectoryError, match="is not here") as error:
         Trajectory.from_json(trajectory.to_json()).images[RED.hash].read()
@@ -233,11 +237,11 @@ def test_the_models_ids_are_put_back_with_their_images() -> None:
         def decode(self, ids: list[int]) -> str:
             return " ".join(map(str, ids))
 
-    model = extended(with_images([11, PAD], RED), [20, 2])
-    before = extended(with_images([11, PAD], RED), [20, 2])
-    whole = extended(before, with_images([12, PAD, 13], BLUE))
-    spliced = replace_prefix_tokens(Tokenizer(), model, before, whole)
+    model = Prompt.joined(with_images([11, PAD], RED), [20, 2])
+    before = Prompt.joined(with_images([11, PAD], RED), [20, 2])
+    whole = Prompt.joined(before, with_images([12, PAD, 13], BLUE))
+    spliced = replace_prefix(Tokenizer(), model, before, whole)
     assert spliced == whole
-    assert placed(spliced) == placed(whole)
+    assert spliced.images == whole.images
     with pytest.raises(TrajectoryError, match="other images"):
-        replace_prefix_tokens(Tokenizer(), [*model], before, whole)
+        replace_prefix(Tokenizer(), model.tolist(), before, whole)

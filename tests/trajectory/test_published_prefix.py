@@ -49,11 +49,11 @@ class Compared(Case):
         turns = [*self.before, self.turn]
         try:
             opening = render(self.before, tools=self.tools)
-            prefix = template.render(turns, tools=self.tools, add_generation_prompt=False)
+            closed = template.render(turns, tools=self.tools, add_generation_prompt=False)
             text = render([*turns, *self.after], tools=self.tools)
         except Exception:
             return "the template refuses it"
-        eos = template.tokenizer.eos_token_id
+        eos, prefix = template.tokenizer.eos_token_id, closed.tolist()
         end = eos_of(self.name)
         seam = text.rfind(end, 0, text.find(NEWS))
         if text.count(NEWS) != len(self.after) or seam < 0 or eos not in prefix:
@@ -196,7 +196,7 @@ def test_a_server_splices_calls_whose_arguments_are_text(name: str) -> None:
     case = Compared(name, template, asked, turn, more, TOOLS, "Two.")
     said = case.sampled(template.render_text(asked, tools=TOOLS), eos_of(name))
     assert said is not None
-    required = [*template.render(asked, tools=TOOLS), *template.encode(said)]
+    required = [*template.render(asked, tools=TOOLS).tolist(), *template.encode(said)]
     function = turn["tool_calls"][0]["function"]
     function["arguments"] = json.dumps(function["arguments"])
     ids = spliced_prompt(template, Conversation([*asked, turn, *more], TOOLS), required)
@@ -210,7 +210,7 @@ def test_what_is_said_before_a_call_may_be_left_out_by_the_template() -> None:
     asked, more = [message("llama3_1", "user", "2 + 2?")], [result(2, "4")]
     printed = '{"name": "calculate", "parameters": {"a": "2 + 2"}}'
     said = template.encode(f"I add. {printed}{eos_of('llama3_1')}")
-    required = [*template.render(asked, tools=TOOLS), *said]
+    required = [*template.render(asked, tools=TOOLS).tolist(), *said]
     sent = [*asked, {**turn, "content": "I add."}, *more]
     assert template.render(sent) == template.render([*asked, turn, *more]), "as it is published"
     ids = spliced_prompt(template, Conversation(sent, TOOLS), required)
@@ -228,7 +228,7 @@ def test_a_question_that_was_edited_is_refused(name: str) -> None:
     more = message(name, "user", "And 3 + 3?")
     said, sent = (message(name, "user", f"What is 2 {sign} 2?") for sign in "+-")
     model = [
-        *template.render([said]),
+        *template.render([said]).tolist(),
         *template.encode("It is 4."),
         template.tokenizer.eos_token_id,
     ]

@@ -16,7 +16,7 @@ from turnwise.chat.messages import Conversation, answer
 from turnwise.chat.prompts import next_prompt
 from turnwise.chat.session import Session
 from turnwise.engine.protocol import Completion
-from turnwise.trajectory import ChatTemplate, Trajectory, audit, bridge
+from turnwise.trajectory import ChatTemplate, Prompt, Trajectory, audit, bridge
 from turnwise.trajectory.check_template import check_template
 
 _HEAD = """
@@ -200,7 +200,7 @@ def test_a_session_continues_with_sampled_ids_whatever_reasoning_its_client_retu
             answer=lambda said=said: said,  # type: ignore[misc]
             prompt=prompt,
         )
-        path = [*path, *sampled]
+        path = Prompt.joined(path, sampled)
         calls = [call(str(turn), turn)]
         messages += [
             {"role": "assistant", "content": None, "tool_calls": calls, **returned},

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from tests.conftest import ROOT
 from turnwise.cli import app
 from turnwise.errors import InputError, TurnwiseError
-from turnwise.trajectory import Trajectory, audit, read_jsonl, write_jsonl
+from turnwise.trajectory import Outcome, Trajectory, audit, read_jsonl, write_jsonl
 from turnwise.trajectory.training_trace import (
     export_traces,
     from_training_trace,
@@ -53,13 +53,12 @@ def trajectories(draw: st.DrawFn) -> Trajectory:
             messages=draw(st.sampled_from([(), ({"role": "user", "content": "\u2028é"},)])),
         )
     trajectory.messages = [{"role": "user", "content": "hi\u2028"}]
-    trajectory.reward, trajectory.status = 0.1 + 0.2, "completed"
-    trajectory.events = Counter(tool_call=2)
-    trajectory.reward_parts, trajectory.metrics = {"environment": 0.3}, {"steps": 1.0}
-    trajectory.turn_rewards = [0.1] * len(trajectory.turns)
+    trajectory.status, trajectory.events = "completed", Counter(tool_call=2)
+    turns = [0.1] * len(trajectory.turns)
+    trajectory.outcome = Outcome(0.1 + 0.2, {"environment": 0.3}, turns, metrics={"steps": 1.0})
     if draw(st.booleans()):
         trajectory.turn_players = [draw(st.sampled_from("xo")) for _ in trajectory.turns]
-        trajectory.player_rewards = {"x": 1.0, "o": -1.0}
+        trajectory.set_outcome(players={"x": 1.0, "o": -1.0})
     return trajectory
 
 
@@ -117,15 +116,15 @@ def test_a_trace_of_another_program() -> None:
     made = from_training_trace(trace(one(), context, more), name="file:1", weight_version=4)
     assert (made.problem_id, made.reward, made.status) == ("file:1", None, "completed")
     (sample,) = made.samples()
-    assert sample.token_ids == [1, 2, 3, 4, 5, 6, 7, 8, 9]
-    assert sample.response_mask == [0, 0, 1, 1, 1, 0, 0, 1, 1]
-    assert sample.logprobs == [0, 0, -0.1, -0.2, -0.3, 0, 0, -2.0, -3.0]
-    assert sample.weight_versions == [-1, -1, 4, 4, 4, -1, -1, 4, 4]
+    assert sample.token_ids == [1, 2, 3, 4, 5, 6, 7, 8, 9, 9]
+    assert sample.response_mask == [0, 0, 1, 1, 1, 0, 0, 1, 1, 0]
+    assert sample.logprobs == [0, 0, -0.1, -0.2, -0.3, 0, 0, -2.0, -3.0, 0]
+    assert sample.weight_versions == [-1, -1, 4, 4, 4, -1, -1, 4, 4, -1]
     assert audit(made).first_violation is None
 
 
 def test_a_call_that_was_masked_after_its_export_is_context() -> None:
-    trajectory = Trajectory("math:1", turn_rewards=[0.5, 1.0], turn_players=["x", "o"])
+    trajectory = Trajectory("math:1", turn_players=["x", "o"], outcome=Outcome(turns=[0.5, 1.0]))
     trajectory.add_turn([1], [2, 3], [-0.1, -0.2], [3, 3], "stop")
     trajectory.add_turn([1, 2, 3, 4], [5], [-0.3], [4], "stop")
     exported = to_training_trace(trajectory)
@@ -133,8 +132,8 @@ def test_a_call_that_was_masked_after_its_export_is_context() -> None:
     made = from_training_trace(exported)
     (sample,) = made.samples()
     assert (sample.token_ids, sample.response_mask) == ([1, 2, 3, 4, 5], [0, 0, 0, 0, 1])
-    assert (sample.weight_versions[-1], made.turn_rewards) == (4, [1.0])
-    assert made.turn_players == ["o"]
+    assert (sample.weight_versions[-1], made.turn_rewards) == (4, [0.5, 1.0])
+    assert made.turn_players == ["x", "o"]
     exported["turns"][0]["metadata"]["turnwise"]["trajectory"]["turn_players"].pop()
     with pytest.raises(InputError, match="turn_players must have an entry for each of 2 turns"):
         from_training_trace(exported)
@@ -153,12 +152,18 @@ def test_a_call_that_was_masked_after_its_export_is_context() -> None:
         (trace(one(loss_mask=[0, 0, 1])), "loss_mask must cover prompt and completion"),
         (trace(one(loss_mask=[0, 1, 1, 1, 1])), "loss_mask trains a token of the prompt"),
         (trace(one(loss_mask=[0, 0, 2, 1, 1])), "loss_mask must hold 0 and 1"),
-        (trace(one(loss_mask=[0, 0, 1, 0, 1])), "loss_mask trains a completion in 2 pieces"),
     ],
 )
 def test_a_malformed_trace_is_named(bad: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         from_training_trace(bad, name="file:7")
+
+
+def test_a_completion_may_be_trained_in_pieces() -> None:
+    made = from_training_trace(trace(one(loss_mask=[0, 0, 1, 0, 1])))
+    assert made.samples()[0].response_mask == [0, 0, 1, 0, 1]
+    assert audit(made).masked == {"not_chosen": 1}
+    assert from_training_trace(to_training_trace(made)).samples() == made.samples()
 
 
 def test_a_token_changed_after_its_export_is_found() -> None:
@@ -195,7 +200,7 @@ def test_files(tmp_path: Path) -> None:
 
 
 def test_the_command_goes_there_and_back(tmp_path: Path) -> None:
-    trajectory = Trajectory("math:1", reward=0.5)
+    trajectory = Trajectory("math:1", outcome=Outcome(0.5))
     trajectory.add_turn([1], [2, 3], [-0.1, -0.2], [3, 3], "stop")
     source, traces, back = (str(tmp_path / f"{name}.jsonl") for name in "abc")
     write_jsonl(Path(source), [trajectory])
@@ -221,7 +226,7 @@ def test_openenv_reads_and_writes_our_traces(tmp_path: Path) -> None:
     """OpenEnv's own class validates them strictly; what it writes again is the same trajectory."""
     made: list[Trajectory] = []
     for version in (0, 7):
-        trajectory = Trajectory("math:1", reward=0.5, turn_rewards=[0.25, 0.25])
+        trajectory = Trajectory("math:1", outcome=Outcome(0.5, turns=[0.25, 0.25]))
         trajectory.add_turn([1], [2, 3], [-0.1, 5e-6], [version] * 2, "stop")
         trajectory.add_turn([1, 2, 3, 4], [5], [-0.3], [version + 1], "length")
         made.append(trajectory)

@@ -2,17 +2,18 @@ import doctest
 import importlib
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from turnwise.errors import TrajectoryError
-from turnwise.trajectory import Trajectory, audit, read_jsonl, write_jsonl
+from turnwise.trajectory import FORCED, Outcome, Trajectory, audit, read_jsonl, write_jsonl
 
-trajectory_module = importlib.import_module("turnwise.trajectory.trajectory")
 ids = st.lists(st.integers(0, 3), max_size=6)
 floats = st.floats(max_value=0, allow_nan=False, allow_infinity=False)
 text = st.text(max_size=12)
@@ -26,10 +27,12 @@ def attempts(draw: st.DrawFn) -> tuple[Trajectory, Calls]:
         problem_id=draw(text),
         sample_index=draw(st.integers(0, 9)),
         messages=draw(st.lists(st.fixed_dictionaries({"role": text, "content": text}), max_size=3)),
-        reward=draw(st.none() | st.floats(allow_nan=False)),
         status=draw(st.sampled_from(["completed", "length"])),
         events=Counter(draw(st.dictionaries(text, st.integers(1, 5)))),
-        reward_parts=draw(st.dictionaries(text, floats, max_size=2)),
+        outcome=Outcome(
+            draw(st.none() | st.floats(allow_nan=False)),
+            draw(st.dictionaries(text, floats, max_size=2)),
+        ),
     )
     calls: Calls = []
     for version in range(draw(st.integers(0, 6))):
@@ -90,14 +93,14 @@ def test_each_sampled_token_is_trained_in_one_sample(attempt: tuple[Trajectory, 
 
 
 def test_a_file_of_trajectories_reads_back(tmp_path: Path) -> None:
-    written = [Trajectory("a", 0), Trajectory("b\n\u2028", 1, reward=0.1 + 0.2)]
+    written = [Trajectory("a", 0), Trajectory("b\n\u2028", 1, outcome=Outcome(0.1 + 0.2))]
     write_jsonl(tmp_path / "deep" / "file.jsonl", written)
     assert list(read_jsonl(tmp_path / "deep" / "file.jsonl")) == written
     assert [p.name for p in (tmp_path / "deep").iterdir()] == ["file.jsonl"]
 
 
 def test_a_file_without_the_parts_of_the_reward_reads_too() -> None:
-    written = Trajectory("a", reward=1.0)
+    written = Trajectory("a", outcome=Outcome(1.0))
     tree = json.loads(written.to_json())
     del tree["reward_parts"]
     assert Trajectory.from_json(json.dumps(tree)) == written
@@ -164,9 +167,11 @@ def test_the_final_text_is_the_last_assistant_message() -> None:
     assert trajectory.final_text == "last"
 
 
-def test_the_examples_of_the_docstrings_run() -> None:
-    results = doctest.testmod(trajectory_module)
-    assert results.attempted > 5
+@pytest.mark.parametrize("name", ["trajectory", "turn", "prompt", "provenance", "images"])
+def test_the_examples_of_the_docstrings_run(name: str) -> None:
+    module = importlib.import_module(f"turnwise.trajectory.{name}")
+    results = doctest.testmod(module, extraglobs={"Trajectory": Trajectory, "np": np})
+    assert results.attempted > 1
     assert results.failed == 0
 
 
@@ -184,7 +189,9 @@ def test_chosen_rows_train_what_was_sampled_and_nothing_twice(
     report = audit(trajectory)
     assert report.first_violation is None
     assert report.tokens_trained <= sum(sum(mask) for _, mask in rows)
-    assert Trajectory.from_json(trajectory.to_json()) == trajectory
+    again = Trajectory.from_json(trajectory.to_json())
+    assert again == trajectory
+    assert again.samples() == trajectory.samples()
 
 
 def test_a_row_that_differs_from_what_was_sampled_is_refused_where_it_is_trained() -> None:
@@ -193,11 +200,87 @@ def test_a_row_that_differs_from_what_was_sampled_is_refused_where_it_is_trained
     trajectory.add_turn([1, 2, 3, 4, 5], [6, 7], [-0.1, -0.2], [0, 1], "stop")
     with pytest.raises(TrajectoryError, match=r"row 0 has token 8 at position 5, where .* has 6"):
         trajectory.choose([([1, 2, 3, 4, 5, 8, 7], [0, 0, 1, 1, 0, 1, 1])])
-    assert trajectory.chosen is None
+    assert not any(turn.streams for turn in trajectory.turns)
     trajectory.choose([([1, 2, 3, 4, 5, 8, 7], [0, 0, 1, 1, 0, 0, 0])])  # beyond what is trained
-    assert trajectory.chosen == [(0, [0, 0, 1, 1])]
+    assert trajectory.samples()[0].response_mask == [0, 0, 1, 1]
+    assert audit(trajectory).masked == {"not_chosen": 2}
     trajectory.choose([([1, 2, 3, 4, 5, 6, 7, 9], [1] * 8)])  # what nobody sampled is left out
-    assert trajectory.chosen == [(1, [0, 0, 1, 1, 0, 1, 1])]
     (sample,) = trajectory.samples()
+    assert sample.response_mask == [0, 0, 1, 1, 0, 1, 1]
     assert sample.weight_versions == [-1, -1, 0, 0, -1, 0, 1]
     assert audit(trajectory).masked == {}
+
+
+@given(attempts(), st.data())
+def test_what_is_scattered_over_branches_is_gathered_from_them(
+    attempt: tuple[Trajectory, Calls], data: st.DataObject
+) -> None:
+    """Whatever branches share, and whatever masks and forced tokens leave out."""
+    trajectory, _ = attempt
+    for index, turn in enumerate(trajectory.turns):
+        size = len(turn.completion_token_ids)
+        versions = [data.draw(st.sampled_from([FORCED, 3, 3])) for _ in range(size)]
+        trajectory.turns[index] = turn = replace(turn, weight_versions=versions)
+        if data.draw(st.booleans()):
+            mask = data.draw(st.lists(st.integers(0, 1), min_size=size, max_size=size))
+            turn.streams["mask"] = np.asarray(mask, np.float32)
+    trained: dict[tuple[int, int], float] = {}  # by turn and place
+    for number, sample in enumerate(trajectory.samples()):
+        values_T = np.arange(len(sample.ids), dtype=np.float32) + 1000 * (number + 1)
+        sample.scatter("credit", values_T)
+        starts = [trajectory.turns[turn].prompt_length for turn in sample.turns]
+        for at, (turn, start) in enumerate(zip(sample.turns, starts, strict=True)):
+            if sample.response_mask[at]:
+                assert (turn, at - start) not in trained, "trained twice"
+                trained[turn, at - start] = float(values_T[at])
+    expected = {
+        (index, place)
+        for index, turn in enumerate(trajectory.turns)
+        for place, version in enumerate(turn.weight_versions)
+        if version != FORCED and ("mask" not in turn.streams or turn.streams["mask"][place])
+    }
+    assert trained.keys() == expected
+    for sample in trajectory.samples():
+        gathered_T = sample.gather("credit")
+        for at, turn in enumerate(sample.turns):
+            place = at - trajectory.turns[turn].prompt_length
+            assert gathered_T[at] == (trained[turn, place] if sample.response_mask[at] else 0.0)
+    assert not trajectory.samples() or not trajectory.samples()[0].gather("unknown").any()
+
+
+def test_files_of_older_runs_keep_their_masks_and_teachers() -> None:
+    trajectory = Trajectory("a", outcome=Outcome(1.0))
+    trajectory.add_turn([1, 2], [3, 4], [-0.1, -0.2], [0, 0], "stop")
+    trajectory.add_turn([1, 2, 3, 4, 5], [6], [-0.3], [0], "stop")
+    tree = json.loads(trajectory.to_json())
+    tree["turns"][1]["same_call"] = True
+    tree |= {"chosen": [[1, [0, 0, 1, 0, 0, 1]]], "teacher_logprobs": [[0, 0, -1.5, 0, 0, -2.5]]}
+    (sample,) = Trajectory.from_tree(tree).samples()
+    assert sample.response_mask == [0, 0, 1, 0, 0, 1]
+    assert sample.gather("teacher").tolist() == [0, 0, -1.5, 0, 0, -2.5]
+    tree |= {"chosen": None, "teacher_logprobs": []}
+    assert Trajectory.from_tree(tree) == trajectory
+
+
+def test_a_forced_token_is_context_of_its_turn() -> None:
+    trajectory = Trajectory("p")
+    trajectory.add_turn([1], [2, 3, 4], [-0.1, 0.0, -0.2], [5, FORCED, 5], "stop")
+    assert trajectory.sampled_tokens == 2
+    (sample,) = trajectory.samples()
+    assert sample.response_mask == [0, 1, 0, 1]
+    assert sample.weight_versions == [-1, 5, -1, 5]
+    report = audit(trajectory)
+    assert (report.violations, report.tokens_sampled, report.tokens_exact) == (0, 2, 2)
+    sample.response_mask[2] = 1
+    assert "trained but was not sampled" in str(audit(trajectory, [sample]).first_violation)
+
+
+def test_a_prompt_is_its_turns_while_another_turn_is_recorded() -> None:
+    """A thread that has seen the turns, but not yet the path of the last one."""
+    trajectory = Trajectory("p")
+    trajectory.add_turn([1, 2], [3], [-0.1], [0], "stop")
+    seen = trajectory._last
+    trajectory.add_turn([1, 9], [4], [-0.1], [0], "stop")
+    assert trajectory.prompt(0) == [1, 2]
+    trajectory._last = seen
+    assert [trajectory.prompt(index).tolist() for index in (0, 1)] == [[1, 2], [1, 9]]

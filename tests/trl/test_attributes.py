@@ -13,14 +13,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from tests.models import make_reward_model, perturbed
 from tests.trl_maze import ones
 from turnwise.compat.trl.config import settings
-from turnwise.compat.trl.logs import evaluation_loss, log_history, trl_names
+from turnwise.compat.trl.logs import TrlNames
 from turnwise.compat.trl.policy import Policy
 from turnwise.config import Config, make_config
 from turnwise.errors import InputError
 from turnwise.observe.metrics import StepMetrics
 from turnwise.training import checkpoint_state
 from turnwise.training.lora import write_adapter
-from turnwise.trajectory import Trajectory
+from turnwise.trajectory import Outcome, Trajectory
 from turnwise.trl import GRPOConfig, GRPOTrainer
 
 ROWS = [{"prompt": [{"role": "user", "content": f"Say {n}."}], "answer": n} for n in range(8)]
@@ -186,8 +186,8 @@ def test_rows_are_trained_in_their_own_order_without_shuffling() -> None:
 
 
 def attempt(problem: str, reward: float, tokens: int, status: Any = "completed") -> Trajectory:
-    trajectory = Trajectory(problem, reward=reward, status=status)
-    trajectory.reward_parts, trajectory.metrics = {"few": reward}, {"custom_accuracy": 0.75}
+    trajectory = Trajectory(problem, status=status, outcome=Outcome(reward))
+    trajectory.set_outcome(parts={"few": reward}, metrics={"custom_accuracy": 0.75})
     trajectory.add_turn([1], [2] * tokens, [-0.5] * tokens, [0] * tokens, "stop")
     return trajectory
 
@@ -197,7 +197,7 @@ def test_log_history_has_the_names_of_trl() -> None:
     metrics.add_trajectories([attempt("p", 1.0, 3), attempt("p", 0.0, 5, "length")])
     metrics.heldout, metrics.heldout_sets = {"reward_mean": 0.5}, {"easy": {"reward_mean": 0.75}}
     config = config_of(steps_per_generation=2, per_device_train_batch_size=8)
-    trained, evaluated = log_history([metrics.to_json()], config, rows=8)
+    trained, evaluated = TrlNames(config).log_history([metrics.to_json()], rows=8)
     expected = {
         "step": 4, "epoch": 0.5, "loss": 0.5, "reward": 0.5, "reward_std": 0.5**0.5,
         "rewards/few/mean": 0.5,
@@ -218,7 +218,7 @@ def test_a_step_without_a_signal_is_logged_with_a_loss_too() -> None:
     config = config_of(learning_rate=1e-3)
     steps = [StepMetrics(step=1), StepMetrics(step=2, loss=0.5, grad_norm=2.0, learning_rate=1e-4)]
     steps.append(StepMetrics(step=3))
-    history = log_history([step.to_json() for step in steps], config, rows=8)
+    history = TrlNames(config).log_history([step.to_json() for step in steps], rows=8)
     names = "loss", "grad_norm", "learning_rate"
     logged = [tuple(record[name] for name in names) for record in history]
     assert logged == [(0.0, 0.0, 1e-3), (0.5, 2.0, 1e-4), (0.0, 0.0, 1e-4)]
@@ -232,7 +232,7 @@ def test_calls_of_tools_have_trls_frequencies() -> None:
     )
     events = {"tool_call": 2, "tool_error": 1, "tool_malformed": 3}
     record = {"step": 1, "reward_mean": 0.0, "trajectories": 3, "events": events}
-    names = trl_names(record, with_tools)
+    names = TrlNames(with_tools).names(record)
     assert names["tools/call_frequency"] == pytest.approx(2 / 3)
     assert names["tools/failure_frequency"] == pytest.approx(1 / 2)
 
@@ -249,8 +249,8 @@ def test_an_evaluations_loss_is_that_of_its_own_answers(loss: str, expected: flo
     scale = "none" if loss == "dr_grpo" else "group"
     config = config_of(loss_type=loss, max_completion_length=16, scale_rewards=scale)
     answers = [attempt("p", 1.0, 3), attempt("p", 0.0, 5)]
-    assert evaluation_loss(answers, config) == pytest.approx(expected, rel=1e-3, abs=1e-6)
-    assert evaluation_loss([], config) == 0.0
+    assert TrlNames(config).evaluation_loss(answers) == pytest.approx(expected, rel=1e-3, abs=1e-6)
+    assert TrlNames(config).evaluation_loss([]) == 0.0
 
 
 def test_the_hub_gets_model_and_tokenizer(

@@ -83,7 +83,7 @@ async def test_reward_functions_get_pictures(vision_path: str) -> None:
         mean_tokens=4,
         latency=Latency(prefill_token=0.0, step=1e-4, step_request=0.0),
     )
-    runner = Runner(config, load_tokenizer(config), TrlEnvironments())
+    runner = Runner(config, load_tokenizer(config.model), TrlEnvironments())
     problem = Problem("rows:1", {"prompt": QUESTION, "image": picture(), "answer": 1})
     group = await runner.run_group(engine, problem, SamplingConfig(n=2, max_tokens=8), "t")
     assert group.dropped == {}, group.causes

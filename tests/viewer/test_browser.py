@@ -19,8 +19,7 @@ from turnwise.engine.protocol import TurnTimes
 from turnwise.observe.metrics import StepMetrics
 from turnwise.run.token_values import TokenColumns, write_columns
 from turnwise.training.reports import RECORDED
-from turnwise.trajectory import Image, PlacedImage, PromptIds, Trajectory, write_jsonl
-from turnwise.trajectory.images import extended
+from turnwise.trajectory import Image, Outcome, PlacedImage, Prompt, Trajectory, write_jsonl
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 TURNWISE = (sys.executable, "-m", "turnwise.cli")
@@ -33,7 +32,7 @@ def a_call(number: int) -> dict[str, object]:
 
 def a_trajectory(number: int) -> Trajectory:
     """Two turns and a call; number 5 has a second branch, an error, and markup in its answer."""
-    trajectory = Trajectory(f"rows:{number // 4}", number % 4, reward=(number % 3) / 2)
+    trajectory = Trajectory(f"rows:{number // 4}", number % 4, outcome=Outcome((number % 3) / 2))
     first = [*range(10, 22)]
     sampled = [*range(22, 30)]
     logprobs = [-0.05 * (1 + (i + number) % 8) ** 2 for i in range(8)]
@@ -56,7 +55,7 @@ def a_trajectory(number: int) -> Trajectory:
     ]
     trajectory.status = "length" if number == 5 else "completed"
     trajectory.environment = "shop" if number < 8 else "sums"
-    trajectory.reward_parts = {"environment": (number % 3) / 2, "style": 0.5}
+    trajectory.set_outcome(parts={"environment": (number % 3) / 2, "style": 0.5})
     trajectory.row = {"answer": f"<b>{number + 2}</b>"}
     return trajectory
 
@@ -83,11 +82,11 @@ def with_a_picture() -> Trajectory:
     Pictures.new("RGB", (56, 84), "teal").save(buffer := io.BytesIO(), "PNG")
     image = Image.of(buffer.getvalue(), "png", 56, 84)
     part = {"type": "image", "image": image}
-    trajectory = Trajectory("pictures:1", reward=1.0, status="completed")
-    first = PromptIds([10, *[11] * 6, 12], [PlacedImage(image, 1, 6)])
+    trajectory = Trajectory("pictures:1", status="completed", outcome=Outcome(1.0))
+    first = Prompt([10, *[11] * 6, 12], [PlacedImage(image, 1, 6)])
     trajectory.add_turn(first, [22, 23], [-0.5, -0.1], [1, 1], "stop")
-    more = PromptIds([30, *[11] * 6], [PlacedImage(image, 1, 6)])
-    trajectory.add_turn(extended(first, [22, 23], more), [24], [-0.2], [1], "stop")
+    more = Prompt([30, *[11] * 6], [PlacedImage(image, 1, 6)])
+    trajectory.add_turn(Prompt.joined(first, [22, 23], more), [24], [-0.2], [1], "stop")
     trajectory.messages = [
         {"role": "user", "content": [{"type": "text", "text": "Which colour?"}, part]},
         {"role": "assistant", "content": "", "tool_calls": [a_call(1)]},
@@ -98,7 +97,7 @@ def with_a_picture() -> Trajectory:
 
 
 def a_long_trajectory() -> Trajectory:
-    trajectory = Trajectory("rows:long", reward=0.0, status="completed")
+    trajectory = Trajectory("rows:long", status="completed", outcome=Outcome(0.0))
     ids = [10 + i % 50 for i in range(31_990)]
     trajectory.add_turn([10], ids, [-0.5] * len(ids), [1] * len(ids), "stop")
     return trajectory

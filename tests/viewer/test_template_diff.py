@@ -13,7 +13,15 @@ from transformers import AutoTokenizer
 
 from tests.conftest import ROOT
 from turnwise.config import Config, ModelConfig, dump_config
-from turnwise.trajectory import ChatTemplate, Message, Trajectory, write_jsonl
+from turnwise.trajectory import (
+    ChatTemplate,
+    Message,
+    Outcome,
+    Prompt,
+    PromptLike,
+    Trajectory,
+    write_jsonl,
+)
 from turnwise.viewer.run_files import open_runs
 from turnwise.viewer.server import make_app
 from turnwise.viewer.template_diff import (
@@ -41,15 +49,15 @@ def renderer() -> Comparison:
     return comparison(MODEL / "tokenizer.json")
 
 
-def said(trajectory: Trajectory, prompt: list[int], ids: list[int], **more: Any) -> list[int]:
+def said(trajectory: Trajectory, prompt: PromptLike, ids: list[int], **more: Any) -> list[int]:
     """Add a turn; return its path."""
     trajectory.add_turn(prompt, ids, [-0.5] * len(ids), [0] * len(ids), "stop", **more)
-    return [*prompt, *ids]
+    return Prompt.joined(prompt, ids).tolist()
 
 
 def played(template: ChatTemplate, call: list[int], tools: Any = TOOLS) -> Trajectory:
     """A question, a call that was sampled as these ids, its result and an answer."""
-    trajectory = Trajectory("rows:1", status="completed", reward=1.0)
+    trajectory = Trajectory("rows:1", status="completed", outcome=Outcome(1.0))
     calls = [{"type": "function", "function": CALLED}]
     trajectory.messages = [
         {"role": "user", "content": "What is 1 + 2?"},
@@ -155,7 +163,7 @@ def test_a_history_that_the_template_rewrites_is_shown_with_a_note(tmp_path: Pat
     template = ChatTemplate(AutoTokenizer.from_pretrained(tmp_path))
     trajectory = Trajectory("rows:1")
     question = {"role": "user", "content": "Question?"}
-    prompt = [*template.encode("Tools."), *template.render([question])]
+    prompt = Prompt.joined(template.encode("Tools."), template.render([question]))
     said(trajectory, prompt, template.encode("Answer."))
     trajectory.messages = [question, {"role": "assistant", "content": "Answer."}]
     compared = comparison(tmp_path / "tokenizer.json")(trajectory, 0)

@@ -20,7 +20,7 @@ from turnwise.engine.protocol import TurnTimes
 from turnwise.observe.metrics import StepMetrics
 from turnwise.run.token_values import write_columns
 from turnwise.training.reports import RECORDED
-from turnwise.trajectory import Trajectory, write_jsonl
+from turnwise.trajectory import Outcome, Trajectory, write_jsonl
 from turnwise.viewer import server
 from turnwise.viewer.run_files import (
     RunFiles,
@@ -39,7 +39,7 @@ STEP = "/api/runs/demo/files/step-0001"
 
 
 def a_trajectory(number: int, said: str) -> Trajectory:
-    trajectory = Trajectory(f"rows:{number // 2}", number % 2, reward=float(number % 2))
+    trajectory = Trajectory(f"rows:{number // 2}", number % 2, outcome=Outcome(float(number % 2)))
     trajectory.add_turn([1, 2], [3, 4], [-0.5, -0.1], [0, 0], "stop")
     trajectory.add_turn([1, 2, 3, 4, 5], [6, 4], [-0.25, -2.0], [0, 1], "stop")
     if number == 3:
@@ -49,8 +49,8 @@ def a_trajectory(number: int, said: str) -> Trajectory:
         {"role": "assistant", "content": said},
     ]
     trajectory.status = "completed"
-    trajectory.reward_parts = {"environment": float(number % 2), "style": 0.5}
-    trajectory.metrics = {"distance": float("nan")} if number == 2 else {}
+    trajectory.set_outcome(parts={"environment": float(number % 2), "style": 0.5})
+    trajectory.set_outcome(metrics={"distance": float("nan")} if number == 2 else {})
     return trajectory
 
 
@@ -389,7 +389,7 @@ def test_the_prompts_and_answers_of_judges_are_there(client: TestClient, folder:
     key = "a" * 64
     verdict = {"judge": "style", "score": 0.5, "why": "So so.", "request": key}
     judged = a_trajectory(0, "Plain.")
-    judged.judgements = [verdict, verdict | {"request": "b" * 64}]
+    judged.set_outcome(verdicts=[verdict, verdict | {"request": "b" * 64}])
     write_jsonl(folder / "trajectories" / "step-0002.jsonl", [judged])
     entry = {"key": key, "judge": "style", "messages": [{"role": "user", "content": ATTACK}]}
     lines = [json.dumps(entry | {"answer": "{}"}), json.dumps(entry | {"key": "c" * 64})]

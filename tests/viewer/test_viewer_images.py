@@ -11,8 +11,16 @@ from tests.vision import asked, encoded, picture, vision_config
 from turnwise.chat.images import read_parts
 from turnwise.chat.template import load_template, load_tokenizer
 from turnwise.config import Config, ModelConfig, dump_config
-from turnwise.trajectory import ChatTemplate, Image, Message, Trajectory, write_jsonl
-from turnwise.trajectory.images import data_url, extended
+from turnwise.trajectory import (
+    ChatTemplate,
+    Image,
+    Message,
+    Outcome,
+    Prompt,
+    Trajectory,
+    write_jsonl,
+)
+from turnwise.trajectory.images import data_url
 from turnwise.viewer import server
 from turnwise.viewer.run_files import open_runs
 from turnwise.viewer.template_diff import comparison
@@ -24,12 +32,12 @@ FILE = "/api/runs/demo/files/step-0001"
 @pytest.fixture(scope="module")
 def seeing(vision_path: str) -> ChatTemplate:
     config = vision_config(vision_path)
-    return load_template(config, load_tokenizer(config))
+    return load_template(config.model, config.sampling, config.engine, load_tokenizer(config.model))
 
 
 def played(template: ChatTemplate) -> Trajectory:
     """An image in the question, and another in the second message of the user."""
-    trajectory = Trajectory("pictures:1", status="completed", reward=1.0)
+    trajectory = Trajectory("pictures:1", status="completed", outcome=Outcome(1.0))
     messages: list[Message] = [
         read_parts(asked("What is it?", picture()), "a message"),
         {"role": "assistant", "content": "a cat"},
@@ -40,7 +48,9 @@ def played(template: ChatTemplate) -> Trajectory:
     answers = [template.encode(f"{word}<|im_end|>") for word in ("a cat", "a dog")]
     trajectory.add_turn(first, answers[0], [-0.5] * len(answers[0]), [0] * len(answers[0]), "stop")
     text = f"\n{template.render_text(messages[2:3])}"
-    second = extended(first, answers[0], template.with_images(template.encode(text), messages[2:3]))
+    second = Prompt.joined(
+        first, answers[0], template.with_images(template.encode(text), messages[2:3])
+    )
     trajectory.add_turn(second, answers[1], [-0.5] * len(answers[1]), [0] * len(answers[1]), "stop")
     trajectory.messages = messages
     return trajectory

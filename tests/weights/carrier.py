@@ -6,16 +6,14 @@ from pathlib import Path
 import torch
 
 from turnwise.errors import WeightUpdateError
+from turnwise.weights.manifest import Manifest, NamedTensors, lay_out
 from turnwise.weights.transport import (
-    Manifest,
-    NamedTensors,
     Receiver,
     ReceiverOptions,
     SenderOptions,
     StoredReceiver,
     Transport,
     WeightSender,
-    lay_out,
 )
 
 

@@ -7,25 +7,27 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tests.weights.trainer import JOIN_SECONDS, Named, open_collective
 from turnwise.core.json_types import dtype_name
 from turnwise.engine.protocol import Rendezvous
-from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.weights.collective import CollectiveReceiver
 from turnwise.weights.ipc import IpcReceiver, IpcSender
+from turnwise.weights.manifest import StateDictInfo
 from turnwise.weights.process_group import ProcessGroup
 from turnwise.weights.transport import (
     Receiver,
     ReceiverOptions,
     SenderOptions,
-    StateDictInfo,
     StreamReceiver,
     StreamSender,
 )
+
+if TYPE_CHECKING:
+    from turnwise.serving.worker_handle import WorkerHandle
 
 CPU = torch.device("cpu")
 
@@ -65,17 +67,17 @@ class IpcLink:
         """A trainer's side, and an engine's for `receiver`."""
         return open_ipc(tensors, **self.options, **options)
 
-    async def join(self, engine: WorkerHandle, tensors: Named, **options: Any) -> StreamSender:
+    async def join(self, engine: "WorkerHandle", tensors: Named, **options: Any) -> StreamSender:
         """A trainer's side beside the engine."""
         return self.sender(tensors, **options)
 
-    async def join_engine(self, engine: WorkerHandle) -> None:
+    async def join_engine(self, engine: "WorkerHandle") -> None:
         pass
 
     def receiver(self, expected: StateDictInfo, seconds: float) -> StreamReceiver:
         return IpcReceiver(self.where, expected, CPU, seconds)
 
-    async def update(self, engine: WorkerHandle, seconds: float) -> None:
+    async def update(self, engine: "WorkerHandle", seconds: float) -> None:
         await engine._call("receive_weights", "ipc", self.where, seconds)
 
     def close(self) -> None:
@@ -101,11 +103,11 @@ class CollectiveLink:
         thread.join()
         return sender
 
-    async def join(self, engine: WorkerHandle, tensors: Named, **options: Any) -> StreamSender:
+    async def join(self, engine: "WorkerHandle", tensors: Named, **options: Any) -> StreamSender:
         make = asyncio.to_thread(open_collective, tensors, **self.options, **options)
         return (await asyncio.gather(make, self.join_engine(engine)))[0]
 
-    async def join_engine(self, engine: WorkerHandle) -> None:
+    async def join_engine(self, engine: "WorkerHandle") -> None:
         group = Rendezvous(0, "127.0.0.1", self.port, 2, 1)
         await engine._call("init_collective", group, JOIN_SECONDS)
 
@@ -113,7 +115,7 @@ class CollectiveLink:
         assert self._group is not None
         return CollectiveReceiver(ReceiverOptions(CPU, 0, group=self._group), expected, seconds)
 
-    async def update(self, engine: WorkerHandle, seconds: float) -> None:
+    async def update(self, engine: "WorkerHandle", seconds: float) -> None:
         await engine._call("receive_weights", "collective", "", seconds)
 
     def close(self) -> None:
@@ -154,7 +156,7 @@ def some_tensors() -> Named:
     ]
 
 
-def receive(receiver: Receiver, pause: float = 0.0) -> tuple[int, Named]:
+def receive_stream(receiver: Receiver, pause: float = 0.0) -> tuple[int, Named]:
     """Play the engine: read every chunk twice with a pause between, and keep the second."""
     received: Named = []
     try:

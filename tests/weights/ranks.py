@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM
 
 from turnwise.core.actor import get_with_deadline
 from turnwise.weights.delta import with_deltas
+from turnwise.weights.manifest import Manifest, canary_prompt
 from turnwise.weights.process_group import free_address
-from turnwise.weights.transport import Manifest, canary_prompt, make_sender
+from turnwise.weights.transport import make_sender
 
 
 @ray.remote(num_cpus=0)

@@ -22,9 +22,10 @@ from turnwise.errors import WeightUpdateError
 from turnwise.run.fleet import make_manager
 from turnwise.serving.scheduler import Scheduler
 from turnwise.serving.worker_handle import WorkerHandle
+from turnwise.weights.manifest import Manifest
 from turnwise.weights.process_group import free_address
 from turnwise.weights.sync import WeightSync, check_canary
-from turnwise.weights.transport import Manifest, make_sender
+from turnwise.weights.transport import make_sender
 
 RANK = 4
 GREEDY = SamplingConfig(max_tokens=12, temperature=0.0, ignore_eos=True)

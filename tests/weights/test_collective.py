@@ -18,7 +18,7 @@ from tests.weights.links import (
     free_port,
     hurry,
     impatient_from_chunk_2,
-    receive,
+    receive_stream,
     some_tensors,
     state_dict_info,
 )
@@ -74,7 +74,7 @@ def test_all_engines_get_the_tensors_and_no_default_group_is_made(
     tensors = some_tensors()
     world = World(pool, tensors, buffer_bytes=4000, timeout=PATIENCE)
     for version in (1, 2, 3):
-        readers = [pool.submit(receive, receiver) for receiver in world.receivers()]
+        readers = [pool.submit(receive_stream, receiver) for receiver in world.receivers()]
         world.sender.send(version, tensors)
         for reader in readers:
             arrived, received = reader.result()
@@ -105,7 +105,7 @@ def test_a_source_may_use_the_memory_of_a_large_tensor_again(
             yield name, scratch[: len(tensor)].copy_(tensor)
 
     for version in (1, 2):
-        readers = [pool.submit(receive, receiver) for receiver in world.receivers()]
+        readers = [pool.submit(receive_stream, receiver) for receiver in world.receivers()]
         world.sender.send(version, source())
         for reader in readers:
             assert_same(reader.result()[1], tensors)
@@ -148,10 +148,10 @@ def test_what_one_engine_refuses_is_called_off_everywhere(pool: ThreadPoolExecut
     first, second = world.receivers()
     second._expected = {**world.expected, "more": ((1,), "float32")}
     sending = pool.submit(world.sender.send, 1, tensors)
-    accepting = pool.submit(receive, first)
+    accepting = pool.submit(receive_stream, first)
     while first.manifest is None:  # an offer that was withdrawn before concerns it no more
         time.sleep(0.001)
-    refusing = pool.submit(receive, second)
+    refusing = pool.submit(receive_stream, second)
     with pytest.raises(WeightUpdateError, match="engine rank 2 refused: more is missing"):
         sending.result()
     for reader in (accepting, refusing):
@@ -165,7 +165,7 @@ def test_a_refusal_is_told_before_all_have_answered(pool: ThreadPoolExecutor) ->
     world = World(pool, tensors, timeout=4 * PATIENCE)
     refusing = world.receivers()[1]
     refusing._expected = {}
-    reader = pool.submit(receive, refusing)
+    reader = pool.submit(receive_stream, refusing)
     started = time.monotonic()
     for waiting in (pool.submit(world.sender.send, 1, tensors), reader):
         with pytest.raises(WeightUpdateError, match="t0 of version 1 was not expected"):
@@ -188,7 +188,7 @@ def test_an_engine_that_does_not_come_is_named_to_all(
         wait_engines(key, number, what, seconds)
 
     monkeypatch.setattr(group, "wait_engines", once_the_other_has_come)
-    reader = pool.submit(receive, world.receivers()[0])
+    reader = pool.submit(receive_stream, world.receivers()[0])
     message = r"engine rank 2 of the process group at \S+ did not accept version 1 within 0\.125 s"
     with pytest.raises(DeadlineError, match=message):
         world.sender.send(1, tensors)

@@ -13,7 +13,14 @@ import torch
 from safetensors.torch import load, load_file
 
 from tests.simulated import SimulatedEngine
-from tests.weights.links import CPU, assert_same, free_port, receive, some_tensors, state_dict_info
+from tests.weights.links import (
+    CPU,
+    assert_same,
+    free_port,
+    receive_stream,
+    some_tensors,
+    state_dict_info,
+)
 from tests.weights.ranks import Ranks
 from tests.weights.test_lora_updates import moved as trained
 from tests.weights.trainer import JOIN_SECONDS, Named, Sparse
@@ -23,15 +30,10 @@ from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.training.rank import TrainerRank
 from turnwise.weights.collective import CollectiveReceiver
 from turnwise.weights.delta import WHOLE_EVERY, HeldWeights, with_deltas
+from turnwise.weights.manifest import Delta, Manifest
 from turnwise.weights.process_group import ProcessGroup
 from turnwise.weights.sync import Updated, WeightSync, check_canary
-from turnwise.weights.transport import (
-    Delta,
-    Manifest,
-    ReceiverOptions,
-    find_transport,
-    make_sender,
-)
+from turnwise.weights.transport import ReceiverOptions, find_transport, make_sender
 
 BF16 = torch.bfloat16
 STORED = ("shm", "disk")
@@ -328,7 +330,7 @@ class Worker:
         assert self.options.group is not None
         info = state_dict_info(tensors, BF16)
         receiver = CollectiveReceiver(self.options, info, 60)
-        _, received = receive(receiver)
+        _, received = receive_stream(receiver)
         self.model |= dict(received)
 
 

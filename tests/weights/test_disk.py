@@ -17,7 +17,8 @@ from tests.weights.links import CPU, assert_same, some_tensors
 from tests.weights.trainer import Named
 from turnwise.errors import InputError, WeightUpdateError
 from turnwise.weights.disk import DiskSender, DiskTransport, load
-from turnwise.weights.transport import Manifest, ReceiverOptions
+from turnwise.weights.manifest import Manifest
+from turnwise.weights.transport import ReceiverOptions
 
 
 def validate(manifest: Manifest) -> None:

@@ -10,8 +10,8 @@ from tests.simulated import Latency, SimulatedEngine
 from turnwise.config import SamplingConfig
 from turnwise.engine.protocol import Chunk, Request, generate
 from turnwise.errors import DeadlineError
+from turnwise.weights.manifest import Manifest
 from turnwise.weights.sync import Updated, WeightSync
-from turnwise.weights.transport import Manifest
 
 RUN = 4
 LONG = SamplingConfig(n=1, max_tokens=400)
@@ -47,7 +47,7 @@ async def test_an_update_waits_for_no_request_of_the_queue(queued: int, joining:
         assert isinstance(updated, Updated)
     assert sum(task.done() for task in tasks) == 0
     for request, completion in zip(requests, await asyncio.gather(*tasks), strict=True):
-        assert completion.token_ids == engine.expected(request.prompt, 400)
+        assert completion.token_ids == engine.expected(request.prompt.tolist(), 400)
 
 
 class Mute(SimulatedEngine):

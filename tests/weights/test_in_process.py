@@ -7,7 +7,7 @@ import torch
 
 from turnwise.errors import WeightUpdateError
 from turnwise.weights.in_process import InProcessSender, published
-from turnwise.weights.transport import Manifest
+from turnwise.weights.manifest import Manifest
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from tests.weights.links import (
     IpcLink,
     impatient_from_chunk_2,
     open_ipc,
-    receive,
+    receive_stream,
     some_tensors,
     state_dict_info,
 )
@@ -81,7 +81,7 @@ def test_devices_have_addresses_that_only_their_user_reaches() -> None:
 def test_an_engine_may_be_there_before_its_trainer(link: IpcLink, pool: ThreadPoolExecutor) -> None:
     tensors = some_tensors()
     expected = {name: (tuple(tensor.shape), "float32") for name, tensor in tensors}
-    reader = pool.submit(receive, link.receiver(expected, PATIENCE))
+    reader = pool.submit(receive_stream, link.receiver(expected, PATIENCE))
     time.sleep(0.3)
     sender = link.sender(tensors)
     sender.send(1, tensors)
@@ -107,7 +107,7 @@ def test_an_engine_that_dies_is_noticed_and_the_next_one_is_served(
     dying = link.receiver(expected, PATIENCE)
     sending = pool.submit(sender.send, 1, tensors)
     until_ready(dying)
-    reader = pool.submit(receive, link.receiver(expected, PATIENCE))
+    reader = pool.submit(receive_stream, link.receiver(expected, PATIENCE))
     dying._socket.close(0)
     started = time.monotonic()
     with pytest.raises(WeightUpdateError, match=f"the engine at {link.where} disconnected"):

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from turnwise.weights import shm
+from turnwise.weights.manifest import Manifest
 from turnwise.weights.shm import ShmSender, load
-from turnwise.weights.transport import Manifest
 
 TRAINER = """
 import json, sys

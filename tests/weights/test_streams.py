@@ -20,7 +20,7 @@ from tests.weights.links import (
     assert_same,
     hurry,
     impatient_from_chunk_2,
-    receive,
+    receive_stream,
     some_tensors,
     state_dict_info,
 )
@@ -37,9 +37,10 @@ from turnwise.core.fork_server import share_with_engines
 from turnwise.engine import Request, generate
 from turnwise.errors import DeadlineError, WeightUpdateError
 from turnwise.serving.worker_handle import WorkerHandle
+from turnwise.weights.manifest import chunk_bytes, plan_chunks
 from turnwise.weights.shm import ShmSender
 from turnwise.weights.sync import check_canary
-from turnwise.weights.transport import Receiver, chunk_bytes, plan_chunks
+from turnwise.weights.transport import Receiver
 
 SMALL = 64 * 2**10
 """Bytes of a buffer that the test model's weights fill dozens of times."""
@@ -85,7 +86,7 @@ def test_every_tensor_arrives_as_it_was_sent(
     expected = state_dict_info(tensors, dtype)
     for version in range(1, 6):
         tensors = [(name, tensor + version) for name, tensor in tensors]
-        reader = pool.submit(receive, link.receiver(expected, PATIENCE))
+        reader = pool.submit(receive_stream, link.receiver(expected, PATIENCE))
         sender.send(version, iter(tensors))
         arrived, received = reader.result()
         assert arrived == version
@@ -98,7 +99,9 @@ def test_a_buffer_is_not_written_before_its_reader_is_done(
 ) -> None:
     tensors = some_tensors()
     sender = link.sender(tensors, buffer_bytes=4000)
-    reader = pool.submit(receive, link.receiver(state_dict_info(tensors), PATIENCE), pause=0.05)
+    reader = pool.submit(
+        receive_stream, link.receiver(state_dict_info(tensors), PATIENCE), pause=0.05
+    )
     sender.send(1, tensors)
     assert_same(reader.result()[1], tensors)
     sender.close()
@@ -131,7 +134,7 @@ def test_a_header_that_does_not_fit_is_refused_by_name_on_both_sides(
     damaged = DAMAGES[damage][0](tensors)
     sender = link.sender(damaged, timeout=PATIENCE)
     expected = state_dict_info(tensors)
-    reader = pool.submit(receive, link.receiver(expected, PATIENCE))
+    reader = pool.submit(receive_stream, link.receiver(expected, PATIENCE))
     with pytest.raises(WeightUpdateError, match="refused.*" + words(damage, tensors)):
         sender.send(7, damaged)
     with pytest.raises(WeightUpdateError, match=words(damage, tensors)):
@@ -145,7 +148,7 @@ def test_a_type_that_the_engine_does_not_expect_is_refused(
     tensors = some_tensors()
     sender = link.sender(tensors, dtype=torch.bfloat16, timeout=PATIENCE)
     expected = {name: (tuple(tensor.shape), "float32") for name, tensor in tensors}
-    reader = pool.submit(receive, link.receiver(expected, PATIENCE))
+    reader = pool.submit(receive_stream, link.receiver(expected, PATIENCE))
     with pytest.raises(WeightUpdateError, match="t0 of version 1 is bfloat16, not float32"):
         sender.send(1, tensors)
     with pytest.raises(WeightUpdateError, match="t0 of version 1 is bfloat16, not float32"):
@@ -169,14 +172,14 @@ def test_a_sender_whose_tensors_changed_tells_the_engine_and_can_go_on(
     tensors = some_tensors()
     sender = link.sender(tensors, buffer_bytes=4000, timeout=PATIENCE)
     expected = state_dict_info(tensors)
-    reader = pool.submit(receive, link.receiver(expected, PATIENCE))
+    reader = pool.submit(receive_stream, link.receiver(expected, PATIENCE))
     source = iter(change(tensors))
     with pytest.raises(WeightUpdateError, match=message):
         sender.send(1, source)
     assert next(source, None) is None  # taken to its end: other ranks gather along
     with pytest.raises(WeightUpdateError, match=f"gave up.*{message}"):
         reader.result()
-    reader = pool.submit(receive, link.receiver(expected, PATIENCE))
+    reader = pool.submit(receive_stream, link.receiver(expected, PATIENCE))
     sender.send(2, tensors)
     assert_same(reader.result()[1], tensors)
     sender.close()
@@ -200,7 +203,7 @@ def test_an_engine_that_fails_tells_the_sender_which_can_go_on(
     with pytest.raises(WeightUpdateError, match="t2 cannot be loaded"):
         sender.send(1, tensors)
     failing.result()
-    reader = pool.submit(receive, link.receiver(expected, PATIENCE))
+    reader = pool.submit(receive_stream, link.receiver(expected, PATIENCE))
     sender.send(2, tensors)
     assert_same(reader.result()[1], tensors)
     sender.close()
@@ -211,7 +214,7 @@ def test_waits_for_the_other_side_end_and_name_it(link: Link, pool: ThreadPoolEx
     sender = link.sender(tensors, buffer_bytes=4000, timeout=0.4)
     expected = state_dict_info(tensors)
     with pytest.raises(DeadlineError, match=rf"trainer at {link.where} did not .* 0\.3 s"):
-        receive(link.receiver(expected, 0.3))
+        receive_stream(link.receiver(expected, 0.3))
     with pytest.raises(DeadlineError, match=r"engine .* did not .* version 1 within 0\.[14] s"):
         sender.send(1, tensors)
     sender._timeout = PATIENCE
@@ -235,10 +238,10 @@ def test_a_trainer_that_comes_late_is_no_trainer_of_an_engine_that_gave_up(
     sender = link.sender(tensors, timeout=PATIENCE)
     expected = state_dict_info(tensors)
     with pytest.raises(DeadlineError):
-        receive(link.receiver(expected, 0.2))
+        receive_stream(link.receiver(expected, 0.2))
     sending = pool.submit(sender.send, 1, tensors)
     time.sleep(0.2)
-    assert receive(link.receiver(expected, PATIENCE))[0] == 1
+    assert receive_stream(link.receiver(expected, PATIENCE))[0] == 1
     sending.result()
     sender.close()
 

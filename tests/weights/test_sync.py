@@ -20,8 +20,9 @@ from turnwise.errors import DeadlineError, WeightUpdateError
 from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.weights.collective import CollectiveSender
 from turnwise.weights.ipc import IpcSender
+from turnwise.weights.manifest import Manifest
 from turnwise.weights.sync import Updated, WeightSync, check_canary
-from turnwise.weights.transport import Manifest, SenderOptions, make_sender
+from turnwise.weights.transport import SenderOptions, make_sender
 
 
 @pytest.fixture(scope="module")

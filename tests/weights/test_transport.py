@@ -20,10 +20,10 @@ from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.training.trainer_group import TrainerGroup
 from turnwise.weights.disk import DiskTransport
 from turnwise.weights.ipc import IpcReceiver
+from turnwise.weights.manifest import Manifest
 from turnwise.weights.sync import Updated, WeightSync, check_canary, check_transport
 from turnwise.weights.transport import (
     TRANSPORTS,
-    Manifest,
     Receiver,
     ReceiverOptions,
     find_transport,

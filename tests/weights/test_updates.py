@@ -15,9 +15,9 @@ from turnwise.engine import Completion, Request, generate
 from turnwise.engine.protocol import InFlight
 from turnwise.errors import InputError, WeightUpdateError
 from turnwise.serving.worker_handle import WorkerHandle
+from turnwise.weights.manifest import Manifest
 from turnwise.weights.shm import ShmSender
 from turnwise.weights.sync import check_canary
-from turnwise.weights.transport import Manifest
 
 LONG = 440
 """Tokens of a request that an update meets."""

@@ -6,7 +6,7 @@ import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM
@@ -15,18 +15,15 @@ from tests.plain_scoring import token_logprobs
 from turnwise.config import SamplingConfig
 from turnwise.engine import Completion, Request
 from turnwise.engine.protocol import Chunk, collect
-from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.training.shards import full_tensors
 from turnwise.weights.collective import CollectiveSender
 from turnwise.weights.delta import with_deltas
+from turnwise.weights.manifest import Manifest, canary_prompt
 from turnwise.weights.process_group import free_address
-from turnwise.weights.transport import (
-    Manifest,
-    SenderOptions,
-    StreamSender,
-    canary_prompt,
-    make_sender,
-)
+from turnwise.weights.transport import SenderOptions, StreamSender, make_sender
+
+if TYPE_CHECKING:
+    from turnwise.serving.worker_handle import WorkerHandle
 
 PROMPT = list(range(5, 45))
 JOIN_SECONDS = 240.0
@@ -51,7 +48,7 @@ def version_runs(completion: Completion) -> list[Run]:
 
 
 async def completed_across(
-    engine: WorkerHandle, tokens: int, name: str, update: Callable[[], Awaitable[object]]
+    engine: "WorkerHandle", tokens: int, name: str, update: Callable[[], Awaitable[object]]
 ) -> Completion:
     """A request of so many tokens, which an update meets after its first ones if it is in time."""
     sampling = SamplingConfig(max_tokens=tokens, ignore_eos=True)

@@ -95,12 +95,12 @@ def extended_by(prefix: bytes, said: Answer) -> bytes:
     return _hash(prefix + _digest(("assistant", said)))
 
 
-def plain(message: Message) -> Message:
+def plain(message: Message, between: str = "") -> Message:
     """Return a message as templates take it: content as text, or parts if it has images; no keys
-    that are None."""
+    that are None. Parts of text have `between` them in the text."""
     result = {key: value for key, value in message.items() if value is not None}
     if not images_in([message]):
-        result["content"] = _text(message.get("content"))
+        result["content"] = _text(message.get("content"), between)
     return result
 
 
@@ -174,12 +174,12 @@ def _part_said(part: JsonObject) -> str:
     return str(part.get("text") or f"[{part.get('type')}]")
 
 
-def _text(content: str | Sequence[str | JsonObject] | None) -> str:
+def _text(content: str | Sequence[str | JsonObject] | None, between: str = "") -> str:
     if content is None or isinstance(content, str):
         return content or ""
     parts = [part if isinstance(part, str) else part.get("text") for part in content]
     if all(isinstance(part, str) for part in parts):
-        return "".join(map(str, parts))
+        return between.join(map(str, parts))
     return _canonical_json(list(content))
 
 

@@ -23,7 +23,7 @@ import threading
 import time
 import weakref
 from contextlib import suppress
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, BinaryIO, NamedTuple, Protocol
 
 from turnwise.core import fork_server
 from turnwise.core.aio import run_in_thread
@@ -34,10 +34,6 @@ from turnwise.errors import TrajectoryError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-
-    from transformers import PreTrainedTokenizerBase as Tokenizer
-
-    from turnwise.chat.tool_parser import ToolParser
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +47,12 @@ _ENDING_SECONDS = 5.0
 _LATE = b"null"
 
 
+class Parser(Protocol):
+    """A `chat.tool_parser.ToolParser`."""
+
+    def parse(self, text: str, schemas: "Sequence[JsonObject]") -> Foreign: ...
+
+
 class Parsed(NamedTuple):
     """Outcome of the parse of a text, as `ParsedText` has it."""
 
@@ -62,11 +64,11 @@ class Parsed(NamedTuple):
 
 
 class ParsingProcess:
-    """Parses texts with the parser of a name, one after another, in a process that the first text
-    starts, and in which `load` returns the tokenizer. It ends with this object and the program."""
+    """Parses texts one after another, in a process that the first text starts, with the parser that
+    `make`, which is pickled, returns there. It ends with this object and the program."""
 
-    def __init__(self, name: str, load: "Callable[[], Tokenizer]") -> None:
-        self._recipe = name, load
+    def __init__(self, make: "Callable[[], Parser]") -> None:
+        self._make = make
         self._turn = threading.Lock()
         self._numbers = itertools.count(1)
         self._connection: socket.socket | None = None
@@ -109,7 +111,7 @@ class ParsingProcess:
                 )
             self._end = weakref.finalize(self, _end, process, own)
             own.settimeout(_STARTING_SECONDS)
-            own.sendall(framed(pickle.dumps(self._recipe)))
+            own.sendall(framed(pickle.dumps(self._make)))
             _receive(own, time.monotonic() + _STARTING_SECONDS)
         except (OSError, EOFError) as error:
             own.close()
@@ -145,15 +147,11 @@ def _receive(connection: socket.socket, ends: float) -> bytes:
 
 def main() -> None:
     """Make the parser, then fork for texts until the program is gone."""
-    from turnwise.chat.tool_parser import ToolParser
-
     connection = socket.socket(fileno=os.dup(0))
     stream = connection.makefile("rb")  # of at most one request: none waits in it when a fork dies
-    recipe = _read(stream)
-    if recipe is None:
+    if (recipe := _read(stream)) is None:
         return
-    name, load = pickle.loads(recipe)
-    parser = ToolParser(name, load())
+    parser: Parser = pickle.loads(recipe)()
     gc.freeze()
     connection.sendall(framed(_LATE))  # it is ready
     while True:
@@ -168,7 +166,7 @@ def main() -> None:
         connection.sendall(framed(_LATE))
 
 
-def _parse_all(stream: BinaryIO, connection: socket.socket, parser: "ToolParser") -> None:
+def _parse_all(stream: BinaryIO, connection: socket.socket, parser: "Parser") -> None:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
     while (request := _read(stream)) is not None:
         number, text, schemas = json.loads(request)

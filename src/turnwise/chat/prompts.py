@@ -1,13 +1,14 @@
 """The next prompt of a conversation: continue a turn, render the messages, or refuse.
 
 Agent loops call `next_prompt`. The OpenAI server and the chat scheduler have only text: their
-sessions find the turn that a request continues and call `continue_turn`, and vLLM renders the
-conversations that continue no turn. Where no bridge is exact, the whole conversation is rendered
-and begins a branch; a template that raises or drops a message is refused.
+sessions find the turn that a request continues and call `continue_turn`, and render the
+conversations that continue no turn by `whole_prompt`. Where no bridge is exact, the whole
+conversation is rendered and begins a branch; a template that raises or drops a message is
+refused.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -15,10 +16,11 @@ from typing import Literal
 
 from turnwise.chat.messages import Conversation, in_thread_if_long, plain
 from turnwise.core.json_types import JsonObject
-from turnwise.errors import InputError, TrajectoryError
-from turnwise.trajectory import ChatTemplate, Message, Trajectory, bridge, replace_prefix_tokens
+from turnwise.errors import InputError, TrajectoryError, first_line
+from turnwise.trajectory import ChatTemplate, Message, Prompt, PromptLike, Trajectory, bridge
 from turnwise.trajectory.chat_template import Tools
 from turnwise.trajectory.images import images_in
+from turnwise.trajectory.prefix import replace_prefix
 
 
 class RefusedParameter(InputError):
@@ -33,7 +35,7 @@ class RefusedParameter(InputError):
 class NextPrompt:
     """The next turn's prompt, or the reason why it continues no turn."""
 
-    token_ids: list[int] | None
+    token_ids: Prompt | None
     """Exact ids that continue a turn; None where the conversation has to be rendered."""
     fork_reason: str | None = None
     """Reason for a branch; None if a turn is continued, and for a session's first prompt.
@@ -51,8 +53,8 @@ class NextPrompt:
 def continue_turn(
     template: ChatTemplate,
     *,
-    prompt_token_ids: Sequence[int],
-    completion_token_ids: Sequence[int],
+    prompt_token_ids: PromptLike,
+    completion_token_ids: PromptLike,
     new_messages: Sequence[Message],
     tools: Tools | None,
     refuse_dropped: bool = True,
@@ -74,14 +76,14 @@ def continue_turn(
 async def next_prompt(
     template: ChatTemplate,
     *,
-    prompt_token_ids: Sequence[int],
-    completion_token_ids: Sequence[int],
+    prompt_token_ids: PromptLike,
+    completion_token_ids: PromptLike,
     new_messages: Sequence[Message],
     conversation: Sequence[Message],
     tools: Tools | None,
     history: Literal["exact", "template"] = "exact",
-) -> tuple[list[int], str | None]:
-    """Return the ids of the next prompt, and the reason if they begin a branch.
+) -> tuple[Prompt, str | None]:
+    """Return the next prompt, and the reason if they begin a branch.
 
     The whole `conversation` is rendered where no bridge is exact, and with the history `template`
     also where the template changes it. TrajectoryError: `message_dropped`, when the template leaves
@@ -100,7 +102,7 @@ async def next_prompt(
     if own is not None and history == "exact":
         return own, None
 
-    def render() -> tuple[list[int], str | None]:
+    def render() -> tuple[Prompt, str | None]:
         try:
             rendered = template.render(conversation, tools=tools)
         except Exception as error:  # a template may raise anything
@@ -128,23 +130,24 @@ def echoed_prompt(
                 template,
                 prompt_token_ids=token_ids_of(message, name),
                 completion_token_ids=token_ids_of(message, "generation_token_ids"),
-                new_messages=[plain(m) for m in asked.messages[index + 1 :]],
+                new_messages=[
+                    plain(m, template.between_parts) for m in asked.messages[index + 1 :]
+                ],
                 tools=asked.tools,
                 refuse_dropped=refuse_dropped,
             )
     return None
 
 
-def spliced_prompt(
-    template: ChatTemplate, asked: Conversation, required: Sequence[int]
-) -> list[int]:
+def spliced_prompt(template: ChatTemplate, asked: Conversation, required: Sequence[int]) -> Prompt:
     """Render a conversation, with `required` in place of its ids up to the last assistant turn;
     RefusedParameter when they do not fit the messages."""
-    messages, tools = [plain(message) for message in asked.messages], asked.tools
+    messages = [plain(message, template.between_parts) for message in asked.messages]
+    tools = asked.tools
     end = max((i for i, m in enumerate(messages, 1) if m["role"] == "assistant"), default=0)
 
-    def rendered(shown: Sequence[Message]) -> tuple[list[int], list[int]]:
-        before: list[int] = []
+    def rendered(shown: Sequence[Message]) -> tuple[Prompt, Prompt]:
+        before = Prompt()
         if end:
             before = template.render(shown[:end], tools=tools, add_generation_prompt=False)
         return before, template.render(shown, tools=tools)
@@ -156,7 +159,7 @@ def spliced_prompt(
         shown, ids = messages, rendered(messages)
     try:
         try:
-            return replace_prefix_tokens(template.tokenizer, required, *ids)
+            return replace_prefix(template.tokenizer, required, *ids)
         except TrajectoryError:
             # A template may leave out what is said before calls, which the client has sent.
             said = [m["content"].strip() for m in shown if m.get("tool_calls")]
@@ -164,7 +167,7 @@ def spliced_prompt(
             own = template.decode_all(required)
             if not any(said) or any(one not in own for one in said) or rendered(bare) != ids:
                 raise
-            return replace_prefix_tokens(template.tokenizer, required, *ids, drops_content=True)
+            return replace_prefix(template.tokenizer, required, *ids, drops_content=True)
     except TrajectoryError as error:
         name = "required_prefix_token_ids"
         raise RefusedParameter(name, f"{name}: {error}") from error
@@ -172,35 +175,71 @@ def spliced_prompt(
 
 def with_objects(message: Message) -> Message:
     """Return a message with the arguments of its calls as objects, which most templates take;
-    clients send them as text."""
+    clients send them as text. Arguments that are no JSON stay what they are."""
     calls = []
     for call in message.get("tool_calls") or ():
         function = dict(call["function"])
-        with suppress(ValueError, TypeError, KeyError, RecursionError):  # no JSON, or an object
+        if not function.get("arguments"):
+            function["arguments"] = {}
+        with suppress(ValueError, TypeError, RecursionError):  # no JSON, or an object
             if isinstance(read := json.loads(function["arguments"]), dict):
                 function["arguments"] = read
         calls.append({**call, "function": function})
     return {**message, "tool_calls": calls} if calls else message
 
 
-def own_prompt(
-    template: ChatTemplate, asked: Conversation, *, generation: bool = True
-) -> list[int] | None:
-    """Render a conversation that vLLM would render otherwise: one with images, or in which a user
-    or tool says a special token that has to be escaped; None for all others."""
-    messages = [plain(message) for message in asked.messages]
-    if not images_in(messages):
-        written = [message["content"] for message in messages if message["role"] != "assistant"]
-        if all(template.escape(text) == text for text in written):
-            return None
+def whole_prompt(
+    template: ChatTemplate, asked: Conversation, *, generation: bool = True, special: bool = False
+) -> Prompt:
+    """Render a whole conversation as clients send it, with the generation prompt, and on request
+    with the `special` tokens that the tokenizer puts around a text.
+
+    A template that takes arguments only as text, or only as objects, gets them so.
+
+    Raises:
+        TrajectoryError: `template_refuses`, when the template raises.
+    """
+    messages = [plain(message, template.between_parts) for message in asked.messages]
+    shown = [with_objects(message) for message in messages]
+    for message in shown:
+        if not message.get("tool_calls"):
+            message.pop("tool_calls", None)
+        if message.get("reasoning"):  # templates know either name
+            message.setdefault("reasoning_content", message["reasoning"])
+    if special and not images_in(shown):
+        text = template.render_text(shown, tools=asked.tools, add_generation_prompt=generation)
+        return Prompt(template.encode(text, add_special_tokens=True))
+    if generation and all(message.keys() == {"role", "content"} for message in shown):
+        return _rendered(lambda: template.render_first(shown, asked.tools))
+
+    def render(given: Sequence[Message]) -> Prompt:
+        return template.render(given, tools=asked.tools, add_generation_prompt=generation)
+
+    for given in (shown, messages):
+        with suppress(Exception):
+            return render(given)
+    return _rendered(lambda: render([_readable(message) for message in shown]))
+
+
+def _rendered(render: Callable[[], Prompt]) -> Prompt:
     try:
-        shown = [with_objects(message) for message in messages]
-        for message in shown:
-            if message.get("reasoning"):  # templates know either name
-                message.setdefault("reasoning_content", message["reasoning"])
-        return template.render(shown, tools=asked.tools, add_generation_prompt=generation)
-    except Exception:  # of a template that takes arguments as text alone
-        return template.render(messages, tools=asked.tools, add_generation_prompt=generation)
+        return render()
+    except (InputError, TrajectoryError):
+        raise
+    except Exception as error:  # a template may raise anything
+        why = f"the chat template refuses the messages: {first_line(error)}"
+        raise TrajectoryError("template_refuses", why) from error
+
+
+def _readable(message: Message) -> Message:
+    """Return a message whose calls have objects as arguments, empty ones in place of others."""
+    calls = []
+    for call in message.get("tool_calls") or ():
+        function = dict(call["function"])
+        if not isinstance(function["arguments"], dict):
+            function["arguments"] = {}
+        calls.append({**call, "function": function})
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def token_ids_of(tree: JsonObject, name: str) -> list[int]:
@@ -216,14 +255,14 @@ NEW = ("new_conversation", "new_session")
 
 
 def response_room(
-    trajectory: Trajectory, prompt_token_ids: Sequence[int], fork_reason: str | None, most: int
+    trajectory: Trajectory, prompt: PromptLike, fork_reason: str | None, most: int
 ) -> int:
     """Return the number of tokens left of `rollout.max_response_tokens`, which is `most`.
 
     Everything after the first prompt of the prompt's conversation counts: completions and the
     messages between them, in the branch that the prompt continues, or begins for `fork_reason`.
     """
-    index, shared = trajectory.find_parent(prompt_token_ids)
+    index, shared = trajectory.find_parent(prompt)
     if index is None:
         return most
     if trajectory.continued_turn(index, shared) is None and fork_reason in (None, *NEW):
@@ -231,4 +270,4 @@ def response_room(
     turn = trajectory.turns[index]
     while turn.parent is not None and turn.fork_reason not in NEW:
         turn = trajectory.turns[turn.parent]
-    return turn.prefix_length + len(turn.added_token_ids) + most - len(prompt_token_ids)
+    return turn.prompt_length + most - len(prompt)

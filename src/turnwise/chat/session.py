@@ -25,11 +25,20 @@ from turnwise.chat.messages import (
 )
 from turnwise.chat.prompts import NextPrompt, continue_turn, response_room
 from turnwise.config import AgentSamplingRule, SamplingConfig
+from turnwise.core.admission import Place
 from turnwise.core.deadlines import StallClock
 from turnwise.core.json_types import JsonObject
 from turnwise.engine.protocol import Completion, TurnTimes
 from turnwise.errors import InputError
-from turnwise.trajectory import ChatTemplate, Distribution, Message, Trajectory, status_after
+from turnwise.trajectory import (
+    ChatTemplate,
+    Distribution,
+    Message,
+    Prompt,
+    PromptLike,
+    Trajectory,
+    status_after,
+)
 
 NAME_PATTERN = r"^[A-Za-z0-9_:~-][A-Za-z0-9._:~-]{0,199}$"
 """Names that clients may give to sessions: safe in a URL without quoting, and not resolved away by
@@ -38,7 +47,7 @@ NAME_RULE = "a session's name is 1 to 200 of A-Z a-z 0-9 _ : ~ - . and does not 
 _SESSION_BYTES = 2_000
 _TURN_BYTES = 700  # a turn and its digests
 _POINTER_BYTES = 8
-_PROMPT_TOKEN_BYTES = 48  # an id in its turn's list and in the last path
+_PROMPT_TOKEN_BYTES = 8  # an id in its turn and in the last path
 _LOGPROB_BYTES = 32  # of a token of a prompt, if they are recorded
 _ANSWERS, _ANSWERS_BYTES = 8, 1 << 20  # most of those that are kept for retries
 _SAMPLED_TOKEN_BYTES = 90  # the same, a log-prob and a weight version
@@ -135,6 +144,8 @@ class Session:
     """Number of turns whose client did not get the answer: it left, or got an error."""
     clock: StallClock | None = None
     """Stall clock of a rollout, held while a request is in flight; None for clients' sessions."""
+    place: Place = field(default_factory=Place)
+    """Place of a rollout's trajectory, at work while a request is in flight."""
     max_response_tokens: int | None = None
     """Maximum number of tokens of a conversation after its first prompt; None means no limit."""
     max_turns: int | None = None
@@ -194,9 +205,11 @@ class Session:
         index, covered = before.index, before.length + 1
         continued = continue_turn(
             template,
-            prompt_token_ids=self.trajectory.prompt_token_ids(index),
+            prompt_token_ids=self.trajectory.prompt(index),
             completion_token_ids=self.trajectory.turns[index].completion_token_ids,
-            new_messages=[plain(message) for message in asked.messages[covered:]],
+            new_messages=[
+                plain(message, template.between_parts) for message in asked.messages[covered:]
+            ],
             tools=asked.tools,
             refuse_dropped=self.sampling is not None,
         )
@@ -231,7 +244,7 @@ class Session:
 
     def record(
         self,
-        prompt_token_ids: Sequence[int],
+        ids: PromptLike,
         completion: Completion,
         *,
         asked: Conversation,
@@ -255,23 +268,17 @@ class Session:
             self._sent.append(held)
         new = self._sent[prompt.covered :]
         turn = self.trajectory.add_turn(
-            prompt_token_ids,
-            completion.token_ids,
-            completion.logprobs,
-            completion.weight_versions,
-            completion.finish_reason,
-            completion.prompt_logprobs,
+            ids,
+            **completion.as_turn,
             fork_reason=prompt.fork_reason,
             messages=new,
             adapter=adapter,
-            experts=completion.experts,
-            allowed=completion.allowed,
             distribution=sampling.distribution,
             untrained=sampling.untrained,
         )
         self.trajectory.events.update(sampling.events)
         if self.calls is not None and times is not None:
-            self.calls.append(times._replace(turn=len(self.trajectory.calls()) - 1))
+            self.calls.append(times._replace(turn=len(self.trajectory.turns) - 1))
         index, sent = len(self.trajectory.turns) - 1, len(asked.messages)
         prefix, bare = asked.prefixes[-1], asked.bare.prefixes[-1]
         self._last = _RecordedTurn(index, sent, prefix, asked.tools_digest, bare, answer)
@@ -279,22 +286,22 @@ class Session:
         self._unsettled.append(self._last)
         self.size += (
             _TURN_BYTES
-            + len(turn.added_token_ids) * _PROMPT_TOKEN_BYTES
+            + len(turn.added) * _PROMPT_TOKEN_BYTES
             + len(completion.token_ids) * _SAMPLED_TOKEN_BYTES
             + len(new) * _POINTER_BYTES
             + len(turn.experts)
             + sum(map(len, {*turn.allowed}))
             + len(turn.added_logprobs or ()) * _LOGPROB_BYTES
         )
-        for each in turn.images:
+        for each in turn.added.images:
             self.size += 0 if each.image.hash in self._images else len(each.image.data)
             self._images.add(each.image.hash)
 
-    def room(self, prompt_token_ids: Sequence[int], fork_reason: str | None) -> int | None:
+    def room(self, prompt: Prompt, fork_reason: str | None) -> int | None:
         """Return how many tokens may follow a prompt (see `response_room`); None means no limit."""
         if (most := self.max_response_tokens) is None:
             return None
-        return response_room(self.trajectory, prompt_token_ids, fork_reason, most)
+        return response_room(self.trajectory, prompt, fork_reason, most)
 
     def keep_answer(self, key: bytes, sent: Sequence[MutableMapping[str, Any]], size: int) -> None:
         """Keep an answer of `size` bytes for a retry, in place of an earlier one of its request;
@@ -380,7 +387,7 @@ class Session:
             "training": self.sampling is not None,
             "group": self.group,
             "created": int(self.created),
-            "turns": len(self.trajectory.calls()),
+            "turns": len(self.trajectory.turns),
             "sampled_tokens": self.trajectory.sampled_tokens,
             "lost_turns": self.all_lost_turns,
             "parent": self.parent.id if self.parent is not None else None,

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 
 from turnwise.chat.session import NAME_RULE, Session, valid_name
-from turnwise.config import AgentSamplingRule, Config, SamplingConfig
+from turnwise.config import AgentSamplingRule, SamplingConfig, ServingConfig
 from turnwise.core.json_types import JsonObject
 from turnwise.core.spans import trace_headers
 from turnwise.engine.protocol import TurnTimes
@@ -66,12 +66,12 @@ class SessionStore:
         records nothing."""
 
     @classmethod
-    def from_config(cls, config: Config) -> "SessionStore":
+    def of(cls, sampling: SamplingConfig, serving: ServingConfig) -> "SessionStore":
         """Return an empty store with a run's sampling and limits."""
         return cls(
-            config.sampling,
-            idle_seconds=config.serving.session_idle,
-            max_bytes=config.serving.session_memory_mb << 20,
+            sampling,
+            idle_seconds=serving.session_idle,
+            max_bytes=serving.session_memory_mb << 20,
         )
 
     def __len__(self) -> int:
@@ -144,6 +144,7 @@ class SessionStore:
             "private",
             "agent_rewards",
             "clock",
+            "place",
         )
         shared = {name: getattr(parent, name) for name in (*names, "max_response_tokens", "trace")}
         session = Session(session_id, **shared, parent=parent)
@@ -218,7 +219,8 @@ class SessionStore:
             one.requests += 1
             self._set_busy(one)
         try:
-            with session.clock.held() if session.clock is not None else nullcontext():
+            held_clock = session.clock.held() if session.clock is not None else nullcontext()
+            with held_clock, session.place.working():
                 yield session
         finally:
             for one in held:

@@ -4,7 +4,7 @@ import json
 from typing import TYPE_CHECKING
 
 from turnwise.chat.vision import ModelImages
-from turnwise.config import Config, ModelConfig
+from turnwise.config import EngineConfig, ModelConfig, SamplingConfig
 from turnwise.core.gguf import resolve_model, resolve_tokenizer
 from turnwise.core.sources import check_model, check_tokenizer
 from turnwise.errors import InputError, first_line
@@ -15,10 +15,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 
-def load_tokenizer(config: Config) -> "Tokenizer":
+def load_tokenizer(model: ModelConfig) -> "Tokenizer":
     """Load the tokenizer of `model.path`, or of `model.tokenizer`, with `model.chat_template`;
     InputError when it does not exist, or cannot be loaded, or the template is not Jinja."""
-    model = config.model
     check_model(model.path)
     key, path = "model.path", model.path
     if model.tokenizer is not None:
@@ -56,20 +55,22 @@ def read_tokenizer(model: ModelConfig) -> "Tokenizer":
     return tokenizer
 
 
-def load_template(config: Config, tokenizer: "Tokenizer") -> ChatTemplate:
+def load_template(
+    model: ModelConfig, sampling: SamplingConfig, engine: EngineConfig, tokenizer: "Tokenizer"
+) -> ChatTemplate:
     """Return the model's template, with the stop tokens of the model and of the configuration."""
     from transformers import GenerationConfig  # a second to import
 
     template = ChatTemplate(
         tokenizer,
-        chat_template=config.model.template_text,
-        escape_special_tokens=config.model.escape_special_tokens,
-        images=ModelImages(config.model) if config.engine.images_per_prompt else None,
-        **config.model.template_args,
+        chat_template=model.template_text,
+        escape_special_tokens=model.escape_special_tokens,
+        images=ModelImages(model) if engine.images_per_prompt else None,
+        **model.template_args,
     )
-    template.stop_token_ids.update(config.sampling.stop_token_ids)
+    template.stop_token_ids.update(sampling.stop_token_ids)
     try:
-        stops = GenerationConfig.from_pretrained(resolve_model(config.model.path)).eos_token_id
+        stops = GenerationConfig.from_pretrained(resolve_model(model.path)).eos_token_id
     except OSError:  # the model has no generation settings
         return template
     template.stop_token_ids.update(
@@ -78,10 +79,10 @@ def load_template(config: Config, tokenizer: "Tokenizer") -> ChatTemplate:
     return template
 
 
-def missing_stop(config: Config, template: ChatTemplate) -> str:
+def missing_stop(model: ModelConfig, sampling: SamplingConfig, template: ChatTemplate) -> str:
     """Return a sentence if sampling does not stop where `model.chat_template` ends a turn; else
     ""."""
-    if config.model.chat_template is None:  # the tokenizer's own fits the generation settings
+    if model.chat_template is None:  # the tokenizer's own fits the generation settings
         return ""
     try:
         seam = find_seam(template, [{"role": "user", "content": ""}], None)
@@ -91,7 +92,7 @@ def missing_stop(config: Config, template: ChatTemplate) -> str:
     found = template.special_token_pattern.search(end)
     if found is None:
         mark = end.strip()
-        known = not mark or mark in config.sampling.stop
+        known = not mark or mark in sampling.stop
         named = f"{mark}, which is plain text for this tokenizer"
         advice = (
             f"sampling.stop to [{json.dumps(mark)}], or choose a template for this model, such as "
@@ -100,7 +101,7 @@ def missing_stop(config: Config, template: ChatTemplate) -> str:
     else:
         mark = named = found.group()
         token = next(index for index, text in template.special_tokens.items() if text == mark)
-        known = token in template.stop_token_ids or mark in config.sampling.stop
+        known = token in template.stop_token_ids or mark in sampling.stop
         advice = f"sampling.stop_token_ids to [{token}]"
     if known:
         return ""

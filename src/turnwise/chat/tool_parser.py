@@ -360,6 +360,10 @@ def _same(tokenizer: "Tokenizer") -> "Tokenizer":
     return tokenizer
 
 
+def _make(name: str, load: "Callable[[], Tokenizer]") -> "ToolParser":
+    return ToolParser(name, load())
+
+
 class ToolParser:
     """Reads calls in one of vLLM's tool-call formats, such as `hermes`, which Qwen models write
     too; InputError when vLLM has none of that name, or it does not fit the tokenizer.
@@ -393,9 +397,8 @@ class ToolParser:
         self._start: str | None = getattr(probe, "tool_call_start_token", None)
         self._end: str | None = getattr(probe, "tool_call_end_token", None)
         self._format = format_of(name, probe)
-        self._process = ParsingProcess(
-            name, load or partial(_same, tokenizer)
-        )  # not started before it is needed
+        # Not started before it is needed.
+        self._process = ParsingProcess(partial(_make, name, load or partial(_same, tokenizer)))
         self.advice = self._format.advice  # message to the model about a call that cannot be read
 
     def tags(self) -> tuple[str, str]:

@@ -16,7 +16,7 @@ from turnwise.core.gguf import resolve_model
 from turnwise.core.images import decode
 from turnwise.core.optional import Foreign
 from turnwise.errors import InputError, TrajectoryError, first_line
-from turnwise.trajectory import Image, PlacedImage, PromptIds
+from turnwise.trajectory import Image, PlacedImage, Prompt
 
 if TYPE_CHECKING:
     import torch
@@ -67,9 +67,9 @@ class ModelImages:
         processor = self._processor
         return int(processor.tokenizer.convert_tokens_to_ids(processor.image_token))
 
-    def ids_of(self, image: Image) -> PromptIds:
+    def ids_of(self, image: Image) -> Prompt:
         own = self.processed(image).token_ids
-        return PromptIds(own, [PlacedImage(image, 0, len(own))])
+        return Prompt(own, [PlacedImage(image, 0, len(own))])
 
     def processed(self, image: Image) -> Processed:
         """Return what the processor makes of an image; TrajectoryError (`image_refused`) when it

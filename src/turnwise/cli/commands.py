@@ -23,8 +23,8 @@ from turnwise.core.sources import stands_for_model
 from turnwise.core.user_code import import_user_code
 from turnwise.errors import TurnwiseError, visible
 from turnwise.run import commands
+from turnwise.run.checks import check_trainable
 from turnwise.training import checkpoint
-from turnwise.training.checks import check_trainable
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -157,7 +157,8 @@ async def pipeline(
         from turnwise.compat.chatlearn.policy_run import POLICY_CLASS, PolicyRun
 
         given = file, changes, read.module
-        joined = await import_user_code(PolicyRun, *given, config=read.config, what=POLICY_CLASS)
+        seconds = read.config.engine.start_timeout
+        joined = await import_user_code(PolicyRun, *given, seconds=seconds, what=POLICY_CLASS)
         config, notes = joined.pipeline.config, joined.pipeline.notes
         inputs = commands.ProgramInputs(join=joined.join)
     config = command.of(config)
@@ -422,7 +423,8 @@ async def doctor(
     """Check that everything is ready; name the command that mends what is not."""
     if rollout and file is None:
         raise typer.BadParameter("--rollout plays the problems of a FILE")
-    from turnwise.observe import conversations, doctor
+    from turnwise.observe import conversations
+    from turnwise.run import doctor
 
     console, config, found = Console(), None, list[doctor.Finding]()
 

@@ -154,7 +154,7 @@ class Gymnasium(Environment):
         return None if self.done else text
 
     def reward(self, trajectory: Trajectory) -> Rewards:
-        return turn_rewards(self._earned, len(trajectory.calls()))
+        return turn_rewards(self._earned, len(trajectory.turns))
 
     def metrics(self, trajectory: Trajectory) -> dict[str, float]:
         return {"steps": self._steps, "answers_without_action": self._unreadable}

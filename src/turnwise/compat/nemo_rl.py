@@ -2,9 +2,10 @@
 
 import asyncio
 import os
+import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -14,10 +15,15 @@ from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
 from turnwise.engine.protocol import Completion, Rendezvous, Request, generate
 from turnwise.errors import EngineError, InputError, TurnwiseError
-from turnwise.serving.engine_worker import EngineWorker
-from turnwise.trajectory import replace_prefix_tokens
+from turnwise.serving.openai.serving_host import ServingHost
+from turnwise.trajectory import Prompt, replace_prefix_tokens
 
 if TYPE_CHECKING:
+    import uvicorn
+    from fastapi import FastAPI
+
+    from turnwise.internals.vllm import AsyncLLM
+    from turnwise.serving.openai.server import OpenAIServer
     from turnwise.trajectory import ChatTemplate
 
 _replace_prefix_tokens = replace_prefix_tokens  # under NeMo-RL's name
@@ -26,8 +32,10 @@ _Stops = Sequence[Sequence[str] | None]
 """Stop strings of each prompt, in addition to the configuration's."""
 
 
-class VllmAsyncGenerationWorker(EngineWorker):
+class VllmAsyncGenerationWorker(ServingHost):
     """Hosts one `VllmEngine`; an actor's class, with the methods and hooks of NeMo-RL's.
+
+    A subclass may override `_create_engine`, and what begins with `_setup_vllm`.
 
     Its own server (`serving.worker_servers`) listens on the address of its node, unless
     `serving.host` is given. "Your trainer, our engines" in the documentation has a training loop.
@@ -39,6 +47,69 @@ class VllmAsyncGenerationWorker(EngineWorker):
         async for reply in worker.generate_async.remote(batch):
             index, row = await reply
     """
+
+    _start: "Callable[..., AsyncLLM]"
+    llm: "AsyncLLM | None" = None
+    """vLLM's engine, once it has started."""
+    server_thread: threading.Thread | None = None
+    base_url: str | None = None
+    """Base URL of this worker's own OpenAI server; None without one."""
+    http_server: "uvicorn.Server | None" = None
+
+    async def post_init_async(self) -> int:
+        """Build the engine, which takes seconds; returns this process's id."""
+        return (await self.start())[0]
+
+    def _start_llm(self, path: str, llm_kwargs: JsonObject, metrics: bool) -> "AsyncLLM":
+        self._start = partial(super()._start_llm, path, metrics=metrics)
+        self._create_engine(llm_kwargs)
+        if self.llm is None:
+            raise InputError("_create_engine must set self.llm, as the one it overrides does")
+        return self.llm
+
+    def _create_engine(self, llm_kwargs: JsonObject) -> None:
+        """Start vLLM's engine as `self.llm`; a hook for subclasses that change the arguments of
+        vLLM's AsyncEngineArgs, or start it themselves."""
+        self.llm = self._start(llm_kwargs=llm_kwargs)
+
+    def _listen(self, server: "OpenAIServer") -> str:
+        self.server_thread, self.base_url, self.http_server = self._setup_vllm_server()
+        return self.base_url
+
+    def _setup_vllm_server(self) -> "tuple[threading.Thread, str, uvicorn.Server]":
+        """Open this worker's OpenAI server, which answers once this has returned; a hook.
+
+        Returns a thread that ends when the server does, the base URL, and uvicorn's server, which
+        ends when its `should_exit` is set. It runs on the engine's event loop: join the thread in
+        another one only.
+        """
+        assert self.server is not None
+        server = self.server.listen()
+        thread = threading.Thread(target=self.server.ended.wait, daemon=True)
+        thread.start()
+        return thread, self.server.base_url, server
+
+    @property
+    def _extension(self) -> "Callable[[FastAPI], FastAPI]":
+        return self._setup_vllm_openai_api_server
+
+    def _setup_vllm_openai_api_server(self, app: "FastAPI") -> "FastAPI":
+        """Return the server's application, which has all routes; a hook for subclasses that add
+        routes and middleware.
+
+        Middleware runs around all requests that have the server's key. It and coroutines run on the
+        engine's event loop, which they must not block; other routes run in threads.
+        """
+        return app
+
+    async def report_dp_openai_server_base_url(self) -> str | None:
+        """Return the base URL of this worker's own OpenAI server; None without one."""
+        return self.base_url
+
+    async def shutdown(self, exit_after: float | None = None) -> bool:
+        if self.http_server is not None:
+            self.http_server.should_exit = True
+        return await super().shutdown(exit_after)
 
     async def generate_async(
         self, data: Mapping[str, Foreign], greedy: bool = False
@@ -97,7 +168,9 @@ class VllmAsyncGenerationWorker(EngineWorker):
         completion = Completion([], [], [], "length")
         if room > 0:
             name = f"{self._name}-{os.urandom(8).hex()}"
-            completion = await generate(self._turns, Request(prompt, sampling.within(room), name))
+            completion = await generate(
+                self.turns, Request(Prompt(prompt), sampling.within(room), name)
+            )
         start, end = len(prompt), len(prompt) + len(completion.token_ids)
 
         def padded_1W(values: Sequence[float], fill: float) -> torch.Tensor:
@@ -205,7 +278,12 @@ class VllmAsyncGenerationWorker(EngineWorker):
     def _template(self) -> "ChatTemplate":
         from turnwise.chat.template import load_template, read_tokenizer
 
-        return load_template(self._config, read_tokenizer(self._config.model))
+        return load_template(
+            self._config.model,
+            self._config.sampling,
+            self._config.engine,
+            read_tokenizer(self._config.model),
+        )
 
 
 def _stop_strings(stops: _Stops | None, count: int) -> list[list[str] | None]:

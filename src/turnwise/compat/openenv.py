@@ -187,7 +187,7 @@ class OpenEnv(Environment):
         earned = defaultdict[int, float](float)
         for turn, result in self._results:
             earned[turn] += result.get("reward") or 0.0
-        return Rewards(earned[-1], [earned[turn] for turn in range(len(trajectory.calls()))])
+        return Rewards(earned[-1], [earned[turn] for turn in range(len(trajectory.turns))])
 
     def metrics(self, trajectory: Trajectory) -> dict[str, float]:
         return {"openenv_steps": sum(turn >= 0 for turn, _ in self._results)}

@@ -78,7 +78,7 @@ class SkyRLGym(Environment):
         return output["observations"] or [{"role": "user", "content": ""}]
 
     def reward(self, trajectory: Trajectory) -> Rewards:
-        turns = len(trajectory.calls())
+        turns = len(trajectory.turns)
         if turns and turns - 1 not in self._earned and not self.done:  # `step` was not called
             self.current_turn = turns - 1
             self.step({"role": "assistant", "content": trajectory.final_text})

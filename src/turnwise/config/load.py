@@ -8,6 +8,7 @@ import difflib
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,7 +21,6 @@ from turnwise.config.aliases import ALIASES, REPLACED_KEYS
 from turnwise.config.base import NEEDED_KEYS, Tree, sections
 from turnwise.config.explain import CHOICES, known_keys
 from turnwise.config.schema import Config
-from turnwise.config.verl_keys import VERL_KEYS, verl_answer
 from turnwise.config.yaml_text import read_yaml
 from turnwise.errors import InputError
 
@@ -263,9 +263,10 @@ def _explain_mistake(error: ErrorDetails) -> str:
 
 def _explain_unknown(key: str, value: object) -> Iterator[str]:
     """Yield a sentence about an unknown key, or about each key below it if it is a section of
-    verl's."""
-    answer, below = verl_answer(key), (f"{key}.", f"actor_rollout_ref.{key}.")
-    if isinstance(value, dict) and value and any(name.startswith(below) for name in VERL_KEYS):
+    another system."""
+    others = import_module("turnwise.compat.keys")  # not before a key is unknown
+    answer: str | None = others.answer(key)
+    if isinstance(value, dict) and value and others.is_section(key):
         for name, item in value.items():
             yield from _explain_unknown(f"{key}.{name}", item)
     elif answer is None:

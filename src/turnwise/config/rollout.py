@@ -295,9 +295,11 @@ class RolloutConfig(Section):
     PYTHON* and the like."""
     prompts_per_step: PositiveInt = 16
     """Problems, each with one group of trajectories, in one training step."""
-    concurrency: PositiveInt = 256
-    """Largest number of trajectories in flight; in proportion larger while there are more workers
-    than the run began with."""
+    concurrency: PositiveInt | None = None
+    """Largest number of trajectories that play at once, also while they wait for a tool; those at
+    their reward or judge are not counted. None takes as many as keep the engines busy: a quarter
+    more than `engine.max_num_seqs` for each engine, without those that wait for a tool, and fewer
+    while an engine's KV cache is full."""
     processes: PositiveInt = 1
     """Processes that run trajectories. 1 is the driver itself; with more, each is a Ray actor on
     any node, for fleets of engines whose turns one event loop cannot keep up with. Environments and
@@ -307,7 +309,8 @@ class RolloutConfig(Section):
     starts a quarter more. Groups that become too old for the next step begin again, at most as many
     as are extra."""
     retries: NonNegativeInt = 0
-    """Number of times that a failed trajectory is retried."""
+    """Number of times that a failed trajectory is retried; a group whose comparison by a judge
+    fails is not."""
     rewards: list[RewardConfig] = []
     """Parts of the reward, which are summed. An entry without function, group_function, trl, model
     and judge is the environment's own reward; an empty list uses only the environment's reward."""

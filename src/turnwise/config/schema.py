@@ -216,6 +216,11 @@ class Config(Section):
         return self.rollout.policies or ["policy"]
 
     @property
+    def environment_weights(self) -> dict[str, float]:
+        """Shares of the groups of several environments, by name."""
+        return {name: entry.weight for name, entry in self.environments.items()}
+
+    @property
     def versions_per_step(self) -> int:
         """Optimizer steps, hence weight versions, per training step."""
         return self.training.optimizer_steps * len(self.policies)

@@ -17,7 +17,9 @@ from turnwise.config.base import (
     named,
 )
 
-TRANSPORT_NAMES = ("shm", "ipc", "collective", "disk")  # as `weights.transport` has them
+TRANSPORT_NAMES = ("shm", "ipc", "collective", "disk")
+"""Values of the key `weights.transport`; `TRANSPORTS` of weights/transport.py has `in_process` as
+well, which nobody configures."""
 CPU_KV_CACHE_GIB = 0.5  # default of `engine.kv_cache_gib` on a CPU
 
 
@@ -197,8 +199,9 @@ class WeightsConfig(Section):
     after it, which has at least a quarter of it."""
     transport: Annotated[str, named("transport", TRANSPORT_NAMES)] = "shm"
     """Transport of the weights: shared memory on one host (shm); chunks on one host, or in the
-    memory of one GPU (ipc); broadcasts between hosts, over gloo or NCCL (collective); files in a
-    folder that all hosts can read (disk); or package.module:Class, your own Transport."""
+    memory of one GPU (ipc); broadcasts between hosts, over gloo or NCCL (collective); safetensors
+    files in a folder that all hosts can read (disk); or package.module:Class, your own
+    Transport."""
     lora: Literal["merged", "adapter"] = "merged"
     """Form in which weights trained with model.lora reach the engines: added to the model's own, so
     that engines compute at full speed (merged), or as an adapter that they apply beside those of

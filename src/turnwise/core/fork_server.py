@@ -39,7 +39,7 @@ SENDING_SECONDS = 10.0  # deadline for sending a request, in which other clients
 PRELOADED = (
     "turnwise.engine.preload",
     "turnwise.serving.openai.server",
-    "turnwise.serving.engine_worker",
+    "turnwise.serving.openai.serving_host",
     "turnwise.training.rank",
     "turnwise.observe.trackers",
     "typer",

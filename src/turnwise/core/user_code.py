@@ -24,7 +24,6 @@ from contextvars import ContextVar
 from typing import Any, ParamSpec, TypeVar
 from weakref import WeakSet
 
-from turnwise.config import Config
 from turnwise.core.aio import (
     Inbox,
     done_event,
@@ -135,12 +134,16 @@ def call_and_wait(function: Callable[[], _T], *, name: str, seconds: float) -> _
 
 
 async def import_user_code(
-    load: Callable[..., _T], *arguments: object, config: Config, what: str
+    load: Callable[..., _T], *arguments: object, seconds: float, what: str
 ) -> _T:
-    """Call a function that imports the user's modules (`what`), within `engine.start_timeout`."""
-    seconds, key = config.engine.start_timeout, "engine.start_timeout"
+    """Call a function that imports the user's modules (`what`), within `seconds`, those of
+    `engine.start_timeout`."""
     loaded: _T = await call_user_code(
-        load, *arguments, name=f"the import of {what}", seconds=seconds, key=key
+        load,
+        *arguments,
+        name=f"the import of {what}",
+        seconds=seconds,
+        key="engine.start_timeout",
     )
     return loaded
 

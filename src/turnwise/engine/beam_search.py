@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Collection, Hashable, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from types import SimpleNamespace
@@ -43,7 +44,7 @@ class BeamSearch:
         self._ends = ends
         self._width = width
         self._turns = defaultdict[Hashable, asyncio.Lock](asyncio.Lock)
-        self._found: dict[Hashable, list[Chunk]] = {}  # by the ids of a prompt, and its images
+        self._found: dict[Hashable, list[Chunk]] = {}  # by their prompt
 
     def of(self, index: int) -> Generator:
         """Return the generator of trajectory `index`: its first completion is the answer of that
@@ -58,7 +59,7 @@ class BeamSearch:
 
     async def answers(self, request: Request) -> list[Chunk]:
         """Return the answers to a request's prompt as whole completions, the likeliest first."""
-        prompt = tuple(request.prompt), tuple(request.images)
+        prompt = request.prompt
         async with self._turns[prompt]:
             if prompt not in self._found:
                 self._found[prompt] = await self._search(request)
@@ -74,8 +75,9 @@ class BeamSearch:
         ) -> AsyncGenerator[SimpleNamespace, None]:
             """Yield the likeliest next tokens of a beam, in the shape of vLLM's `RequestOutput`."""
             nonlocal version
-            ids = prompt["prompt_token_ids"]
-            step = request._replace(prompt=ids, sampling=copy.copy(params), id=name, whole=True)
+            ids = request.prompt + prompt["prompt_token_ids"][len(request.prompt) :]
+            own = {"prompt": ids, "sampling": copy.copy(params), "id": name, "whole": True}
+            step = replace(request, **own)
             async with aclosing(self._generator.stream(step)) as stream:
                 chunk = join([chunk async for chunk in stream])
             version = max([version, *chunk.weight_versions])
@@ -85,7 +87,7 @@ class BeamSearch:
             yield SimpleNamespace(outputs=[done])
 
         limits = self._width, sampling.max_tokens, sampling.ignore_eos
-        asked = list(request.prompt), request.id
+        asked = request.prompt.tolist(), request.id
         search = ours.beam_search(generate, self._tokenizer, *asked, *limits)
         (output,) = [output async for output in search]
         ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else self._ends)}

@@ -39,7 +39,7 @@ class GrammarReplay:
         """
         from turnwise.internals import vllm  # seconds to import
 
-        inputs = vllm.tokens_input(list(asked.prompt))
+        inputs = vllm.tokens_input(asked.prompt.tolist())
         made = self._processor.process_inputs(
             asked.id, inputs, params.clone(), supported_tasks=tasks
         )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, Protocol, TypeAlias
 from turnwise.config import SamplingConfig
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import EngineError
-from turnwise.trajectory.images import PlacedImage
+from turnwise.trajectory.prompt import Prompt
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
@@ -37,8 +37,6 @@ PAUSE_MODES: dict[InFlight, PauseMode] = {
 
 WEIGHT_BACKEND = "turnwise"
 """Name under which a worker extension registers its loader of weights with vLLM."""
-FORCED = -1
-"""The weight version of a token that was not sampled."""
 VLLM_METRICS = "vllm:"  # prefix of the names of vLLM's own statistics
 STREAM_INTERVAL = 32
 """Tokens in a chunk, and so the most that are sampled again when an engine dies."""
@@ -60,11 +58,11 @@ class Route:
     when it needs it; "" for those that an engine holds."""
 
 
-class Request(NamedTuple):
-    """A prompt, and how one completion of it is sampled."""
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt, and how one completion of it is sampled; a list of ids becomes a `Prompt`."""
 
-    prompt: Sequence[int]
-    """Token ids."""
+    prompt: Prompt
     sampling: Sampling
     id: str
     """Name, which no other unfinished request of the engine has."""
@@ -74,13 +72,14 @@ class Request(NamedTuple):
     whole: bool = False
     """Whether no token is passed on before the last: then a request whose worker died can begin
     again where it cannot be continued."""
-    images: Sequence[PlacedImage] = ()
-    """Images of the prompt, which holds their ids."""
     urgent: bool = False
     """Whether the engine computes it before all that wait, and in the place of one that runs if it
     has no room: for what the fleet itself asks, such as the check of a weight update."""
     record_allowed: bool = False
     """Whether the last chunk has the ids that the request's grammar allowed."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prompt", Prompt.of(self.prompt))
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +131,8 @@ class Completion:
     logprobs: list[float]
     """Natural-log probability of each token under the processed sampling distribution."""
     weight_versions: list[int]
-    """Version of the weights that sampled each token; `FORCED` if a logits processor forced it."""
+    """Version of the weights that sampled each token; `trajectory.FORCED` for one that a logits
+    processor forced."""
     finish_reason: FinishReason
     cached_tokens: int = 0
     """Prompt tokens whose KV cache was reused."""
@@ -153,6 +153,19 @@ class Completion:
     allowed: Sequence[bytes] = ()
     """As in `Chunk`."""
 
+    @property
+    def as_turn(self) -> JsonObject:
+        """The arguments by which `Trajectory.add_turn` records it after its prompt."""
+        return {
+            "completion_token_ids": self.token_ids,
+            "logprobs": self.logprobs,
+            "weight_versions": self.weight_versions,
+            "finish_reason": self.finish_reason,
+            "prompt_logprobs": self.prompt_logprobs,
+            "experts": self.experts,
+            "allowed": self.allowed,
+        }
+
     def __post_init__(self) -> None:
         if not len(self.token_ids) == len(self.logprobs) == len(self.weight_versions):
             raise EngineError(
@@ -165,7 +178,7 @@ class TurnTimes(NamedTuple):
     """When a turn was sampled, in seconds since the epoch, and by which worker."""
 
     turn: int
-    """Number of the call in `Trajectory.calls`."""
+    """Its index in `Trajectory.turns`."""
     asked: float
     first_token: float | None
     """None if it is not known."""
@@ -186,6 +199,17 @@ class Rendezvous(NamedTuple):
     port: int
     world_size: int
     train_world_size: int
+
+
+class Occupancy(NamedTuple):
+    """The load of an engine at one moment."""
+
+    running: int
+    """Number of sequences in its batch."""
+    waiting: int
+    """Number of requests that wait for a place in it, or for room in the cache."""
+    cache: float
+    """Share of its KV cache that running sequences use, from 0 to 1."""
 
 
 class WeightUpdate(Protocol):
@@ -259,8 +283,9 @@ class Engine(Generator, Protocol):
 
     async def reset_prefix_cache(self) -> None: ...
 
-    async def check_health(self) -> None:
-        """Raise `EngineError` when the engine is dead, `DeadlineError` when it hangs."""
+    async def check_health(self) -> Occupancy | None:
+        """Raise `EngineError` when the engine is dead, `DeadlineError` when it hangs; return what
+        it computes, or None if that is not known."""
 
     async def num_in_flight(self) -> int:
         """Return the number of unfinished requests."""
@@ -273,7 +298,7 @@ class Engine(Generator, Protocol):
 
 async def generate(generator: Generator, request: Request) -> Completion:
     """Sample one completion; EngineError when it fails. Cancelling aborts the request."""
-    async with aclosing(generator.stream(request._replace(whole=True))) as chunks:
+    async with aclosing(generator.stream(replace(request, whole=True))) as chunks:
         return await collect(chunks, request.id)
 
 

@@ -37,12 +37,12 @@ from turnwise.engine.logits_processors import (
     with_request,
 )
 from turnwise.engine.protocol import (
-    FORCED,
     PAUSE_MODES,
     VLLM_METRICS,
     WEIGHT_BACKEND,
     Chunk,
     InFlight,
+    Occupancy,
     PauseMode,
     Rendezvous,
     Request,
@@ -62,6 +62,7 @@ from turnwise.errors import (
     WeightUpdateError,
     text_of,
 )
+from turnwise.trajectory import FORCED
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
@@ -167,9 +168,9 @@ class VllmEngine:
                     await run_in_thread(load_object, name, "logits_processors")
                 self._loaded.add(name)
         seen: dict[str, MultiModalInput] = {}
-        if request.images:
+        if request.prompt.images:
             async with self._deadline(f"processing the images of {request.id}", self._timeout):
-                seen = await self._images.prepare(request.prompt, request.images)
+                seen = await self._images.prepare(request.prompt)
         await self.load_adapters()
         if request.route.folder:
             await self._bring(request.route)
@@ -178,9 +179,9 @@ class VllmEngine:
         with self._adapters.using(request.route.adapter, request.id) as adapter:
             self._pending.add(request.id)
             try:
-                inputs = vllm.tokens_input(list(request.prompt), cache_salt=self._cache_salt)
+                inputs = vllm.tokens_input(request.prompt.tolist(), cache_salt=self._cache_salt)
                 if seen:
-                    inputs = self._images.put_in(inputs, request.images, seen)
+                    inputs = self._images.put_in(inputs, request.prompt.images, seen)
                 watching = partial(self._moving, f"with request {request.id} waiting")
                 made = self._streams.chunks(inputs, params, request, adapter, watching)
                 names = {*self._always, *map(name_of, calls)}
@@ -510,11 +511,12 @@ class VllmEngine:
     async def reset_prefix_cache(self) -> None:
         await self._in_time("resetting the prefix cache", self._llm.reset_prefix_cache())
 
-    async def check_health(self) -> None:
+    async def check_health(self) -> Occupancy | None:
         if self._llm.errored:
             raise EngineError(f"{self.name} is dead")
         # A round trip to the process that computes, which answers between two steps.
-        answer = asyncio.ensure_future(self._in_time("a health check", self._llm.is_paused()))
+        asked = self._vllm.occupancy(self._llm)
+        answer = asyncio.ensure_future(self._in_time("a health check", asked))
         try:
             await asyncio.wait([answer], timeout=_STEP_SECONDS)
             if not answer.done() and self._pending:
@@ -523,8 +525,8 @@ class VllmEngine:
                 # A step of a large model on a CPU takes long. Whether it ever ends is a question
                 # of the requests' own deadline, `engine.request_timeout`.
                 if not answer.done() and self._processor_seconds() > before + _LOOK_SECONDS / 10:
-                    return
-            await answer
+                    return None
+            return Occupancy(*await answer)
         finally:
             answer.cancel()
 

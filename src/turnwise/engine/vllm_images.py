@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from turnwise.core.aio import run_in_thread
 from turnwise.core.images import decode
 from turnwise.errors import InputError, TrajectoryError
-from turnwise.trajectory.images import Image, PlacedImage
+from turnwise.trajectory.images import Image
+from turnwise.trajectory.prompt import PlacedImage, Prompt
 
 if TYPE_CHECKING:
     from turnwise.internals import vllm
@@ -36,9 +37,7 @@ class ImageInputs:
         self._size = 0  # bytes of all of them
         self._processing = Lock()  # vLLM processes one after another
 
-    async def prepare(
-        self, prompt: Sequence[int], images: Sequence[PlacedImage]
-    ) -> "dict[str, vllm.MultiModalInput]":
+    async def prepare(self, prompt: Prompt) -> "dict[str, vllm.MultiModalInput]":
         """Process the images of a prompt, and return what vLLM makes of each, by hash.
 
         Raises:
@@ -57,12 +56,12 @@ class ImageInputs:
                 "a prompt has an image, whose tokens see each other in this model, but not in "
                 "vLLM's attention on a CPU; engine.images_per_prompt: 0 makes it a model of text"
             )
-        if len(images) > self._most:
+        if len(images := prompt.images) > self._most:
             why = f"a prompt has {len(images)} images; engine.images_per_prompt is {self._most}"
             raise TrajectoryError("too_many_images", why)
         made = {one.image.hash: await self._processed(one.image) for one in images}
         for one in images:
-            if made[one.image.hash]["prompt_token_ids"] != list(prompt[one.start : one.end]):
+            if made[one.image.hash]["prompt_token_ids"] != prompt[one.start : one.end].tolist():
                 raise InputError(
                     f"vLLM makes other tokens of {one.image} than the model's own processor, so "
                     "prompts with it cannot be exact"

@@ -16,7 +16,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from turnwise.internals import internal
-from turnwise.internals.pydantic import bound
+from turnwise.internals.pydantic import OF_A_TYPE, bound, odd_value
 
 Decode = Callable[[Request, bytes], object]
 """Returns what a request's body is in JSON; JSONDecodeError when it is none."""
@@ -55,12 +55,9 @@ def _validate(
 ) -> tuple[Any, list[dict[str, Any]]]:
     try:
         return ModelField.validate(field, value, {}, loc=loc)
-    except (AttributeError, KeyError, IndexError) as error:  # of a type's own code
-        odd = getattr(error, "obj", None)
-        entries = value.items() if isinstance(value, dict) else ()
-        named = [key for key, part in entries if part is odd and odd is not None]
-        said = f"{type(odd).__name__} is not what is expected here" if named else f"{error!r}"
-        return None, [{"type": "value_error", "loc": (*loc, *named[:1]), "msg": said}]
+    except OF_A_TYPE as error:
+        named, said = odd_value(error, value)
+        return None, [{"type": "value_error", "loc": (*loc, *named), "msg": said}]
 
 
 internal(ModelField, "validate", "self", "value", "values")

@@ -39,6 +39,20 @@ def bound(adapter: TypeAdapter[Any]) -> None:
     adapter.validator = SchemaValidator(_bounded(core, definitions, {}), _use_prebuilt=False)
 
 
+OF_A_TYPE = (AttributeError, KeyError, IndexError)
+"""Errors of a type's own code, which looks into a value before it is validated."""
+
+
+def odd_value(error: Exception, value: object) -> tuple[list[str], str]:
+    """Return what is wrong with a value whose type's own code failed: the key of the part that it
+    cannot look into, if it is one, and a sentence."""
+    odd = getattr(error, "obj", None)
+    entries = value.items() if isinstance(value, dict) else ()
+    named = [str(key) for key, part in entries if part is odd and odd is not None]
+    said = f"{type(odd).__name__} is not what is expected here" if named else f"{error!r}"
+    return named[:1], said
+
+
 def _bounded(part: Any, definitions: Mapping[str, _Schema], done: dict[int, Any]) -> Any:
     """Return a copy of a schema, or of a part of one, with fast failure."""
     if isinstance(part, list | tuple):

@@ -5,14 +5,22 @@ Checked against vLLM 0.32. If vLLM moves them, only this file has to change.
 
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from openai.types.responses import ResponseErrorEvent
 from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.entrypoints.generate.base.protocol import DeltaMessage, FunctionCall, ToolCall
+from vllm.entrypoints.generate.base.protocol import (
+    DeltaMessage,
+    FunctionCall,
+    ToolCall,
+    validate_request_mm_kwargs,
+)
+from vllm.entrypoints.generate.base.serving import clamp_prompt_logprobs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.app import build_app
 from vllm.entrypoints.launchers.cli_args import make_arg_parser
 from vllm.entrypoints.openai.chat_completion.protocol import (
+    ChatCompletionNamedToolChoiceParam,
     ChatCompletionRequest,
     ChatCompletionResponse,
     ChatCompletionResponseChoice,
@@ -20,22 +28,52 @@ from vllm.entrypoints.openai.chat_completion.protocol import (
 )
 from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-from vllm.entrypoints.openai.responses.protocol import ResponsesRequest, ResponsesResponse
+from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+from vllm.entrypoints.openai.responses.protocol import (
+    InputTokensDetails,
+    OutputTokensDetails,
+    ResponseCompletedEvent,
+    ResponseCreatedEvent,
+    ResponseInProgressEvent,
+    ResponseRawMessageAndToken,
+    ResponsesRequest,
+    ResponsesResponse,
+    ResponseUsage,
+)
+from vllm.entrypoints.openai.responses.serving import OpenAIServingResponses
+from vllm.entrypoints.openai.responses.streaming_events import (
+    SimpleStreamingEventProcessor as EventProcessor,
+)
+from vllm.entrypoints.openai.responses.streaming_events import split_delta
+from vllm.entrypoints.openai.responses.utils import (
+    build_response_output_items,
+    construct_input_messages,
+    construct_tool_dicts,
+)
 from vllm.entrypoints.serve.engine.protocol import UsageInfo
 from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
-from vllm.exceptions import GracefulHTTPError, VLLMError, VLLMValidationError
+from vllm.exceptions import (
+    GracefulHTTPError,
+    VLLMError,
+    VLLMNotFoundError,
+    VLLMValidationError,
+)
+from vllm.inputs import tokens_input
+from vllm.logprobs import Logprob
 from vllm.lora.request import LoRARequest
 from vllm.outputs import RequestOutput
+from vllm.parser.abstract_parser import Parser
 from vllm.renderers import renderer_from_config
 from vllm.renderers.chat_utils import has_non_text_content, make_tool_call_id
-from vllm.renderers.hf import resolve_chat_template_content_format
 from vllm.renderers.inputs.preprocess import extract_prompt_components
+from vllm.renderers.params import TokenizeParams
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.engine.input_processor import InputProcessor
+from vllm.v1.engine.logprobs import LogprobsProcessor
 from vllm.v1.engine.output_processor import OutputProcessor, RequestOutputCollector
 from vllm.v1.engine.parallel_sampling import ParentRequest
 from vllm.v1.metrics.stats import PrefillStats
@@ -44,17 +82,8 @@ from vllm.v1.outputs import LogprobsLists, LogprobsTensors
 from turnwise.internals import internal
 
 if TYPE_CHECKING:
-    from starlette.datastructures import State
-    from vllm.parser.abstract_parser import Parser
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionLogProbs
     from vllm.tokenizers import TokenizerLike
-
-_PARSERS = {
-    "openai_serving_chat": "parser_cls",
-    "openai_serving_chat_batch": "parser_cls",
-    "anthropic_serving_messages": "parser_cls",
-    "openai_serving_responses": "parser",
-}
-"""The attributes of vLLM's services that hold a class of parsers."""
 
 SamplingRequest: TypeAlias = ChatCompletionRequest | CompletionRequest | ResponsesRequest
 """A request that samples; Anthropic's requests have become chat completions at this point."""
@@ -73,20 +102,48 @@ def make_parser(
     request: ChatCompletionRequest,
     tokenizer: "TokenizerLike",
     variables: dict[str, object],
-) -> "Parser":
+) -> Parser:
     """Return the parser of a request's answers, as the server makes it for its own."""
     return chat._make_parser(request, tokenizer, variables)
 
 
-def replace_parsers(state: "State", replace: Callable[["type[Parser]"], "type[Parser]"]) -> None:
-    """Replace the class of the parsers of answers, of each service that has one."""
-    for name, attribute in _PARSERS.items():
-        service = getattr(state, name)
-        if (parser := getattr(service, attribute)) is not None:
-            setattr(service, attribute, replace(parser))
+def chat_logprobs(
+    chat: OpenAIServingChat,
+    request: ChatCompletionRequest,
+    token_ids: list[int],
+    logprobs: list[dict[int, Logprob]],
+) -> "ChatCompletionLogProbs":
+    """Return the log-probs of tokens as OpenAI's clients get them."""
+    return chat._create_chat_logprobs(
+        token_ids=token_ids,
+        top_logprobs=logprobs,
+        tokenizer=chat.renderer.tokenizer,
+        num_output_top_logprobs=request.top_logprobs,
+        logprob_token_ids=request.logprob_token_ids,
+        return_as_token_id=request.return_tokens_as_token_ids,
+    )
 
 
-def choose_adapters(serving: OpenAIServingChat, choose: Callable[..., object]) -> None:
+def response_logprobs(
+    responses: OpenAIServingResponses,
+    request: ResponsesRequest,
+    token_ids: list[int],
+    logprobs: list[dict[int, Logprob]],
+) -> list[Any]:
+    """Return the log-probs of tokens as clients of Responses get them."""
+    tokenizer, most = responses.renderer.tokenizer, request.top_logprobs
+    made: list[Any] = responses._create_response_logprobs(token_ids, logprobs, tokenizer, most)
+    return made
+
+
+def truncated(chat: OpenAIServingChat, request: Any, token_ids: list[int]) -> list[int]:
+    """Return the ids of a prompt, cut as its request asks (`truncate_prompt_tokens`)."""
+    params: TokenizeParams = request.build_tok_params(chat.model_config)
+    kept: list[int] = params._token_truncation(chat.renderer.tokenizer, token_ids)
+    return kept
+
+
+def choose_adapters(serving: OpenAIServingCompletion, choose: Callable[..., object]) -> None:
     """Let a function choose the adapter of each request, which vLLM finds by its model alone."""
     serving._maybe_get_adapters = choose
 
@@ -108,4 +165,7 @@ def keep_clients_mistakes_out_of_the_log() -> None:
 internal(OpenAIServingChat, "_effective_chat_template_kwargs", "self", "request")
 _parameters = ("self", "request", "tokenizer", "chat_template_kwargs")
 internal(OpenAIServingChat, "_make_parser", *_parameters)
-internal(OpenAIServingChat, "_maybe_get_adapters", "self", "request")
+internal(OpenAIServingCompletion, "_maybe_get_adapters", "self", "request")
+internal(OpenAIServingChat, "_create_chat_logprobs", "self", "token_ids", "top_logprobs")
+internal(OpenAIServingResponses, "_create_response_logprobs", "self", "token_ids", "logprobs")
+internal(TokenizeParams, "_token_truncation", "self", "tokenizer", "tokens")

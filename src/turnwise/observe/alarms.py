@@ -131,7 +131,8 @@ def _shares(row: JsonObject, config: Config) -> Iterator[tuple[str, Share]]:
         )
         yield f"dropped {name}", Share(alarms.dropped, _share(lost, whole), said)
     advice = (
-        "more engines (turnwise scale, serving.workers) or more concurrency (rollout.concurrency)"
+        "more engines (turnwise scale, serving.workers), "
+        "or a larger rollout.concurrency if one is set,"
         if training.max_staleness
         else "rollouts that run ahead (training.max_staleness: 1) or more engines (serving.workers)"
     )

@@ -95,7 +95,7 @@ def conversation(trajectory: Trajectory, label: str = "") -> Text:
     if len(trajectory.reward_parts) > 1:
         each = (f"{name} {value:.3g}" for name, value in trajectory.reward_parts.items())
         reward += f" ({', '.join(each)})"
-    turns = len(trajectory.calls())
+    turns = len(trajectory.turns)
     head = [
         f"{trajectory.problem_id} #{trajectory.sample_index}",
         reward,
@@ -112,7 +112,7 @@ def conversation(trajectory: Trajectory, label: str = "") -> Text:
         role = visible(str(message.get("role")))
         text.append(f"{role:<10} ", style=f"not bold {_STYLES.get(role, 'yellow')}")
         text.append(f"{visible(said(message)).replace(chr(10), chr(10) + _INDENT)}\n", "not bold")
-    lengths = {each.image: each.length for turn in trajectory.turns for each in turn.images}
+    lengths = {each.image: each.length for turn in trajectory.turns for each in turn.added.images}
     for image, length in islice(lengths.items(), _MOST):
         place = (image.folder or Path()) / image.name
         size = f"{image.width} x {image.height} pixels, {counted(length, 'token', 'tokens')}"
@@ -190,7 +190,7 @@ class Overview:
         self._low = heapq.nsmallest(both, [*self._low, *group], key=_reward)
         for trajectory in group:
             self.rewards.add(_reward(trajectory))
-            self._turns.add(len(trajectory.calls()))
+            self._turns.add(len(trajectory.turns))
             self._tokens.add(trajectory.sampled_tokens)
             for name, value in trajectory.reward_parts.items():
                 self._parts[name].add(value)

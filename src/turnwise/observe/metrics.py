@@ -7,7 +7,7 @@ declares, and the documentation their meanings.
 import ast
 import inspect
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from statistics import stdev
@@ -264,10 +264,8 @@ class StepMetrics:
         tokens, seconds = defaultdict[str, int](int), defaultdict[str, float](float)
         for group in groups:
             for trajectory in group.trajectories:
-                parts = trajectory.calls()
                 for call in group.calls.get(trajectory.sample_index, ()):
-                    turns = [trajectory.turns[index] for index in parts[call.turn]]
-                    tokens[call.worker] += sum(len(turn.completion_token_ids) for turn in turns)
+                    tokens[call.worker] += trajectory.turns[call.turn].sampled_tokens
                     seconds[call.worker] += call.ended - call.asked - (call.queued or 0.0)
         self.worker_tokens_per_s = {
             name: tokens[name] / spent for name, spent in sorted(seconds.items()) if spent > 0
@@ -309,12 +307,12 @@ class StepMetrics:
         self.trajectories = len(trajectories)
         self.statuses = _sorted(Counter(t.status for t in trajectories))
         self.events = _sorted(sum((t.events for t in trajectories), Counter[str]()))
-        self.turns_mean = mean([len(t.calls()) for t in trajectories])
+        self.turns_mean = mean([len(t.turns) for t in trajectories])
         self.sampled_tokens = sum(t.sampled_tokens for t in trajectories)
         played = defaultdict[str, list[float]](list)  # rewards of each policy's players
         for t in trajectories:
-            calls = zip(t.calls(), t.turn_players, strict=False)
-            by = {player: t.turns[call.start].adapter for call, player in calls}
+            turns = zip(t.turns, t.turn_players, strict=False)
+            by = {player: turn.adapter for turn, player in turns}
             for player, policy in by.items():
                 if policy:
                     played[policy].append(t.player_rewards.get(player, t.reward or 0.0))
@@ -387,7 +385,7 @@ def mean(values: Sequence[float]) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def _by_name(rows: Sequence[dict[str, float]]) -> dict[str, list[float]]:
+def _by_name(rows: Sequence[Mapping[str, float]]) -> dict[str, list[float]]:
     """Return the numbers of each name, from the rows that have it."""
     names = sorted({name for row in rows for name in row})
     return {name: [row[name] for row in rows if name in row] for name in names}

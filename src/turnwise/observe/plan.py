@@ -22,7 +22,7 @@ from turnwise.core.actor import CPU_SHARE
 from turnwise.core.gguf import resolve_model
 from turnwise.core.sources import check_model
 from turnwise.errors import InputError
-from turnwise.serving.engine_worker import GPU_MEMORY
+from turnwise.serving.engine_host import GPU_MEMORY
 from turnwise.serving.placement import gpu_share
 from turnwise.training.batching import micro_batch_tokens
 from turnwise.training.loading import dtype_of, learning_dtype, models_beside, shared_roles
@@ -139,7 +139,7 @@ def make_plan(config: Config, machine: Machine, prompt_tokens: int | None = None
         if config.weights.delta:  # of the trainer and each engine's workers; deltas in memory
             copies = 1 + workers + 2 * (config.weights.transport == "shm")
         beside = workers * engine.peak
-        beside += copies * model_size(config).parameters * dtype_of(config).itemsize
+        beside += copies * model_size(config.model).parameters * dtype_of(config.model).itemsize
         loads = [load("memory of the machine", training.ranks, beside + apart)]
     elif training.colocated:
         kept = {"params": ("weights", "other models"), "optimizer": ("optimizer",)}
@@ -198,11 +198,15 @@ def changes_that_fit(config: Config, machine: Machine) -> list[str] | None:
 
 def _rank(config: Config, on_gpu: bool, length: int) -> Holding:
     training, model = config.training, config.model
-    ranks, width = training.ranks, dtype_of(config).itemsize
+    ranks, width = training.ranks, dtype_of(config.model).itemsize
     beside = models_beside(config)
-    roles = shared_roles(config, beside)
-    size, kept = model_size(config, roles=roles), learning_dtype(config).itemsize
-    held = {part: all_ // ranks for part, all_ in held_bytes(config, beside).items()}
+    roles = shared_roles(config.model, config.policies, beside)
+    size = model_size(config.model, roles=roles)
+    kept = learning_dtype(config.model, config.training).itemsize
+    held = {
+        part: all_ // ranks
+        for part, all_ in held_bytes(config.model, training, config.policies, beside).items()
+    }
     apart = not training.colocated or ranks > 1
     if config.weights.transport == "shm" and apart and not on_gpu:  # in the first rank, whole
         held["shared memory"] = 2 * size.parameters * width // ranks
@@ -249,7 +253,7 @@ def _engine(config: Config, machine: Machine, share: float) -> tuple[Holding, in
     shape: PretrainedConfig = AutoConfig.from_pretrained(
         resolve_model(config.model.path), trust_remote_code=config.model.trust_remote_code
     )
-    text, engine, width = shape.get_text_config(), config.engine, dtype_of(config).itemsize
+    text, engine, width = shape.get_text_config(), config.engine, dtype_of(config.model).itemsize
     inner = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
     working = (
         engine.max_num_batched_tokens
@@ -257,7 +261,7 @@ def _engine(config: Config, machine: Machine, share: float) -> tuple[Holding, in
         * (2 * inner // engine.tensor_parallel_size + 4 * text.hidden_size)
     )
     working = max(working, engine.max_num_seqs * text.vocab_size * 4 * 2)
-    weights = model_size(config).parameters * width // engine.devices
+    weights = model_size(config.model).parameters * width // engine.devices
     if engine.kv_cache_gib or not machine.gpus:
         cache = (engine.kv_cache_gib or CPU_KV_CACHE_GIB) * GIB
     else:  # what vLLM would take

@@ -57,15 +57,12 @@ def _events(
     for row, (trajectory, turns) in enumerate(zip(trajectories, calls, strict=True), start=1):
         title, place = f"{trajectory.problem_id} #{trajectory.sample_index}", (_TRAJECTORIES, row)
         yield _name("thread_name", place, title)
-        parts = trajectory.calls()
         for times in turns:
             number, first, worker = times.turn, times.first_token, times.worker
             tokens: dict[str, int] = {}
-            if number < len(parts):
-                own = [trajectory.turns[index] for index in parts[number]]
-                sampled = sum(len(turn.completion_token_ids) for turn in own)
-                prompt = own[0].prefix_length + len(own[0].added_token_ids)
-                tokens = {"prompt": prompt, "sampled": sampled}
+            if number < len(trajectory.turns):
+                own = trajectory.turns[number]
+                tokens = {"prompt": own.prompt_length, "sampled": own.sampled_tokens}
             begun, shown = times.asked, {"turn": number, "worker": worker}
             if times.queued:
                 begun += times.queued

@@ -4,15 +4,16 @@ import hashlib
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from turnwise.chat.messages import in_thread_if_long
 from turnwise.chat.prompts import next_prompt, response_room
 from turnwise.chat.tool_parser import ToolParser
 from turnwise.config import NO_DEADLINE, RolloutConfig, SamplingConfig
 from turnwise.config.rollout import BASE
+from turnwise.core.admission import Place
 from turnwise.core.deadlines import StallClock
 from turnwise.core.run_files import RunFiles
 from turnwise.core.spans import chat_span, record_answer
@@ -22,20 +23,16 @@ from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollouts.environment import Environment
 from turnwise.rollouts.episode import Episode
 from turnwise.rollouts.problems import Row
-from turnwise.serving.chat_scheduler import ChatBackend
 from turnwise.tools.toolbox import Toolbox
-from turnwise.trajectory import ChatTemplate, Message, Trajectory
+from turnwise.trajectory import ChatTemplate, Message, Prompt, PromptLike, Trajectory
 from turnwise.trajectory.chat_template import Tools
-from turnwise.trajectory.images import placed
 from turnwise.trajectory.left_out import check_tools
-
-if TYPE_CHECKING:
-    from turnwise.serving.openai.server import OpenAIServer
 
 _BOUNDED = ("generate", "tools", "environment")
 """Phases with their own deadlines: `engine.request_timeout`, `rollout.tool_timeout` and
 `rollout.environment_timeout`."""
 
+_WITHOUT_ENGINES = ("tools", "environment", "agent")
 _BETWEEN = ("tools", "environment")  # phases whose seconds belong to the turn before them
 
 
@@ -80,10 +77,6 @@ class RolloutContext:
     """The problem's row of data."""
     episode: Episode
     """The environment in use."""
-    server: "OpenAIServer | None" = None
-    """The OpenAI server; None unless the loop's agents speak HTTP."""
-    chats: ChatBackend | None = None
-    """Backend of the user's chat scheduler; None if there is none."""
     route: Route = field(default_factory=Route)
     """Names of the trajectory and its group, by which the scheduler picks an engine; None leaves
     the choice free."""
@@ -94,6 +87,8 @@ class RolloutContext:
     clock: StallClock = field(default_factory=lambda: StallClock(NO_DEADLINE))
     """Clock that fails a trajectory without progress; held during turns and tools, which have
     their own deadlines."""
+    place: Place = field(default_factory=Place)
+    """Place among the trajectories at work, idle during tools, environment and agents."""
     fork_reason: str | None = None
     """Reason why the latest prompt does not continue the turn before it; None if it does."""
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
@@ -129,8 +124,13 @@ class RolloutContext:
         """Add the seconds of a `with` block to `seconds[phase]`: generate, tools, reward ..."""
         started = time.perf_counter()
         bounded = self.clock.held() if phase in _BOUNDED else nullcontext()
+        at_work: AbstractContextManager[None] = nullcontext()
+        if phase == "generate":
+            at_work = self.place.working()
+        elif phase in _WITHOUT_ENGINES:
+            at_work = self.place.idle()
         try:
-            with bounded:
+            with bounded, at_work:
                 yield
         finally:
             self.clock.moved()
@@ -142,8 +142,8 @@ class RolloutContext:
 
     async def first_prompt(
         self, messages: Sequence[Message], *, tools: Tools | None = None
-    ) -> list[int]:
-        """Return the ids of a new conversation, with generation prompt.
+    ) -> Prompt:
+        """Return the prompt of a new conversation, with generation prompt.
 
         Args:
             tools: Left out if `rollout.tools_in_prompt` is false.
@@ -153,7 +153,7 @@ class RolloutContext:
         """
         shown = tools if self.rollout.tools_in_prompt else None
 
-        def render() -> list[int]:
+        def render() -> Prompt:
             if shown:
                 check_tools(self.template, messages, shown)
             return self.template.render_first(messages, shown)
@@ -162,14 +162,14 @@ class RolloutContext:
 
     async def next_prompt(
         self,
-        prompt_token_ids: Sequence[int],
-        completion_token_ids: Sequence[int],
+        prompt_token_ids: PromptLike,
+        completion_token_ids: PromptLike,
         new_messages: Sequence[Message],
         *,
         tools: Tools | None = None,
         conversation: Sequence[Message] | None = None,
-    ) -> list[int]:
-        """Return the ids that continue a turn with `new_messages`.
+    ) -> Prompt:
+        """Return the prompt that continues a turn with `new_messages`.
 
         If no bridge is exact (or `rollout.history` is `template` and the template changed the
         history), the whole conversation is rendered and the next turn begins a branch.
@@ -203,7 +203,7 @@ class RolloutContext:
 
     async def sample(
         self,
-        prompt_token_ids: Sequence[int],
+        prompt_token_ids: PromptLike,
         *,
         stop: Sequence[str] = (),
         messages: Sequence[Message] = (),
@@ -224,10 +224,10 @@ class RolloutContext:
         Raises:
             TrajectoryError: when the prompt has too many images, or the engine aborted the request.
         """
-        turn, seen = len(self.trajectory.turns), placed(prompt_token_ids)
-        room = self.max_length - len(prompt_token_ids)
+        turn, prompt = len(self.trajectory.turns), Prompt.of(prompt_token_ids)
+        room = self.max_length - len(prompt)
         if (most := self.rollout.max_response_tokens) is not None:
-            left = response_room(self.trajectory, prompt_token_ids, self.fork_reason, most)
+            left = response_room(self.trajectory, prompt, self.fork_reason, most)
             room = min(room, left)
         if room <= 0:
             self.trajectory.status = "context_full"
@@ -244,20 +244,20 @@ class RolloutContext:
             name = f"{self.request_id}-{turn}"
             adapter = "" if policy == BASE else policy
             route = replace(self.route, adapter=adapter) if adapter else self.route
-            request = Request(prompt_token_ids, sampling, name, seed, route, images=seen)
+            request = Request(prompt, sampling, name, seed, route)
             completion = await generate(self.engine, request)
             sampled, reason = len(completion.token_ids), completion.finish_reason
             version = max(completion.weight_versions, default=-1)
-            record_answer(span, len(prompt_token_ids), sampled, reason, version)
+            record_answer(span, len(prompt), sampled, reason, version)
         if completion.finish_reason == "abort":
             raise TrajectoryError("engine_abort", f"{self.request_id} was aborted by the engine")
         times = asked, time.time()
-        self.record(prompt_token_ids, completion, times, 0.0, messages=messages, policy=policy)
+        self.record(prompt, completion, times, 0.0, messages=messages, policy=policy)
         return completion
 
     def record(
         self,
-        prompt_token_ids: Sequence[int],
+        prompt: Prompt,
         completion: Completion,
         times: tuple[float, float],
         tools: float | None = None,
@@ -268,19 +268,14 @@ class RolloutContext:
         """Record the completion of a request that began and ended at `times` as a turn; `tools` is
         that of `TurnTimes`, `policy` that of `sample`."""
         self.trajectory.add_turn(
-            prompt_token_ids,
-            completion.token_ids,
-            completion.logprobs,
-            completion.weight_versions,
-            completion.finish_reason,
-            completion.prompt_logprobs,
+            prompt,
+            **completion.as_turn,
             fork_reason=self.fork_reason,
             messages=messages,
-            experts=completion.experts,
             adapter="" if policy == BASE else policy,
             untrained="frozen_policy" if policy == BASE else "",
         )
-        turn = len(self.trajectory.calls()) - 1
+        turn = len(self.trajectory.turns) - 1
         first, worker, queued = completion.first_token_at, completion.worker, completion.queued
         self.calls.append(TurnTimes(turn, times[0], first, times[1], worker, queued, tools))
         self.fork_reason = None
@@ -297,6 +292,11 @@ class AgentLoop(Protocol):
     `rollout.loop` names it by a short name or as `package.module:Class`. The class is built
     without arguments, once for all trajectories. All trajectories share one event loop, so call
     blocking functions with `asyncio.to_thread`, which has a thread for each call here.
+
+    A class may have more: `load(config)` is called in a thread before anything is started, and
+    raises `InputError` for what cannot be used; `opened(config, generator, admission)` is an async
+    context manager around all trajectories of a process, such as a server of agents, whose start
+    the attribute `front` names on the terminal. `by_requests` says that others make the requests.
 
     Example:
         class SingleTurn:

@@ -4,7 +4,7 @@ An agent needs no code of Turnwise, and cannot reach another's trajectory, becau
 secret random name. It is a function `package.module:name(base_url, problem)`; a command, one
 process for each trajectory; a worker, one long-lived process that plays any number of trajectories
 at once (`turnwise.agent_worker`) and is started again when it has ended; or an HTTP endpoint that
-gets one POST for each. A user's chat scheduler is asked in the same way.
+gets one POST for each.
 """
 
 import asyncio
@@ -14,9 +14,9 @@ import logging
 import os
 import re
 import shlex
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from typing import Annotated, NotRequired
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Annotated, NotRequired
 
 from pydantic import Field, TypeAdapter
 from typing_extensions import TypedDict
@@ -24,6 +24,7 @@ from typing_extensions import TypedDict
 from turnwise.chat.images import with_urls
 from turnwise.chat.session import Session
 from turnwise.config import Config
+from turnwise.core.admission import Admission
 from turnwise.core.aio import call_within, run_in_thread
 from turnwise.core.child import Child, ForeignLines, Requests, start_error
 from turnwise.core.deadlines import StallClock
@@ -37,17 +38,19 @@ from turnwise.core.untrusted import (
     read_answer,
     read_line,
 )
-from turnwise.core.user_code import call_user_code, import_user_code, user_errors
+from turnwise.core.user_code import call_user_code, user_errors
 from turnwise.core.watchdog import waiting
+from turnwise.engine.protocol import Generator
 from turnwise.errors import DeadlineError, InputError, TrajectoryError
 from turnwise.rollouts.agent_branches import leave_out_branches
 from turnwise.rollouts.agent_loop import RolloutContext
 from turnwise.rollouts.environment import Environment, load_object
 from turnwise.rollouts.problems import Row
-from turnwise.serving.chat_scheduler import ChatCompletionScheduler
-from turnwise.serving.data_proto import DataProto, take_rows
+from turnwise.serving.openai.opening import make_server
 from turnwise.trajectory import MAX_REWARD
-from turnwise.trajectory.images import images_in
+
+if TYPE_CHECKING:
+    from turnwise.serving.openai.server import OpenAIServer
 
 logger = logging.getLogger(__name__)
 
@@ -124,11 +127,11 @@ def apply_report(report: AgentReport, session: Session, who: str) -> None:
                 "of this trajectory",
             )
     trajectory = session.trajectory
-    trajectory.metrics |= report.get("metrics") or {}
+    trajectory.set_outcome(metrics={**trajectory.metrics, **(report.get("metrics") or {})})
     if (reward := report.get("reward")) is None:
         return
     if session.agent_rewards:
-        trajectory.reward = reward
+        trajectory.set_outcome(reward=reward)
     else:
         trajectory.events["agent_reward_ignored"] += 1
 
@@ -347,16 +350,36 @@ async def run_endpoint(url: str, request: JsonObject) -> AgentReport:
 class HttpAgentLoop:
     """Passes the URL of a session to an agent, and waits until it is done."""
 
+    by_requests = True
+    front = "starting the OpenAI server"
+
     def __init__(self) -> None:
+        self.server: OpenAIServer | None = None
+        """The server of the sessions, while the loop is `opened`."""
         self._workers: dict[str, AgentWorker] = {}  # by their commands
 
+    @asynccontextmanager
+    async def opened(
+        self, config: Config, generator: Generator, admission: Admission
+    ) -> AsyncIterator[None]:
+        """Have a server for the agents during an `async with` block."""
+        self.server = server = await make_server(config, generator, port=0)
+        try:
+            await server.start()
+            yield
+        finally:
+            await self.close()
+            await server.stop()
+            self.server = None
+
     async def close(self) -> None:
+        """End the agents' workers."""
         for worker in self._workers.values():
             await worker.close()
         self._workers.clear()
 
     async def run(self, environment: Environment, context: RolloutContext) -> None:
-        server, rollout = context.server, context.rollout
+        server, rollout = self.server, context.rollout
         if rollout.agent is None:
             raise InputError(
                 "rollout.loop agent needs rollout.agent: package.module:function, a command, "
@@ -373,7 +396,7 @@ class HttpAgentLoop:
             max_turns=rollout.max_turns,
             calls=context.calls,
         )
-        session.clock = context.clock
+        session.clock, session.place = context.clock, context.place
         try:
             with context.timed("agent"), waiting(context.request_id, "agent"):
                 base_url, model = server.session_url(session.id), server.model_name
@@ -428,68 +451,3 @@ class HttpAgentLoop:
             variables |= {"OPENAI_BASE_URL": base_url, "OPENAI_MODEL": model}
             environment = clean_environment(rollout.agent_env, **variables)
             await run_command(agent, environment, row, context.clock)
-
-
-class ChatSchedulerLoop:
-    """Passes a problem to the chat scheduler, whose requests become the turns."""
-
-    async def run(self, environment: Environment, context: RolloutContext) -> None:
-        if context.chats is None:
-            needs = "rollout.loop chat_scheduler needs a ChatBackend"
-            raise InputError(f"{needs}, which is not running")
-        # A copy: the environment computes the reward from the original row.
-        row, messages = await call_user_code(
-            *(copy.deepcopy, (context.row, list(context.problem))),
-            name="the copy of a row",
-            seconds=context.rollout.environment_timeout,
-            key="rollout.environment_timeout",
-        )
-        if images_in(messages):
-            messages = await run_in_thread(with_urls, messages)
-        config = context.chats.config
-        batch = DataProto.from_conversations(
-            [messages],
-            {name: [value] for name, value in row.items()},
-            do_sample=context.sampling.temperature > 0,
-            validate=config.eval.sampling == context.sampling != config.sampling,
-        )
-        with context.timed("agent"), waiting(context.request_id, "chat scheduler"):
-            made = await context.chats.converse(
-                context.trajectory,
-                batch,
-                context.sampling,
-                agent_sampling=context.rollout.agent_sampling,
-                group=context.route.group,
-                clock=context.clock,
-                calls=context.calls,
-            )
-        if made is None:
-            return
-        name = "the chat scheduler's batch"
-        async with user_errors("inexact_rows", f"{name} cannot be read: "):
-            await call_user_code(
-                *(take_rows, context.trajectory, made, row),
-                name=name,
-                seconds=context.rollout.environment_timeout,
-                key="rollout.environment_timeout",
-            )
-
-
-async def import_chat_scheduler(config: Config) -> type[ChatCompletionScheduler]:
-    path = config.rollout.chat_scheduler
-    return await import_user_code(
-        load_chat_scheduler, path, config=config, what=path or "the chat scheduler"
-    )
-
-
-def load_chat_scheduler(path: str | None) -> type[ChatCompletionScheduler]:
-    """Load the class that `rollout.chat_scheduler` names; None loads `ChatCompletionScheduler`."""
-    if path is None:
-        return ChatCompletionScheduler
-    found = load_object(path, "rollout.chat_scheduler")
-    if not (isinstance(found, type) and issubclass(found, ChatCompletionScheduler)):
-        raise InputError(
-            f"rollout.chat_scheduler: {path} is not a subclass of "
-            "turnwise.serving.chat_scheduler.ChatCompletionScheduler"
-        )
-    return found

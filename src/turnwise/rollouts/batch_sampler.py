@@ -7,24 +7,26 @@ results of tools, ask again and choose, and nothing is trained that was not samp
 
 import asyncio
 import inspect
-from collections import Counter
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
+import numpy as np
+
+from turnwise.config import Config
 from turnwise.core.aio import run_in_thread, set_within
 from turnwise.core.optional import Foreign, load_object
 from turnwise.core.user_code import call_user_code, user_errors
 from turnwise.core.watchdog import waiting
-from turnwise.engine.protocol import FORCED
 from turnwise.errors import InputError, TrajectoryError, describe_error
 from turnwise.rollouts.agent_loop import RolloutContext
 from turnwise.rollouts.environment import Environment, shown
 from turnwise.rollouts.sampler_llm import KEY, LLM, SampledCall, vllm_params
-from turnwise.trajectory import Message, status_after
-from turnwise.trajectory.images import Image, images_in, placed
-from turnwise.trajectory.parents import common_prefix
+from turnwise.trajectory import Image, Message, Prompt, status_after
+from turnwise.trajectory.images import images_in
+from turnwise.trajectory.provenance import Provenance
+from turnwise.trajectory.turn import MASK
 
 if TYPE_CHECKING:
     from turnwise.internals.vllm import RequestOutput, SamplingParams
@@ -83,6 +85,8 @@ class _Answer:
     ids: list[int]
     """The whole sequence, or what follows the prompt."""
     whole: bool
+    name: str = ""
+    """Name of the request whose output it is; "" for ids alone."""
     messages: list[Message] | None = None
     mask: list[bool] = field(default_factory=list)
     """False on those of the last ids that shall not be trained."""
@@ -148,6 +152,10 @@ class SamplerLoop:
         self._batch: Batch[RolloutContext, _Answer] | None = None
         self._samplers: dict[str, Callable[..., Foreign]] = {}
 
+    def load(self, config: Config) -> None:
+        """Import the user's sampler."""
+        load_object(config.rollout.sampler or "", "rollout.sampler")
+
     async def run(self, environment: Environment, context: RolloutContext) -> None:
         def kind(one: RolloutContext) -> Sequence[object]:
             return one.sampling, one.rollout.sampler, id(one.engine)
@@ -169,19 +177,20 @@ class SamplerLoop:
         wanted = [True] * (len(answer.ids) - len(wanted)) + wanted
         for call, kept in answer.calls:
             done, start = call.completion, len(call.prompt)
-            own = zip(done.weight_versions[:kept], wanted[start : start + kept], strict=True)
             row = len(done.experts) // max(1, start + len(done.token_ids) - 1)
             part = replace(
                 done,
                 token_ids=done.token_ids[:kept],
                 logprobs=done.logprobs[:kept],
-                weight_versions=[version if trained else FORCED for version, trained in own],
+                weight_versions=done.weight_versions[:kept],
                 finish_reason=done.finish_reason if kept == len(done.token_ids) else "stop",
                 experts=done.experts[: row * (start + kept - 1)],
                 allowed=done.allowed[:kept],
             )
             context.fork_reason = None
             context.record(call.prompt, part, call.times)
+            if not all(own := wanted[start : start + kept]):
+                trajectory.turns[-1].streams[MASK] = np.asarray(own, np.float32)
         trajectory.messages = answer.messages or []
         trajectory.status = status_after(done.finish_reason)
 
@@ -208,7 +217,8 @@ class SamplerLoop:
             llm.close()
         for answer, context in zip(answers, contexts, strict=True):
             if not answer.whole:
-                answer.ids = [*await context.first_prompt(context.problem), *answer.ids]
+                prompt = await context.first_prompt(context.problem)
+                answer.ids = prompt.tolist() + answer.ids
         await run_in_thread(_find_calls, answers, contexts, llm.calls)
         found = dict(zip(map(id, contexts), answers, strict=True))
         return [found[id(context)] for context in joined]
@@ -245,7 +255,8 @@ def _read(returned: Foreign, count: int, path: str) -> list[_Answer]:
             if whole:
                 (output,) = each.outputs
                 ids = [*each.prompt_token_ids, *output.token_ids]
-            answers.append(_Answer([int(token) for token in ids], whole))
+            name = str(getattr(each, "request_id", ""))
+            answers.append(_Answer([int(token) for token in ids], whole, name))
         kinds: dict[str, Callable[[Foreign], object]] = {"messages": dict, "mask": bool}
         for name, kind in kinds.items():
             for answer, value in zip(answers, more.get(name) or (), strict=name in more):
@@ -265,27 +276,22 @@ def _find_calls(
     answers: Sequence[_Answer], contexts: Sequence[RolloutContext], calls: Sequence[SampledCall]
 ) -> None:
     """Find the calls that sampled each answer, and its conversation, for people and rewards."""
-    uses = Counter[int]()
-    shown = [_hashes(images_in(context.problem)) for context in contexts]
-    seen = [_hashes(one.image for one in placed(call.prompt)) for call in calls]
-    for answer, context, own in zip(answers, contexts, shown, strict=True):
-        found = []
-        for number, call in enumerate(calls):
-            if _begin(seen[number], shown) and not _begin(seen[number], [own]):
-                continue  # equal ids may stand for another problem's images
-            if kept := _kept(answer.ids, call):  # of equal ones another for each answer
-                found.append((len(call.prompt), -kept, uses[number], number))
-        chosen = list[tuple[int, int]]()  # numbers of calls, and the ends of what is theirs
-        for start, kept, _, number in sorted(found):
-            before, end = chosen[-1] if chosen else (number, start)
-            if end >= start - kept or not _begin(seen[number], [seen[before]]):
-                continue
-            if end > start:  # a later call goes further, so its tokens are its own
-                chosen[-1] = before, start
-            chosen.append((number, start - kept))
-        for number, end in chosen:
-            uses[number] += 1
-            answer.calls.append((calls[number], end - len(calls[number].prompt)))
+    # Answers are ids, which may stand for other images: these are known from the call that an
+    # answer names or, of others, from its problem, with whose images its calls begin.
+    provenance, used = Provenance(images=False), set[int]()
+    for call in calls:
+        provenance.add(call.prompt, call.completion.token_ids)
+    named = {call.request.id: call for call in calls}
+    images = [[one.image for one in call.prompt.images] for call in calls]
+    for answer, context in zip(answers, contexts, strict=True):
+        shown: list[Image] | None = None
+        known = named.get(answer.name)
+        if known is not None and answer.ids[: len(known.prompt)] == known.prompt.tolist():
+            shown = [one.image for one in known.prompt.images]
+        fits = partial(_fits, images, images_in(context.problem), shown)
+        for number, _, count in provenance.attribute(Prompt(answer.ids), fits):
+            used.add(number)
+            answer.calls.append((calls[number], count))
         problem, said = [dict(message) for message in context.problem], answer.messages
         if said is None and answer.calls:
             first, last = answer.calls[0][0], answer.calls[-1][0]
@@ -294,22 +300,14 @@ def _find_calls(
             problem, said = last.messages or problem, [{"role": "assistant", "content": text}]
         answer.messages = [*problem, *(said or ())]
     sampled = (number for number, call in enumerate(calls) if call.completion.token_ids)
-    if unused := sum(not uses[number] for number in sampled):
+    if unused := sum(number not in used for number in sampled):
         contexts[0].trajectory.events[_UNUSED] += unused
 
 
-def _hashes(images: Iterable[Image]) -> list[str]:
-    return [image.hash for image in images]
-
-
-def _begin(hashes: list[str], with_any: Iterable[list[str]]) -> bool:
-    """Return whether the images of a call begin with any of these."""
-    return any(hashes[: len(one)] == one for one in with_any)
-
-
-def _kept(ids: list[int], call: SampledCall) -> int:
-    """Return how many of a call's tokens a sequence has, right after the call's prompt."""
-    start, sampled = len(call.prompt), call.completion.token_ids
-    if ids[start : start + 1] != sampled[:1] or ids[:start] != call.prompt:
-        return 0
-    return common_prefix(ids[start:], sampled)
+def _fits(
+    images: Sequence[list[Image]], first: list[Image], shown: list[Image] | None, number: int
+) -> bool:
+    """Return whether a call, of a number, can have sampled an answer that `shown` images lead to,
+    or, if these are not known, some that begin with the `first`."""
+    own = images[number]
+    return own[: len(first)] == first if shown is None else shown[: len(own)] == own

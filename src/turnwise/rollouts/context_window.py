@@ -18,7 +18,7 @@ from turnwise.engine.protocol import Completion
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollouts.agent_loop import RolloutContext
 from turnwise.rollouts.environment import SUMMARISED, read_messages
-from turnwise.trajectory import Message
+from turnwise.trajectory import Message, Prompt
 from turnwise.trajectory.chat_template import Tools
 from turnwise.trajectory.prefix import without_reasoning
 
@@ -54,11 +54,11 @@ class ContextWindow:
         self.turns = 0
         """Number of turns so far, summaries included."""
 
-    async def first_prompt(self) -> list[int]:
-        """Return the ids of the problem; raises as `RolloutContext.first_prompt` does."""
+    async def first_prompt(self) -> Prompt:
+        """Return the prompt of the problem; raises as `RolloutContext.first_prompt` does."""
         return await self._context.first_prompt(self._opening, tools=self._tools)
 
-    async def sample(self, prompt: Sequence[int]) -> Completion | None:
+    async def sample(self, prompt: Prompt) -> Completion | None:
         """Sample a turn; None if there is no room, as the trajectory's status says."""
         shortens = self._context.rollout.context.compact is not None  # into several conversations
         completion = await self._context.sample(prompt, messages=self._new if shortens else ())
@@ -67,11 +67,11 @@ class ContextWindow:
 
     async def next_prompt(
         self,
-        prompt: Sequence[int],
+        prompt: Prompt,
         token_ids: list[int],
         answer: Message,
         replies: Sequence[Message],
-    ) -> list[int] | None:
+    ) -> Prompt | None:
         """Return the prompt after a turn, of a shortened conversation if it is above the limit.
 
         Args:
@@ -90,31 +90,31 @@ class ContextWindow:
         context = self._context
         self._steps.append(_Step(token_ids, answer, list(replies)))
         conversation = _messages(self._opening, self._steps)
-        ids = await context.next_prompt(
+        following = await context.next_prompt(
             prompt, token_ids, replies, tools=self._tools, conversation=conversation
         )
         self._new = replies if context.fork_reason is None else conversation
         compact, most = context.rollout.context.compact, context.max_length
         room = max(most - 2 * context.sampling.max_tokens, most // 2)
-        if compact is None or len(ids) <= (context.rollout.context.limit or room):
-            return ids
+        if compact is None or len(following) <= (context.rollout.context.limit or room):
+            return following
         if compact == "summarise":
-            return await self._summarise(ids)
+            return await self._summarise(following)
         if compact == "drop_results":
             steps = [_without_results(step) for step in self._steps[:-1]] + self._steps[-1:]
             same = steps == self._steps
-            return ids if same else await self._restart(self._opening, steps)
+            return following if same else await self._restart(self._opening, steps)
         shorter = await self._call(compact, conversation)
-        return ids if shorter == conversation else await self._restart(shorter, [])
+        return following if shorter == conversation else await self._restart(shorter, [])
 
-    async def _summarise(self, ids: list[int]) -> list[int] | None:
-        """Ask for a summary, and go on with it; return `ids` where there is no room for one.
+    async def _summarise(self, following: Prompt) -> Prompt | None:
+        """Ask for a summary, and go on with it; return `following` where there is no room for one.
 
         Results too long to leave room for a summary are not part of it, but follow it.
         """
         context, steps = self._context, self._steps
         if context.rollout.max_turns - self.turns < 2:  # the last turn is for the answer
-            return ids
+            return following
         reason = context.fork_reason
         for kept in (steps[:0], steps[-1:])[: len(steps)]:
             *before, last = steps[: len(steps) - len(kept)]
@@ -124,7 +124,7 @@ class ContextWindow:
                 break
         if room <= 0:
             context.fork_reason = reason
-            return ids
+            return following
         continues = not kept and context.fork_reason is None
         self._new = last.replies if continues else _messages(self._opening, [*before, last])
         completion = await self.sample(prompt)
@@ -140,7 +140,7 @@ class ContextWindow:
         context.trajectory.messages.append({"role": "user", "content": summary})
         return await self._restart(_and_said(context.problem, summary), kept)
 
-    async def _restart(self, opening: list[Message], steps: list[_Step]) -> list[int]:
+    async def _restart(self, opening: list[Message], steps: list[_Step]) -> Prompt:
         """Go on with another conversation, in a branch."""
         self._opening, self._steps, self._new = opening, steps, _messages(opening, steps)
         prompt = await self._prompt(opening, steps)
@@ -148,7 +148,7 @@ class ContextWindow:
         self._context.fork_reason = COMPACTED
         return prompt
 
-    async def _prompt(self, opening: list[Message], steps: Sequence[_Step]) -> list[int]:
+    async def _prompt(self, opening: list[Message], steps: Sequence[_Step]) -> Prompt:
         context, tools = self._context, self._tools
         try:
             prompt = await context.first_prompt(opening, tools=tools)

@@ -38,9 +38,10 @@ from turnwise.errors import InputError, first_line, translate_unwritable
 from turnwise.rollouts.agents import worker_tasks
 from turnwise.rollouts.environment import (
     EnvironmentType,
-    configured_environment,
+    load_environment,
     make_rows,
     name_of,
+    with_arguments,
 )
 from turnwise.rollouts.problems import Joined, JoinedProblems, Lazy, Problems, Row
 from turnwise.rollouts.row_images import holds_images, with_own_paths, with_urls
@@ -168,7 +169,9 @@ def _rows_of(
         raise InputError("data.path must be set: there are no rows")
     condition = data.filter if split == "train" else None
     if path == ENVIRONMENT:
-        environment = environment or configured_environment(config)
+        environment = environment or with_arguments(
+            load_environment(config.environment), config.environment_args
+        )
         name = f"{name_of(environment)}.rows({split!r})"
         return split, checked_rows(make_rows(environment, split), name, limit, condition), None
     rows = load_rows(

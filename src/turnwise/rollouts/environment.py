@@ -15,7 +15,6 @@ from types import MappingProxyType
 from typing import SupportsFloat, SupportsIndex, TypeGuard, cast
 
 from turnwise.chat.images import read_parts
-from turnwise.config import Config
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
 from turnwise.core.optional import load_object as load_object
@@ -236,10 +235,6 @@ def load_environment(path: str | None) -> EnvironmentType:
     return environment
 
 
-def configured_environment(config: Config) -> EnvironmentType:
-    return with_arguments(load_environment(config.environment), config.environment_args)
-
-
 def with_arguments(
     environment: EnvironmentType, arguments: Mapping[str, object]
 ) -> EnvironmentType:
@@ -449,7 +444,7 @@ def read_rewards(value: object, who: str, trajectory: Trajectory) -> Rewards:
     """Return any reward of `who` for a trajectory, with plain numbers."""
     if not isinstance(value, Rewards):
         return Rewards(read_reward(value, who))
-    given, turns = len(value.turns), len(trajectory.calls())
+    given, turns = len(value.turns), len(trajectory.turns)
     summaries = trajectory.events[SUMMARISED]
     if given > turns or (given < turns and given and summaries):  # a summary may come before
         why = f"{who} gave {given} turn rewards for {turns} turns"

@@ -20,17 +20,17 @@ from pathlib import Path
 import numpy as np
 
 from turnwise.config import Config
+from turnwise.core.admission import OPEN
 from turnwise.core.aio import for_each, run_in_thread
 from turnwise.errors import InputError, translate_unwritable
 from turnwise.rollouts.group import NO_REWARD, Group, Outcomes, is_right, turn_times, write_times
 from turnwise.rollouts.problems import JoinedProblems, Lazy, Problem, problem_at
 from turnwise.rollouts.producer import RunGroup
+from turnwise.serving.seats import trajectories_at_once
 from turnwise.trajectory import Trajectory
 from turnwise.trajectory.images import FOLDER, save_images
 
 logger = logging.getLogger(__name__)
-
-_AHEAD = 2  # trajectories of the groups in flight, in multiples of `rollout.concurrency`
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -232,9 +232,9 @@ async def run_groups(
 
 
 def groups_at_once(config: Config, n: int) -> int:
-    """Return how many groups of `n` keep `rollout.concurrency` trajectories in flight, and some
-    waiting, so that no slot is free while a row is read or a group is written."""
-    return max(2, math.ceil(_AHEAD * config.rollout.concurrency / n))
+    """Return how many groups of `n` keep the engines of a run busy, also while a row is read or a
+    group is written: those of as many trajectories as may be open."""
+    return max(2, math.ceil(OPEN * trajectories_at_once(config) / n))
 
 
 async def evaluate(

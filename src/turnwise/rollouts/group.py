@@ -8,10 +8,10 @@ from math import isclose
 from pathlib import Path
 
 from turnwise.core.json_types import JsonObject
-from turnwise.engine.protocol import FORCED, TurnTimes
+from turnwise.engine.protocol import TurnTimes
 from turnwise.errors import StepError, translate_unwritable, without_numbers
 from turnwise.rollouts.problems import Problem
-from turnwise.trajectory import Trajectory
+from turnwise.trajectory import FORCED, Trajectory
 
 TOO_LONG = "prompt_too_long"  # reason of a trajectory, and of a group
 OTHER_WEIGHTS = "other_weights"  # reason of a trajectory of an evaluation

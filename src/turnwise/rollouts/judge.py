@@ -23,7 +23,8 @@ from pydantic import TypeAdapter
 from typing_extensions import TypedDict
 
 from turnwise.chat.messages import said
-from turnwise.config import JudgeConfig, RolloutConfig
+from turnwise.config import JudgeConfig
+from turnwise.core.admission import Admission, Limits, Priority
 from turnwise.core.endpoint import Endpoint
 from turnwise.core.json_types import JsonObject
 from turnwise.core.run_files import JUDGEMENTS, RunFiles, judgements
@@ -61,9 +62,7 @@ class Judge:
     """The judge of an entry of `rollout.rewards`; `name` is the entry's in metrics. Reads the
     answers in the run folder. InputError when the variable of the server's key is not set."""
 
-    def __init__(
-        self, config: JudgeConfig, name: str, rollout: RolloutConfig, files: RunFiles | None
-    ) -> None:
+    def __init__(self, config: JudgeConfig, name: str, files: RunFiles | None) -> None:
         self._config, self._name, self._files = config, name, files or RunFiles(None)
         self._endpoint = Endpoint(
             config.url,
@@ -75,7 +74,7 @@ class Judge:
             api_key_variable=config.api_key_variable,
             key="judge.timeout",
         )
-        self._slots = asyncio.Semaphore(-(-config.concurrency // rollout.processes))
+        self.admission = Admission(Limits(config.concurrency))
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._answers = OrderedDict[str, str]()  # by the keys of the requests
         if self._files.folder is not None:
@@ -94,20 +93,28 @@ class Judge:
 
     async def judge(
         self,
-        reads: Sequence[Sequence[Message] | str],
+        conversations: Sequence[Sequence[Message] | str],
         row: Row,
         trajectories: Sequence[Trajectory],
         counts: Counter[str],
     ) -> list[float]:
-        """Return the scores of trajectories, from 0 to 1, by what is read of them: of several, in
-        comparison, as in RULER (OpenPipe's ART), where equal conversations are judged as one. Adds
-        the verdicts to their `judgements`, and what they cost to `counts`. TrajectoryError without
-        a usable answer: `judge_error`, or `judge_timeout`."""
+        """Return the score of each trajectory, from 0 to 1.
+
+        Several are compared in one request, as in RULER (OpenPipe's ART), where equal conversations
+        are scored as one; if all are equal, that one is scored by itself. Adds the verdicts to the
+        trajectories' `judgements`, and what they cost to `counts`.
+
+        Args:
+            conversations: What the judge reads of each trajectory, in their order.
+
+        Raises:
+            TrajectoryError: `judge_error` or `judge_timeout`, without a usable answer.
+        """
         config, answers = self._config, self._answers
         if why := self.lacks(row):
             raise TrajectoryError("judge_error", why)
-        texts = [json.dumps(read, default=str) for read in reads]
-        distinct = dict(zip(texts, reads, strict=True))
+        texts = [json.dumps(read, default=str) for read in conversations]
+        distinct = dict(zip(texts, conversations, strict=True))
         shown = {name: row[name] for name in config.row_fields}
         messages, schema = prompt(config, list(distinct.values()), shown)
         form = {"name": "judgement", "strict": True, "schema": schema}
@@ -116,20 +123,21 @@ class Judge:
         body = {name: value for name, value in body.items() if value is not None}
         whole = json.dumps([config.url, config.model, body], default=str)
         key = hashlib.sha256(whole.encode()).hexdigest()
-        read = partial(verdicts, config, len(distinct))
+        parse = partial(verdicts, config, len(distinct))
         async with self._locks.setdefault(key, asyncio.Lock()):
             if (answer := answers.get(key)) is not None:
                 counts["cached"] += 1
             else:
-                async with self._slots:
-                    answer, _ = await complete(self._endpoint, body, counts, read)
+                async with self.admission.admitted(Priority.SCORING):
+                    answer, _ = await complete(self._endpoint, body, counts, parse)
                 self._remember(key, answer)
                 entry = {"key": key, "judge": self._name, "messages": messages}
                 line = json.dumps(entry | {"answer": answer}) + "\n"
                 await self._files.add(JUDGEMENTS, line)
-        of = dict(zip(distinct, read(answer), strict=True))
+        of = dict(zip(distinct, parse(answer), strict=True))
         for text, trajectory in zip(texts, trajectories, strict=True):
-            trajectory.judgements.append({"judge": self._name, **of[text], "request": key})
+            verdict = {"judge": self._name, **of[text], "request": key}
+            trajectory.set_outcome(verdicts=[*trajectory.judgements, verdict])
         return [of[text]["score"] for text in texts]
 
 

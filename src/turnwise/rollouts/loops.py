@@ -16,13 +16,13 @@ from turnwise.core.watchdog import waiting
 from turnwise.engine.function_processor import read_call
 from turnwise.errors import InputError
 from turnwise.rollouts.agent_loop import AgentLoop, RolloutContext
-from turnwise.rollouts.agents import ChatSchedulerLoop, HttpAgentLoop
+from turnwise.rollouts.agents import HttpAgentLoop
 from turnwise.rollouts.batch_sampler import SamplerLoop
 from turnwise.rollouts.context_window import ContextWindow
 from turnwise.rollouts.environment import Environment, load_object
 from turnwise.tools.toolbox import encodable
-from turnwise.trajectory import Message, status_after
-from turnwise.trajectory.images import extended, images_in
+from turnwise.trajectory import Message, Prompt, PromptLike, status_after
+from turnwise.trajectory.images import images_in
 
 
 class SingleTurnLoop:
@@ -38,7 +38,7 @@ class SingleTurnLoop:
         trajectory.messages.append({"role": "assistant", "content": text})
         trajectory.status = status_after(completion.finish_reason)
 
-    async def prompt(self, context: RolloutContext) -> list[int]:
+    async def prompt(self, context: RolloutContext) -> PromptLike:
         return await context.first_prompt(context.trajectory.messages)
 
     def text(self, context: RolloutContext, token_ids: list[int]) -> str:
@@ -54,7 +54,7 @@ class ToolCallingLoop:
         trajectory, template, tools = context.trajectory, context.template, context.toolbox.schemas
         trajectory.messages = [dict(message) for message in context.problem]
         window, most = ContextWindow(context, tools), context.rollout.max_turns
-        prompt: list[int] | None = await window.first_prompt()
+        prompt: Prompt | None = await window.first_prompt()
         while prompt is not None and (turn := window.turns) < most:
             completion = await window.sample(prompt)
             if completion is None:
@@ -96,7 +96,7 @@ class SelfPlayLoop:
         trajectory, tools = context.trajectory, context.toolbox.schemas
         policies = {name: _policy_of(name, context) for name in players}
         said = {name: [dict(message) for message in opening] for name, opening in players.items()}
-        last: dict[str, tuple[list[int], list[int]]] = {}  # prompt and completion of a player
+        last: dict[str, tuple[Prompt, list[int]]] = {}  # prompt and completion of a player
         player, new = next(iter(players)), list[Message]()
         for turn in range(context.rollout.max_turns):
             read = said[player] = [*said[player], *new]
@@ -202,7 +202,7 @@ class InterleavedLoop:
                 answer["content"] += "".join(form.format(result=text) for text in texts)
                 escaped = "".join(form.format(result=template.escape(text)) for text in texts)
                 more = await context.encode(escaped)
-                prompt = extended(prompt, completion.token_ids, more)
+                prompt = Prompt.joined(prompt, completion.token_ids, more)
         trajectory.status = "max_turns"
 
 
@@ -320,14 +320,20 @@ def _read_written(text: str, schemas: Sequence[JsonObject]) -> ToolCall | None:
     return None
 
 
-_TYPES: tuple[type[AgentLoop], ...] = (
-    *(ToolCallingLoop, SingleTurnLoop, InterleavedLoop),
-    *(HttpAgentLoop, ChatSchedulerLoop, SelfPlayLoop, SamplerLoop),
-)
-LOOPS = dict(zip(LOOP_NAMES, _TYPES, strict=True))
+LOOPS: dict[str, type[AgentLoop]] = {
+    "tool_calling": ToolCallingLoop,
+    "single_turn": SingleTurnLoop,
+    "interleaved": InterleavedLoop,
+    "agent": HttpAgentLoop,
+    "self_play": SelfPlayLoop,
+    "sampler": SamplerLoop,
+}
 
 
 def load_loop(name: str) -> AgentLoop:
     """Build the loop with a short name, or of the class `package.module:Class`."""
-    loop: AgentLoop = (LOOPS.get(name) or load_object(name, "rollout.loop"))()
+    if name in LOOPS:
+        return LOOPS[name]()
+    path = f"turnwise.compat.loops:{name}" if name in LOOP_NAMES else name
+    loop: AgentLoop = load_object(path, "rollout.loop")()
     return loop

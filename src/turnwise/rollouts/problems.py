@@ -19,7 +19,7 @@ from typing import Literal, TypeVar, get_args, overload
 import numpy as np
 import numpy.typing as npt
 
-from turnwise.config import Config
+from turnwise.config.data import DataConfig
 from turnwise.core.json_types import JsonObject
 from turnwise.core.user_code import call_user_code
 from turnwise.errors import InputError
@@ -428,10 +428,13 @@ class MixedStream:
 Stream = ProblemStream | MixedStream
 
 
-def make_stream(config: Config, problems: Sequence[Problem]) -> Stream:
-    max_rest = config.data.max_rest if config.data.curriculum else None
-    make = partial(ProblemStream, seed=config.seed, max_rest=max_rest, shuffle=config.data.shuffle)
+def make_stream(
+    problems: Sequence[Problem], data: DataConfig, seed: int, weights: Mapping[str, float]
+) -> Stream:
+    """Return the order of a run's rows; `weights` are those of several environments, by name."""
+    max_rest = data.max_rest if data.curriculum else None
+    make = partial(ProblemStream, seed=seed, max_rest=max_rest, shuffle=data.shuffle)
     if not isinstance(problems, JoinedProblems):
         return make(problems)
     parts = {name: make(part) for name, part in problems.parts.items()}
-    return MixedStream(parts, {name: entry.weight for name, entry in config.environments.items()})
+    return MixedStream(parts, weights)

@@ -1,4 +1,4 @@
-"""Rollouts in several processes (`rollout.processes`), and the servers of a runner's agents.
+"""Rollouts in several processes (`rollout.processes`).
 
 Groups are spread over actors (`serving.front_processes`), each with an event loop, tools, templates
 and sessions of its own, which sample from the engines directly.
@@ -6,8 +6,8 @@ and sessions of its own, which sample from the engines directly.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 
@@ -17,21 +17,20 @@ import ray
 from turnwise.chat.template import load_tokenizer
 from turnwise.config import NO_DEADLINE, Config, SamplingConfig
 from turnwise.core.actor import get_with_deadline, is_death
+from turnwise.core.admission import Admission, Limits, Priority, Use, divide_limits
 from turnwise.core.aio import freeze_gc, run_in_thread
 from turnwise.core.run_files import RunFiles
 from turnwise.core.user_code import import_user_code
 from turnwise.core.watchdog import waiting
-from turnwise.engine.protocol import Generator
 from turnwise.errors import InputError, StepError, TrajectoryError, describe_error
-from turnwise.rollouts.agents import import_chat_scheduler
 from turnwise.rollouts.environment import EnvironmentType
 from turnwise.rollouts.group import Group
 from turnwise.rollouts.problems import Problem
 from turnwise.rollouts.runner import Runner, reward_functions_of
-from turnwise.serving.chat_scheduler import ChatBackend
-from turnwise.serving.front_processes import FrontProcess, FrontProcesses, Process, RunWithSampling
-from turnwise.serving.openai import import_server
+from turnwise.serving.front_process import FrontProcess, GroupRunner, Report
+from turnwise.serving.front_processes import FrontProcesses, Process
 from turnwise.serving.scheduler import Scheduler
+from turnwise.serving.seats import engine_admission
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +39,11 @@ _MAX_DEATHS = 2  # processes that may die during a group until the group fails: 
 
 
 class RolloutProcesses(FrontProcesses):
-    """The rollout processes of a run; `environment` is None for the configured one."""
+    """The rollout processes of a run; `environment` is None for the configured one.
+
+    The limits of `admissions`, by name, are those of all processes together: each gets a share by
+    what it wants, which moves at its reports. By default they are those of the engines.
+    """
 
     def __init__(
         self,
@@ -48,6 +51,8 @@ class RolloutProcesses(FrontProcesses):
         scheduler: Scheduler,
         environment: EnvironmentType | None = None,
         process_class: type[FrontProcess] = FrontProcess,
+        *,
+        admissions: Mapping[str, Admission] | None = None,
     ) -> None:
         for what in (*reward_functions_of(environment).values(), environment):
             try:
@@ -58,22 +63,50 @@ class RolloutProcesses(FrontProcesses):
                     f"{name} cannot be sent to another process (rollout.processes): "
                     f"{describe_error(error)}"
                 ) from error
-        count = config.rollout.processes
-        share = -(-config.rollout.concurrency // count)
         super().__init__(
-            config.changed({"rollout": {"concurrency": share}}),
+            config,
             scheduler,
             process_class,
-            names=[f"rollout-{index}" for index in range(count)],
+            names=[f"rollout-{index}" for index in range(config.rollout.processes)],
             open_runner=partial(open_runner, environment),
         )
+        self._admissions = admissions or {"engines": engine_admission(config, scheduler)}
+        self._shared: list[Limits] = []  # limits that were divided last
         self._files = RunFiles(Path(config.output_dir, config.name))
 
+    async def _start(self, process: Process) -> None:
+        process.uses, process.limits = {}, {}
+        await super()._start(process)
+        self._share_limits()
+
+    def _take(self, process: Process, report: Report) -> None:
+        super()._take(process, report)
+        limits = [admission.limits for admission in self._admissions.values()]
+        if report.uses != process.uses or limits != self._shared:
+            process.uses = report.uses
+            self._share_limits()
+
+    def _share_limits(self) -> None:
+        up = self.up
+        self._shared = [admission.limits for admission in self._admissions.values()]
+        for name, admission in self._admissions.items():
+            uses = [process.uses.get(name, Use()) for process in up]
+            ordered = [process.limits.get(name, Limits(0, 0, 0)) for process in up]
+            shares = divide_limits(admission.limits, uses, ordered)
+            for process, before, share in zip(up, ordered, shares, strict=True):
+                if share != before:
+                    process.limits[name] = share
+                    self._tell(process, "limit", name, share)
+
     async def run_group(
-        self, problem: Problem, sampling: SamplingConfig, tag: str, *, last: bool = False
+        self,
+        problem: Problem,
+        sampling: SamplingConfig,
+        tag: str,
+        priority: Priority = Priority.TRAINING,
     ) -> Group:
         """Run a problem's group in the process with the fewest, and again in another if that dies
-        (`Group.retried`; after the second death `Group.dropped`); `last` as in `Runner`'s."""
+        (`Group.retried`; after the second death `Group.dropped`)."""
         causes: list[str] = []
         while len(causes) < _MAX_DEATHS:
             with waiting(f"a rollout process for {tag}", "rollout process"):
@@ -86,7 +119,7 @@ class RolloutProcesses(FrontProcesses):
             process.busy += 1
             try:
                 name = f"{tag}.{len(causes)}" if causes else tag
-                answer = await self._ask(process, problem, sampling, name, last)
+                answer = await self._ask(process, problem, sampling, name, priority)
             except TrajectoryError as error:  # of the row
                 answer = Group.of(problem)
                 answer.dropped[error.reason] += sampling.n
@@ -110,13 +143,18 @@ class RolloutProcesses(FrontProcesses):
         return group
 
     async def _ask(
-        self, process: Process, problem: Problem, sampling: SamplingConfig, name: str, last: bool
+        self,
+        process: Process,
+        problem: Problem,
+        sampling: SamplingConfig,
+        name: str,
+        priority: Priority,
     ) -> Group | str:
         """Run a group in one process; if that dies or hangs meanwhile, return the reason."""
         assert process.actor is not None
         lost = process.lost
         try:
-            reply = process.actor.actor.run_group.remote(problem, sampling, name, last)
+            reply = process.actor.actor.run_group.remote(problem, sampling, name, priority)
         except TypeError as error:
             raise TrajectoryError(
                 "input_error",
@@ -144,39 +182,22 @@ class RolloutProcesses(FrontProcesses):
 @asynccontextmanager
 async def open_runner(
     environment: EnvironmentType | None, config: Config, scheduler: Scheduler
-) -> AsyncIterator[RunWithSampling]:
+) -> AsyncIterator[GroupRunner]:
     files = RunFiles(None)
     runner = await import_user_code(
-        lambda: Runner(config, load_tokenizer(config), environment, files),
-        config=config,
+        lambda: Runner(config, load_tokenizer(config.model), environment, files),
+        seconds=config.engine.start_timeout,
         what="the environment, loop, rewards and tools",
     )
-    scheduler.grow(runner.slots)
     await run_in_thread(lambda: runner.tool_parser)
 
-    async def run_group(problem: Problem, sampling: SamplingConfig, tag: str, last: bool) -> Group:
-        group = await runner.run_group(scheduler, problem, sampling, tag, last=last)
+    async def run_group(
+        problem: Problem, sampling: SamplingConfig, tag: str, priority: Priority
+    ) -> Group:
+        group = await runner.run_group(scheduler, problem, sampling, tag, priority=priority)
         group.appended = files.take()
         return group
 
-    async with open_front(config, runner, scheduler):
+    async with runner.opened(scheduler):
         freeze_gc()
-        yield run_group
-
-
-@asynccontextmanager
-async def open_front(config: Config, runner: Runner, generator: Generator) -> AsyncIterator[None]:
-    """Give a runner the server of its agents, or the backend of its chat scheduler, if any."""
-    async with AsyncExitStack() as stack:
-        if "agent" in config.loops:
-            server = (await import_server())(config, generator, port=0)
-            await server.start()
-            stack.push_async_callback(server.stop)
-            stack.push_async_callback(runner.close)
-            runner.server = server
-        if "chat_scheduler" in config.loops:
-            scheduler = await import_chat_scheduler(config)
-            runner.chats = chats = ChatBackend(config, generator, scheduler)
-            await chats.start()
-            stack.push_async_callback(chats.stop)
-        yield
+        yield GroupRunner(run_group, runner.admissions)

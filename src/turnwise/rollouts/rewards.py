@@ -13,6 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 from turnwise.config import LOOP_NAMES, RewardConfig, RolloutConfig
+from turnwise.core.admission import Admission
 from turnwise.core.aio import together
 from turnwise.core.deadlines import StallClock
 from turnwise.core.optional import Foreign, load_object
@@ -49,15 +50,18 @@ class RewardKind(NamedTuple):
     optional: bool = False
     """Whether None may stand for a number: the entry does not apply to the trajectory."""
     adapter: str | None = None
-    """`package.module:function` of a kind that compares, as `_judge_group`; None is that."""
+    """Path of the function that calls the user's, with the parameters of `_call_group_function`;
+    None for that one. Only of kinds that compare."""
 
 
 REWARD_KINDS = {  # by the key that an entry has; without any it is the environment's own reward
     "function": RewardKind("function"),
     "group_function": RewardKind("group function", compares=True),
-    "trl": RewardKind("TRL function", True, True, "turnwise.compat.trl.environment:judge_group"),
+    "trl": RewardKind(
+        "TRL function", True, True, "turnwise.compat.trl.environment:call_trl_function"
+    ),
     "model": RewardKind("model"),
-    "judge": RewardKind("judge"),
+    "judge": RewardKind("judge"),  # compares if the judge's `compare` is set
     "environment": RewardKind("environment"),
 }
 
@@ -66,7 +70,9 @@ class _Part(NamedTuple):
     name: str  # configured, or else the function, the model's path, or `environment`
     kind: RewardKind
     weight: float
-    function: Callable[..., Foreign] | None  # the adapter's, of a kind that compares
+    function: Callable[..., Foreign] | None
+    """The user's function of a trajectory and its row; of a kind that compares, its caller, with
+    the parameters of `_call_group_function` after the files."""
     model: str  # path of the reward model; "" for the other kinds
     judge: Judge | None
 
@@ -105,18 +111,20 @@ class RewardManager:
             function: Callable[..., Foreign] | None = None
             judge: Judge | None = None
             if entry.judge is not None:
-                judge = Judge(entry.judge, entry.label, self._rollout, files)
+                judge = Judge(entry.judge, entry.label, files)
                 kind = kind._replace(compares=entry.judge.compare)
             elif key not in ("model", "environment"):
                 setting = f"rollout.rewards.{key}"
                 function = (functions or {}).get(path) or load_object(path, setting)
                 if kind.compares:
-                    adapter = load_object(kind.adapter, setting) if kind.adapter else _judge_group
-                    function = partial(adapter, function, max_steps, files)
+                    call = _call_group_function
+                    if kind.adapter is not None:
+                        call = load_object(kind.adapter, setting)
+                    function = partial(call, function, max_steps, files)
             scorers = function, entry.model or "", judge
             self._parts.append(_Part(entry.label, kind, entry.weight, *scorers))
         self._of_group = [part for part in self._parts if part.kind.compares]
-        self._own = [part for part in self._parts if not part.kind.compares]
+        self._single = [part for part in self._parts if not part.kind.compares]
         self.models: Mapping[str, RemoteRewardModel] = {}
         """Reward models by their paths; set when they have been started."""
         for what, names in (
@@ -127,12 +135,18 @@ class RewardManager:
                 what = f"{what} {twice[0]} twice; add up the weights, or name each"
                 raise InputError(f"rollout.rewards {what}")
 
+    @property
+    def admissions(self) -> dict[str, Admission]:
+        """The admissions of the judges, by the names of their parts."""
+        judges = ((str(part), part.judge) for part in self._parts)
+        return {name: judge.admission for name, judge in judges if judge is not None}
+
     def end_models(self) -> None:
         """End the processes of the reward models."""
         for model in self.models.values():
             model.kill()
 
-    async def judge(
+    async def reward(
         self,
         episode: Episode,
         trajectory: Trajectory,
@@ -162,10 +176,10 @@ class RewardManager:
                         return await episode.reward(trajectory)
                     return await rewards_of(value, str(part), trajectory, self._seconds)
 
-        values = await together(map(judged, self._own))
-        total, turns = 0.0, [0.0] * len(trajectory.calls())
+        values = await together(map(judged, self._single))
+        total, turns = 0.0, [0.0] * len(trajectory.turns)
         parts, players = dict[str, float](), dict.fromkeys(episode.players, 0.0)
-        for part, rewards in zip(self._own, values, strict=True):
+        for part, rewards in zip(self._single, values, strict=True):
             parts[part.name] = rewards.total
             if taken := parts.keys() & rewards.parts.keys():
                 message = f"{part} gave a part named {min(taken)}, which another reward is named"
@@ -187,9 +201,11 @@ class RewardManager:
             common = total - sum(turns)
             players = {player: _within_limit(own + common) for player, own in players.items()}
             total = sum(players.values()) / len(players)
-        trajectory.set_reward(_within_limit(total), parts, turns, players)
+        turns = turns if any(turns) else []
+        made = {"reward": _within_limit(total), "parts": parts, "turns": turns, "players": players}
+        trajectory.set_outcome(**made)
 
-    async def judge_group(
+    async def reward_group(
         self,
         trajectories: Sequence[Trajectory],
         row: Row,
@@ -214,12 +230,11 @@ class RewardManager:
         for part, numbers in zip(self._of_group, values, strict=True):
             for trajectory, value in zip(trajectories, numbers, strict=True):
                 if value is not None:
-                    more, of_players = part.weight * value, trajectory.player_rewards
-                    trajectory.set_reward(
-                        _within_limit((trajectory.reward or 0.0) + more),
-                        trajectory.reward_parts | {part.name: value},
-                        trajectory.turn_rewards,
-                        {player: reward + more for player, reward in of_players.items()},
+                    more, before = part.weight * value, trajectory.outcome
+                    trajectory.set_outcome(
+                        reward=_within_limit((before.reward or 0.0) + more),
+                        parts={**before.parts, part.name: value},
+                        players={name: own + more for name, own in before.players.items()},
                     )
 
     def check_row(self, where: str, row: Row) -> None:
@@ -234,7 +249,7 @@ class RewardManager:
         rollout = self._rollout
         if episode.rewards or rollout.agent_rewards or rollout.loop not in LOOP_NAMES:
             return
-        if any(part.kind is REWARD_KINDS["environment"] for part in self._own):
+        if any(part.kind is REWARD_KINDS["environment"] for part in self._single):
             where = defined_at(type_of(environment))
             raise InputError(
                 f"{episode.where}: the environment {name_of(environment)}{where and f' ({where})'} "
@@ -275,7 +290,7 @@ class RewardManager:
             return read_reward(await self.models[part.model].score(trajectory.messages), str(part))
 
 
-async def _judge_group(
+async def _call_group_function(
     function: Callable[..., object],
     max_steps: int,
     files: RunFiles | None,

@@ -12,24 +12,23 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from turnwise.chat.messages import in_thread_if_long
 from turnwise.chat.template import load_template, missing_stop
 from turnwise.chat.tool_parser import ToolParser
 from turnwise.config import LOOP_NAMES, Config, SamplingConfig
+from turnwise.core.admission import Admission, Place, Priority
 from turnwise.core.aio import is_cancelled, run_in_thread, task_group
 from turnwise.core.deadlines import StallClock, trajectory_limits
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign, load_object
 from turnwise.core.run_files import RunFiles
-from turnwise.core.slots import Slots
 from turnwise.core.spans import agent_span
 from turnwise.core.user_code import (
     call_and_wait,
@@ -49,15 +48,15 @@ from turnwise.errors import (
     describe_error,
 )
 from turnwise.rollouts.agent_loop import AgentLoop, RolloutContext, stable_seed
-from turnwise.rollouts.agents import ChatSchedulerLoop, HttpAgentLoop
 from turnwise.rollouts.batch_sampler import SamplerLoop
 from turnwise.rollouts.configured_tools import load_tools
 from turnwise.rollouts.environment import (
     EnvironmentType,
-    configured_environment,
+    load_environment,
     name_of,
     own_method,
     type_of,
+    with_arguments,
 )
 from turnwise.rollouts.episode import PREVIEW_CALLS, Episode, playing
 from turnwise.rollouts.group import NO_REWARD, TOO_LONG, Group
@@ -66,17 +65,13 @@ from turnwise.rollouts.problems import Problem
 from turnwise.rollouts.remote_episode import EnvironmentProcesses, RemoteEpisode
 from turnwise.rollouts.rewards import RewardManager
 from turnwise.rollouts.row_texts import row_texts
-from turnwise.serving.chat_scheduler import ChatBackend
+from turnwise.serving.seats import limits_of
 from turnwise.trajectory import ChatTemplate, Message, Trajectory
 from turnwise.trajectory.chat_template import Tokenizer
 from turnwise.trajectory.left_out import check_messages, check_results, check_tools
 
-if TYPE_CHECKING:
-    from turnwise.serving.openai.server import OpenAIServer
-
 logger = logging.getLogger(__name__)
 
-_BY_REQUESTS = ("agent", "chat_scheduler")
 _READING = ("tool_calling", "self_play")
 """Loops in which the model reads results of tools as messages."""
 _CHECK_SECONDS = 60.0  # time for a check of a row beyond the calls of its environment
@@ -107,7 +102,9 @@ class Stage:
         self._template = template
         given = config.environment if environment is None else name_of(environment)
         self._name = f"the environment {given}"
-        self._environment = environment or configured_environment(config)
+        self._environment = environment or with_arguments(
+            load_environment(config.environment), config.environment_args
+        )
         self._tools = load_tools(config.rollout.tools) if with_tools else []
         if ":" in (path := config.rollout.context.compact or ""):
             load_object(path, "rollout.context.compact")
@@ -117,7 +114,7 @@ class Stage:
         self.knows_prompts = own_method(type_of(self._environment), "prompt") is not None
         self._left_out = left_out
         self._longest = config.data.max_prompt_tokens or math.inf
-        written = bool(template.missing) and config.rollout.loop in _BY_REQUESTS  # by an agent
+        written = bool(template.missing) and _by_requests(loop)  # by an agent
         self._measures = measured and not written
         self.played = False  # whether a trajectory has been finished
         self._checked = False
@@ -154,7 +151,7 @@ class Stage:
                 return None
             messages, schemas = episode.problem, episode.toolbox.schemas
             offered, loop = self._offered(schemas), self.rollout.loop
-            if first and loop not in _BY_REQUESTS:
+            if first and not _by_requests(self.loop):
                 try:
                     check_messages(self._template, messages)
                     if offered and loop in LOOP_NAMES:
@@ -163,7 +160,7 @@ class Stage:
                         check_results(self._template, offered)
                 except InputError as error:
                     raise InputError(f"{problem.id}: {error}") from error
-                if stop := missing_stop(self._config, self._template):
+                if stop := missing_stop(self._config.model, self._config.sampling, self._template):
                     logger.warning("%s", stop)
             self._checked = True
             return self._length(problem.id, messages, offered) if self._measures else None
@@ -255,6 +252,11 @@ class Stage:
         return schemas
 
 
+def _by_requests(loop: AgentLoop) -> bool:
+    """Return whether others make the requests of a loop, and write its prompts."""
+    return getattr(loop, "by_requests", False)
+
+
 @dataclass(frozen=True, slots=True)
 class _Run:
     engine: Generator
@@ -265,8 +267,7 @@ class _Run:
     group: Group
     search: BeamSearch | None = None
     """The group's beam search; None if its answers are sampled."""
-    last: bool = False
-    """Whether its trajectories begin after all others that wait."""
+    priority: Priority = Priority.TRAINING
     episodes: dict[int, Episode] = field(default_factory=dict)
     """Episodes of finished trajectories by their position, until the whole group is rewarded."""
 
@@ -297,15 +298,16 @@ class Runner:
             played: Foreign = copy(environment)
             played.reward_functions = {}
             environment = played
-        self.template = load_template(config, tokenizer)
+        self.template = load_template(config.model, config.sampling, config.engine, tokenizer)
         self._stages: dict[str, Stage] = {}  # by the environment's name; a single one has ""
         left_out: dict[str, str] = {}
-        loops: dict[str, AgentLoop] = {}  # shared, and with them the workers of agents
+        self.loops: dict[str, AgentLoop] = {}
+        """Loops by name, which environments share, and with them the workers of agents."""
         for name, part in (config.parts() if environment is None else {"": config}).items():
             loop = part.rollout.loop
             try:
-                loops[loop] = loops.get(loop) or load_loop(loop)
-                self._stages[name] = Stage(part, environment, loops[loop], self.template, left_out)
+                own = self.loops.setdefault(loop, self.loops.get(loop) or load_loop(loop))
+                self._stages[name] = Stage(part, environment, own, self.template, left_out)
             except InputError as error:
                 if not name:
                     raise
@@ -320,16 +322,13 @@ class Runner:
             max_steps=max_steps,
             files=self.files,
         )
-        self.server: OpenAIServer | None = None  # for agents that speak HTTP
-        self.chats: ChatBackend | None = None  # of the user's chat scheduler
         self._warned = False  # whether a trajectory without any reward has been reported
-        step = config.rollout.prompts_per_step * config.sampling.n
-        self.slots = Slots(config.rollout.concurrency, -(-step // config.rollout.processes))
-        """Slots of trajectories; see `Scheduler.grow`."""
+        self.admission = Admission(limits_of(config))
+        """Admits trajectories; in a run, the one that follows the engines (`engine_admission`)."""
         self._loading = asyncio.Lock()
 
     def with_environment(self, environment: EnvironmentType, loop: AgentLoop) -> "Runner":
-        """Return a runner for another environment and loop that shares all, slots included, but
+        """Return a runner for another environment and loop that shares all, its admission too, but
         `rollout.tools`; its prompts are not measured."""
         _ = self.tool_parser  # loaded here, not once in each
         other = copy(self)
@@ -348,11 +347,31 @@ class Runner:
             )
         return stage
 
-    async def close(self) -> None:
-        """End what the loop keeps running between trajectories, such as an agent's worker."""
-        for stage in self._stages.values():
-            if isinstance(stage.loop, HttpAgentLoop):
-                await stage.loop.close()
+    @property
+    def admissions(self) -> dict[str, Admission]:
+        """The admissions of engines and of judges, by name."""
+        return {"engines": self.admission, **self.rewards.admissions}
+
+    def load(self) -> None:
+        """Load what the loops need from the user, in a thread; see `AgentLoop`."""
+        for loop in self.loops.values():
+            if (load := getattr(loop, "load", None)) is not None:
+                load(self._config)
+
+    @property
+    def fronts(self) -> list[str]:
+        """Names of the starts of what `opened` opens, for display."""
+        return sorted({loop.front for loop in self.loops.values() if hasattr(loop, "front")})
+
+    @asynccontextmanager
+    async def opened(self, generator: Generator) -> AsyncIterator[None]:
+        """Have what the loops need, such as a server of agents, during an `async with` block."""
+        async with AsyncExitStack() as stack:
+            for loop in self.loops.values():
+                if (opened := getattr(loop, "opened", None)) is not None:
+                    front = opened(self._config, generator, self.admission)
+                    await stack.enter_async_context(front)
+            yield
 
     @cached_property
     def tool_parser(self) -> ToolParser:
@@ -389,24 +408,23 @@ class Runner:
         *,
         into: Group | None = None,
         on_trajectory: Callable[[Trajectory], None] = lambda _: None,
-        last: bool = False,
+        priority: Priority = Priority.TRAINING,
     ) -> Group:
         """Run `sampling.n` trajectories, whose requests have names that begin with `tag`;
-        `on_trajectory` gets each as soon as its reward is known. They begin in the order in which
-        they came; those that are `last`, after all others, and where fewer than those of a
-        training step are in flight."""
+        `on_trajectory` gets each as soon as its reward is known. They begin as the runner's
+        `admission` has room for them."""
         group, started = Group.of(problem) if into is None else into, time.perf_counter()
         stage, name = self._stage(problem), f"{tag}-{problem.id}"
         search: BeamSearch | None = None
         if sampling.use_beam_search:
-            if isinstance(stage.loop, HttpAgentLoop | ChatSchedulerLoop | SamplerLoop):
+            if _by_requests(stage.loop) or isinstance(stage.loop, SamplerLoop):
                 raise InputError(
                     "sampling.use_beam_search: the requests of agents, chat schedulers and "
                     "samplers sample; choose another rollout.loop"
                 )
             ends = self.template.stop_token_ids
             search = BeamSearch(engine, self.tokenizer, ends, sampling.n)
-        run = _Run(engine, problem, sampling, name, stage, group, search, last)
+        run = _Run(engine, problem, sampling, name, stage, group, search, priority)
         async with self._loading:
             if "tool_parser" not in vars(self):  # which would block the event loop
                 with suppress(OSError):  # no thread at this moment: a trajectory loads it
@@ -422,7 +440,7 @@ class Runner:
                     tasks.create_task(finished)
         group.trajectories.sort(key=lambda trajectory: trajectory.sample_index)
         if compares:
-            await self._judge_group(run)
+            await self._reward_group(run)
             for trajectory in group.trajectories:
                 on_trajectory(trajectory)
         for episode in run.episodes.values():
@@ -430,11 +448,11 @@ class Runner:
         group.elapsed = time.perf_counter() - started
         return group
 
-    async def _judge_group(self, run: _Run) -> None:
+    async def _reward_group(self, run: _Run) -> None:
         """Compare a group's trajectories; drop those that get no reward, or all if this fails."""
         group, row, where = run.group, run.problem.row, run.problem.id
         try:
-            await self.rewards.judge_group(group.trajectories, row, run.episodes, group.judging)
+            await self.rewards.reward_group(group.trajectories, row, run.episodes, group.judging)
         except TrajectoryError as error:
             group.drop(group.trajectories, error.reason, str(error))
             if isinstance(error.__cause__, Exception):
@@ -456,35 +474,39 @@ class Runner:
     ) -> None:
         """Add trajectory `index` to its group; if it fails, count the reason."""
         group, tries = run.group, 1 + self._config.rollout.retries
-        async with self.slots.taken(last=run.last):
-            for number in range(1, tries + 1):
+        arrival = self.admission.arrive()
+        for number in range(1, tries + 1):
+            trajectory = Trajectory(run.problem.id, index, environment=run.problem.environment)
+            name = f"{run.name}-{index}" + (f".{number}" if number > 1 else "")
+            async with self.admission.admitted(run.priority, arrival) as place:
                 if group.left_out:  # found by another of its trajectories
                     return
-                trajectory = Trajectory(run.problem.id, index, environment=run.problem.environment)
-                name = f"{run.name}-{index}" + (f".{number}" if number > 1 else "")
-                if (failure := await self._try(run, trajectory, name)) is None:
-                    group.trajectories.append(trajectory)
-                    if on_trajectory is not None:
-                        on_trajectory(trajectory)
-                    return
-                reason, message = failure
-                if reason == TOO_LONG:
-                    group.left_out = TOO_LONG
-                    group.note(TOO_LONG, message)
-                    return
-                counts = group.dropped if number == tries else group.retried
-                counts[reason] += 1
-                group.dropped_tokens[reason] += trajectory.sampled_tokens
-                group.note(reason, message)
+                failure = await self._try(run, trajectory, name, place)
+            if failure is None:
+                group.trajectories.append(trajectory)
+                if on_trajectory is not None:
+                    on_trajectory(trajectory)
+                return
+            reason, message = failure
+            if reason == TOO_LONG:
+                group.left_out = TOO_LONG
+                group.note(TOO_LONG, message)
+                return
+            counts = group.dropped if number == tries else group.retried
+            counts[reason] += 1
+            group.dropped_tokens[reason] += trajectory.sampled_tokens
+            group.note(reason, message)
 
-    async def _try(self, run: _Run, trajectory: Trajectory, name: str) -> tuple[str, str] | None:
+    async def _try(
+        self, run: _Run, trajectory: Trajectory, name: str, place: Place
+    ) -> tuple[str, str] | None:
         """Fill the trajectory; if that fails, return the reason and its message."""
         rollout, own = run.stage.rollout, run.problem.environment
         limits = trajectory_limits(rollout.trajectory_timeout, rollout.stall_timeout)
         try:
             async with limits as clock:
                 with agent_span(rollout.loop, name, trajectory.problem_id) as set_attribute:
-                    await self._attempt(run, trajectory, name, clock)
+                    await self._attempt(run, trajectory, name, clock, place)
                     lost = sum(not turn.experts for turn in trajectory.turns)
                     if lost and self._config.engine.routing_replay:
                         trajectory.events["experts_missing"] += lost
@@ -520,7 +542,7 @@ class Runner:
         return failure
 
     async def _attempt(
-        self, run: _Run, trajectory: Trajectory, name: str, clock: StallClock
+        self, run: _Run, trajectory: Trajectory, name: str, clock: StallClock, place: Place
     ) -> None:
         problem, stage = run.problem, run.stage
 
@@ -544,13 +566,12 @@ class Runner:
                 request_id=name,
                 row=problem.row,
                 episode=episode,
-                server=self.server,
-                chats=self.chats,
                 route=Route(session=name, group=run.name),
                 seed=stable_seed(self._config.seed, name) if self._config.deterministic else None,
                 files=self.files,
                 seconds=run.group.seconds,
                 clock=clock,
+                place=place,
             )
             await stage.admit(problem, episode)
             loop, passing = stage.loop, (InputError, TrajectoryError, DeadlineError, EngineError)
@@ -561,14 +582,16 @@ class Runner:
                     seconds=self._config.rollout.trajectory_timeout,
                     key="rollout.trajectory_timeout",
                 )
+            place.played()
             with context.timed("reward"):
                 counts = run.group.judging
-                await self.rewards.judge(episode, trajectory, problem.row, clock, counts)
+                await self.rewards.reward(episode, trajectory, problem.row, clock, counts)
             trajectory.row = row_texts(problem.row, trajectory.messages)
             run.episodes[trajectory.sample_index] = episode
             if episode.measures:
                 try:
                     with context.timed("environment"):
-                        trajectory.metrics |= await episode.metrics(trajectory)
+                        own = await episode.metrics(trajectory)
+                        trajectory.set_outcome(metrics={**trajectory.metrics, **own})
                 except TrajectoryError as error:  # worth no trajectory
                     await report("metrics_error", error)

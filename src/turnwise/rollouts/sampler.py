@@ -70,7 +70,7 @@ class TrajectorySampler:
         tokenizer: Tokenizer | None = None,
     ) -> None:
         if tokenizer is None:
-            tokenizer = load_tokenizer(config)
+            tokenizer = load_tokenizer(config.model)
         self.groups: list[Group] = []
         """Each prompt's trajectories and failures, in the prompts' order."""
         self._llm = llm

@@ -24,8 +24,7 @@ from turnwise.engine.protocol import Completion, Request, Route, generate
 from turnwise.errors import InputError, TrajectoryError, TurnwiseError
 from turnwise.rollouts.agent_loop import RolloutContext, stable_seed
 from turnwise.rollouts.environment import shown
-from turnwise.trajectory import Message
-from turnwise.trajectory.images import placed
+from turnwise.trajectory import Message, Prompt
 
 if TYPE_CHECKING:
     from turnwise.internals.vllm import RequestOutput, SamplingParams
@@ -49,13 +48,16 @@ _Wanted = tuple[SamplingConfig, list[int | None]]
 class SampledCall:
     """One request to the engines, and its completion."""
 
-    prompt: list[int]
-    completion: Completion
     request: Request
+    completion: Completion
     times: tuple[float, float]
     """Seconds since the epoch at its beginning and end."""
     messages: list[Message]
     """The conversation that led here; empty for texts and ids."""
+
+    @property
+    def prompt(self) -> Prompt:
+        return self.request.prompt
 
 
 class LLM:
@@ -204,9 +206,9 @@ class LLM:
         if messages:
             ids, session = await self._continued(messages, tools)
         elif isinstance(given, str):
-            ids = await context.encode(given, add_special_tokens=True)
+            ids = Prompt(await context.encode(given, add_special_tokens=True))
         else:
-            ids = given
+            ids = Prompt(given)
 
         async def complete(number: int, seed: int | None) -> SampledCall:
             asked, name = time.time(), f"{context.request_id}-batch-{number}"
@@ -214,13 +216,13 @@ class LLM:
                 seed = stable_seed(context.seed, number)
             room, completion = context.max_length - len(ids), Completion([], [], [], "length")
             route = Route(session=session or name)
-            request = Request(ids, sampling.within(room), name, seed, route, images=placed(ids))
+            request = Request(ids, sampling.within(room), name, seed, route)
             if room > 0:
                 with waiting(f"request {name}", "answer"):
                     completion = await generate(context.engine, request)
             if completion.finish_reason == "abort":
                 raise TrajectoryError("engine_abort", f"{name} was aborted by the engine")
-            call = SampledCall(ids, completion, request, (asked, time.time()), messages)
+            call = SampledCall(request, completion, (asked, time.time()), messages)
             self.calls.append(call)
             return call
 
@@ -228,8 +230,8 @@ class LLM:
 
     async def _continued(
         self, messages: list[Message], tools: list[JsonObject] | None
-    ) -> tuple[list[int], str]:
-        """Return a conversation's ids, and the session that it continues, "" if none."""
+    ) -> tuple[Prompt, str]:
+        """Return a conversation's prompt, and the session that it continues, "" if none."""
         context = self._context
         for end in range(len(messages) - 1, 0, -1):
             if messages[end - 1].get("role") != "assistant":
@@ -263,7 +265,7 @@ class LLM:
             if call.messages:
                 answer = {"role": "assistant", "content": text}
                 self._answered[_key([*call.messages, answer])].append(call)
-        prompt = template.decode_all(first.prompt), list(first.prompt)
+        prompt = template.decode_all(first.prompt), first.prompt.tolist()
         return vllm.RequestOutput(first.request.id, *prompt, None, outputs, finished=True)
 
 

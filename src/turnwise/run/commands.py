@@ -23,9 +23,9 @@ from turnwise.core.sources import check_data, check_model, check_tokenizer
 from turnwise.core.user_code import call_user_code
 from turnwise.engine.adapters import EngineAdapters
 from turnwise.errors import CompleteError, InputError, TrainerError
+from turnwise.run.checks import check_sampled
 from turnwise.serving.openai.address import listen
 from turnwise.training import checkpoint
-from turnwise.training.checks import check_sampled
 from turnwise.trajectory import ExactnessReport, Trajectory
 
 if TYPE_CHECKING:
@@ -451,7 +451,7 @@ def export_run(run: Path, output: Path | None = None, *, merged: bool = False) -
             "as an adapter"
         )
     if merged and (chosen / ADAPTER_CONFIG).exists():
-        merge_adapter(chosen, output, config)
+        merge_adapter(chosen, output, config.model)
         return output
     with checkpoint.translate_disk_full(output):
         shutil.copytree(chosen, output, ignore=shutil.ignore_patterns("state"))

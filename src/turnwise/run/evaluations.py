@@ -11,6 +11,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
 from turnwise.config import Config
+from turnwise.core.admission import Priority
 from turnwise.core.aio import run_in_thread
 from turnwise.core.watchdog import waiting
 from turnwise.observe.metrics import StepMetrics
@@ -42,7 +43,7 @@ class Evaluations:
         """Accuracy after the current step; None if it was not awaited."""
         self._config = config
         self._run = runtime.group_runner(config.eval.sampling)
-        self._run_beside = runtime.group_runner(config.eval.sampling, last=True)
+        self._run_beside = runtime.group_runner(config.eval.sampling, Priority.EVALUATION)
         self._problems = problems
         self._folder = folder
         self._progress = progress

@@ -1,14 +1,13 @@
-"""The fleet: Ray, the engines, and the server or chat backend in front of them.
+"""The fleet: Ray, the engines, and a server in front of them.
 
-`open_server` and `open_manager` start a fleet that only serves; `run.runtime` uses the same parts
-to start one that also generates trajectories and trains.
+`open_server` starts a fleet that only serves; `run.runtime` uses the same parts to start one that
+also generates trajectories and trains.
 """
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import ray
 from ray.actor import ActorHandle as RayActor
@@ -19,12 +18,12 @@ from turnwise.core import fork_server
 from turnwise.core.aio import run_in_thread, task_group
 from turnwise.core.optional import check_vllm
 from turnwise.core.ray import leave_ray, start_ray, watching_ray
-from turnwise.rollouts.agents import import_chat_scheduler
 from turnwise.run.display import SILENT, Display, show_part
 from turnwise.run.scaling import scaling
-from turnwise.serving.chat_scheduler import ChatBackend
+from turnwise.serving.engine_host import EngineHost
 from turnwise.serving.manager import AsyncLLMServerManager
-from turnwise.serving.openai import import_server
+from turnwise.serving.openai.opening import import_server, make_server
+from turnwise.serving.openai.serving_host import ServingHost
 from turnwise.serving.placement import WorkerStarter, gpu_share
 from turnwise.serving.worker_handle import WorkerHandle
 
@@ -32,10 +31,17 @@ if TYPE_CHECKING:
     from turnwise.serving.openai.server import OpenAIServer
 
 SERVER = "starting the OpenAI server"
-CHATS = "starting the chat scheduler"
-FRONTS = {"agent": SERVER, "chat_scheduler": CHATS}
-"""Names of the starts of what serves the trajectories of a loop, for display."""
-_Front = TypeVar("_Front", "OpenAIServer", ChatBackend)
+
+
+class Front(Protocol):
+    """A server, or another front end of a fleet."""
+
+    async def start(self) -> object: ...
+
+    async def stop(self) -> None: ...
+
+
+_Front = TypeVar("_Front", bound=Front)
 _Imported = TypeVar("_Imported")
 
 
@@ -50,50 +56,34 @@ async def open_server(config: Config, progress: Display = SILENT) -> AsyncIterat
         if config.serving.session_processes:
             from turnwise.serving.front_processes import FrontProcesses
 
-            processes = FrontProcesses(config, scheduler)
+            processes = FrontProcesses(config, scheduler, make_server=make_server)
         return server(config, scheduler, processes=processes)
 
-    async with _open_fleet(config, progress, SERVER, import_server, front) as (manager, server):
+    async with open_fleet(config, progress, SERVER, import_server, front) as (manager, server):
         server.workers = lambda: manager.base_urls
         yield server
 
 
 @asynccontextmanager
-async def open_manager(
-    config: Config, progress: Display = SILENT, hosts: Mapping[str, RayActor] | None = None
-) -> AsyncIterator[tuple[AsyncLLMServerManager, ChatBackend]]:
-    """Start Ray, the workers, and a chat backend in front of them; stop them all on exit. With
-    `hosts`, the workers' models are in these actors, in the Ray that the program has joined."""
-    async with _open_fleet(
-        config,
-        progress,
-        CHATS,
-        partial(import_chat_scheduler, config),
-        lambda chat_scheduler, manager: ChatBackend(config, manager.scheduler, chat_scheduler),
-        hosts,
-    ) as opened:
-        yield opened
-
-
-@asynccontextmanager
-async def _open_fleet(
+async def open_fleet(
     config: Config,
     progress: Display,
     name: str,
     load: Callable[[], Coroutine[object, object, _Imported]],
     make_front: Callable[[_Imported, AsyncLLMServerManager], _Front],
     hosts: Mapping[str, RayActor] | None = None,
+    host: type[EngineHost] | None = None,
 ) -> AsyncIterator[tuple[AsyncLLMServerManager, _Front]]:
     """Start the workers and the front end concurrently; `load` imports what the latter needs."""
     begin_imports(config)
     with progress.part("loading the tokenizer"):
-        await run_in_thread(lambda: load_tokenizer(config))
+        await run_in_thread(lambda: load_tokenizer(config.model))
     async with AsyncExitStack() as stack:
         importing = asyncio.ensure_future(load())
         stack.callback(importing.cancel)
         gpus = await stack.enter_async_context(ray_running(config, progress))
         share = gpu_share(config, gpus, training=False) if hosts is None else 0.0
-        manager = make_manager(config, share, hosts)
+        manager = make_manager(config, share, hosts, host=host)
         stack.push_async_callback(manager.shutdown)
         front = make_front(await importing, manager)
         stack.push_async_callback(front.stop)
@@ -139,11 +129,18 @@ def count_of(number: int, noun: str) -> str:
 
 
 def make_manager(
-    config: Config, share: float, hosts: Mapping[str, RayActor] | None = None, prefix: str = ""
+    config: Config,
+    share: float,
+    hosts: Mapping[str, RayActor] | None = None,
+    prefix: str = "",
+    host: type[EngineHost] | None = None,
 ) -> AsyncLLMServerManager:
     """Return a manager of workers that are not yet started, each with a share of a GPU, or with
-    the `WorkerHost`s that hold its model; their processes' names begin with `prefix`."""
-    starter, seconds = WorkerStarter(config, share, hosts), config.engine.start_timeout
+    the `WorkerHost`s that hold its model; their processes' names begin with `prefix`. `host` is
+    the class of their actors."""
+    if host is None:
+        host = ServingHost if config.serving.worker_servers else EngineHost
+    starter, seconds = WorkerStarter(config, share, hosts, host), config.engine.start_timeout
     seconds += config.engine.request_timeout
     ends = starter.end, starter.leave
 

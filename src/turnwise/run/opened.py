@@ -20,12 +20,12 @@ from turnwise.core.user_code import call_user_code
 from turnwise.core.watchdog import watching_progress
 from turnwise.rollouts import Problem
 from turnwise.rollouts.problems import first_of_each
+from turnwise.run.checks import check_sampled
 from turnwise.run.commands import ProgramInputs, all_problems, check_sources
 from turnwise.run.display import Display
 from turnwise.run.program import AsyncRun
 from turnwise.run.run_dir import RunDir, find_resume
 from turnwise.run.runtime import open_runtime
-from turnwise.training.checks import check_sampled
 from turnwise.trajectory import ExactnessReport
 
 logger = logging.getLogger(__name__)

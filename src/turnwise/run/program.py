@@ -40,7 +40,7 @@ from turnwise.training.reports import OptimSettings, TrainedSample, joined
 from turnwise.training.sample import Sample
 from turnwise.training.samples import SampleBatch
 from turnwise.training.trainer_group import TrainerGroup
-from turnwise.trajectory import ExactnessReport, Message
+from turnwise.trajectory import ExactnessReport, Message, Prompt
 
 _Parts = tuple[Runtime, TrainerGroup, TrainingStep]
 _FOREIGN = "these samples are of another run: make them by this run's samples()"
@@ -102,7 +102,7 @@ class AsyncRun:
         self.state: JsonObject = {}
         """Values that the program gave to `save`, once a checkpoint is loaded."""
         self._opened: _Parts | None = runtime, runtime.policy, TrainingStep(config, runtime)
-        self._stream = make_stream(config, data)
+        self._stream = make_stream(data, config.data, config.seed, config.environment_weights)
         self._heldout = heldout
         self._files = files
         self._tags = itertools.count(1)
@@ -411,7 +411,7 @@ class AsyncRun:
         if prompt and not isinstance(prompt[0], int):
             ids = await run_in_thread(template.render, cast("Sequence[Message]", prompt))
         else:
-            ids = list(cast("Sequence[int]", prompt))
+            ids = Prompt(cast("Sequence[int]", prompt))
         chosen = changed_sampling(self.config.sampling, sampling)
         room = self.config.model.max_length - len(ids)
         if room < 1:

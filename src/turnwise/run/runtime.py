@@ -16,23 +16,22 @@ from typing import TypeVar
 from turnwise.chat.template import load_tokenizer
 from turnwise.chat.tool_parser import check_parser_name
 from turnwise.config import AlgorithmConfig, Config, SamplingConfig
+from turnwise.core.admission import Priority
 from turnwise.core.aio import run_in_thread, task_group, together
 from turnwise.core.json_types import JsonObject
-from turnwise.core.optional import load_object
 from turnwise.core.ray import watching_ray
 from turnwise.core.user_code import call_user_code, import_user_code
 from turnwise.core.watchdog import waiting
 from turnwise.engine.protocol import Generator
 from turnwise.errors import ExactnessError
 from turnwise.rollouts import Group, Problem, Runner
-from turnwise.rollouts.agents import import_chat_scheduler
 from turnwise.rollouts.environment import EnvironmentType
-from turnwise.rollouts.processes import RolloutProcesses, open_front
+from turnwise.rollouts.processes import RolloutProcesses
 from turnwise.rollouts.producer import RunGroup
 from turnwise.rollouts.reward_model import start_reward_models
+from turnwise.run.checks import check_trainable
 from turnwise.run.display import SILENT, Display, show_part
 from turnwise.run.fleet import (
-    FRONTS,
     begin_imports,
     count_of,
     make_manager,
@@ -43,9 +42,9 @@ from turnwise.run.scaling import scaling
 from turnwise.run.teachers import Teachers, check_teachers
 from turnwise.serving.manager import AsyncLLMServerManager
 from turnwise.serving.placement import gpu_share
+from turnwise.serving.seats import engine_admission
 from turnwise.training import checkpoint
 from turnwise.training.algorithms import Loss, make_algorithm
-from turnwise.training.checks import check_trainable
 from turnwise.training.reports import OptimSettings
 from turnwise.training.sample import Sample
 from turnwise.training.samples import (
@@ -93,15 +92,16 @@ class Runtime:
 
         return run
 
-    def group_runner(self, sampling: SamplingConfig, *, last: bool = False) -> RunGroup:
-        """Return a function that runs the group of a problem, under a unique tag; if `last`, its
-        trajectories begin after all others that wait."""
+    def group_runner(
+        self, sampling: SamplingConfig, priority: Priority = Priority.TRAINING
+    ) -> RunGroup:
+        """Return a function that runs the group of a problem, under a unique tag."""
         if self.grouping is not None:
             return self.grouping(sampling)
         if (processes := self.processes) is not None:
-            return lambda problem, tag: processes.run_group(problem, sampling, tag, last=last)
+            return lambda problem, tag: processes.run_group(problem, sampling, tag, priority)
         run_group, generator = self.runner.run_group, self.generator
-        return lambda problem, tag: run_group(generator, problem, sampling, tag, last=last)
+        return lambda problem, tag: run_group(generator, problem, sampling, tag, priority=priority)
 
 
 @asynccontextmanager
@@ -145,11 +145,13 @@ async def open_runtime(
 
         policy = await start_trainer() if config.training.colocated else None
         manager = make_manager(config, share, None if policy is None else policy.actors)
-        manager.scheduler.grow(runner.slots)
+        runner.admission = engine_admission(config, manager.scheduler)
         stack.push_async_callback(manager.shutdown)
         processes: RolloutProcesses | None = None
         if (count := config.rollout.processes) > 1:
-            processes = RolloutProcesses(config, manager.scheduler, environment)
+            processes = RolloutProcesses(
+                config, manager.scheduler, environment, admissions=runner.admissions
+            )
             stack.push_async_callback(processes.stop)
         stack.callback(runner.rewards.end_models)
         async with task_group() as starting:
@@ -163,9 +165,9 @@ async def open_runtime(
             late = starting.create_task(start_trainer()) if policy is None else None
             await asyncio.shield(parser)
         policy = policy if late is None else late.result()
-        if processes is None and (fronts := config.loops & FRONTS.keys()):
-            with progress.part(" and ".join(FRONTS[loop] for loop in sorted(fronts))):
-                await stack.enter_async_context(open_front(config, runner, manager.scheduler))
+        if processes is None and (fronts := runner.fronts):
+            with progress.part(" and ".join(fronts)):
+                await stack.enter_async_context(runner.opened(manager.scheduler))
         async with watching_ray(config.ray_address), scaling(config, manager):
             yield Runtime(manager, runner, policy, teachers, processes)
 
@@ -196,8 +198,9 @@ async def _load_runner(
     """Make the runner, and check what can be checked before anything is started."""
 
     def make() -> Runner:  # imports and calls user code
-        tokenizer = load_tokenizer(config)
+        tokenizer = load_tokenizer(config.model)
         runner = Runner(config, tokenizer, environment=environment)
+        runner.load()
         for problem in [first] if isinstance(first, Problem) else first or ():
             runner.check(problem)
         if training:
@@ -205,11 +208,7 @@ async def _load_runner(
         return runner
 
     what = "the environment, loop, rewards and tools"
-    runner = await import_user_code(make, config=config, what=what)
-    await import_chat_scheduler(config)
-    if path := config.rollout.sampler:
-        await import_user_code(load_object, path, "rollout.sampler", config=config, what=path)
-    return runner
+    return await import_user_code(make, seconds=config.engine.start_timeout, what=what)
 
 
 class TrainingStep:

@@ -76,12 +76,14 @@ class SupervisedLoop(Loop):
         progress: Display,
         resume: Resume | None = None,
     ) -> None:
-        template = load_template(config, load_tokenizer(config))
-        if why := missing_stop(config, template):
+        template = load_template(
+            config.model, config.sampling, config.engine, load_tokenizer(config.model)
+        )
+        if why := missing_stop(config.model, config.sampling, template):
             progress.warn(why)
         self._reader = RowReader(config, template, progress.warn)
         self._rows, self._heldout = len(problems), heldout
-        self._stream = make_stream(config, problems)
+        self._stream = make_stream(problems, config.data, config.seed, config.environment_weights)
         self._files = RunFiles(folder.path)
         self._rollout = config.rollout
         self._turn = asyncio.Lock()  # of reading: rows are ready, and so trained, in their order

@@ -5,7 +5,6 @@ when it ends, while others run; a trajectory that they cannot score is dropped, 
 `teacher_error` or `teacher_timeout`. A teacher in the trainer's ranks is part of the step.
 """
 
-import asyncio
 import itertools
 import time
 from collections import Counter
@@ -20,6 +19,7 @@ from typing_extensions import TypedDict
 
 from turnwise.chat.template import read_tokenizer
 from turnwise.config import Config, ModelConfig, SamplingConfig, TeacherConfig
+from turnwise.core.admission import Admission, Limits, Priority
 from turnwise.core.aio import run_in_thread, together
 from turnwise.core.endpoint import Endpoint
 from turnwise.core.untrusted import Number, read_answer
@@ -29,8 +29,9 @@ from turnwise.errors import InputError, TrajectoryError, TurnwiseError, first_li
 from turnwise.rollouts import Group
 from turnwise.run.display import SILENT, Display
 from turnwise.run.fleet import make_manager
-from turnwise.trajectory import Trajectory
-from turnwise.trajectory.images import PromptIds, placed
+from turnwise.serving.seats import engine_admission
+from turnwise.trajectory import Prompt, Trajectory
+from turnwise.trajectory.turn import TEACHER
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -48,15 +49,16 @@ class TeacherEngines:
 
     def __init__(self, config: Config, name: str, share: float) -> None:
         self._manager = make_manager(config, share, prefix=f"{name}-")
+        self._admission = engine_admission(config, self._manager.scheduler)
         self.start, self.stop = self._manager.start, self._manager.shutdown
         self._numbers = itertools.count()
 
-    async def score(self, token_ids: Sequence[int]) -> Sequence[float | None]:
+    async def score(self, prompt: Prompt) -> Sequence[float | None]:
         """Return the log-prob of each token after those before it; None for the first."""
-        name, images = f"teacher:{next(self._numbers)}", placed(token_ids)
-        request = Request(list(token_ids), _SCORING, name, images=images)
+        request = Request(prompt, _SCORING, f"teacher:{next(self._numbers)}")
         try:
-            return (await generate(self._manager.scheduler, request)).prompt_logprobs or []
+            async with self._admission.admitted(Priority.SCORING):
+                return (await generate(self._manager.scheduler, request)).prompt_logprobs or []
         except TurnwiseError as error:  # such as a sequence of more than the model's context
             raise TrajectoryError(_ERROR, str(error)) from error
 
@@ -101,34 +103,34 @@ class TeacherServer:
         )
         self._tokenizer = tokenizer
         self._texts = cache(self._texts_of)
-        self._places = asyncio.Semaphore(_AT_ONCE)
+        self._admission = Admission(Limits(_AT_ONCE))
 
     async def start(self) -> None:
         """Check that the server scores prompts; InputError names the first token that differs."""
         known = sorted(self._tokenizer.get_vocab().values())
         probe = known[:: max(1, len(known) // _PROBED)] + self._tokenizer.all_special_ids[:_PROBED]
         try:
-            await self.score(probe)
+            await self.score(Prompt(probe))
         except TrajectoryError as error:
             raise InputError(f"{error}: it cannot teach") from error
 
-    async def score(self, token_ids: Sequence[int]) -> Sequence[float | None]:
+    async def score(self, prompt: Prompt) -> Sequence[float | None]:
         """Return the log-prob of each token after those before it; None for the first.
 
         Raises:
             InputError: naming the first token of which the server's tokenizer has another text.
             TrajectoryError: when the server refuses the sequence, or cannot answer in time.
         """
-        if placed(token_ids):
+        if prompt.images:
             raise TrajectoryError(_ERROR, f"{self._endpoint} scores no images")
-        size = len(token_ids) + 1000
+        token_ids, size = prompt.tolist(), len(prompt) + 1000
 
         async def read(said: bytes) -> Sequence[float | None]:
             return await run_in_thread(self._read, said, token_ids, _VALUES * size)
 
-        asked = {"prompt": list(token_ids), "echo": True, "logprobs": 1}
+        asked = {"prompt": token_ids, "echo": True, "logprobs": 1}
         body = {**asked, "max_tokens": 1, "temperature": 0}
-        async with self._places:
+        async with self._admission.admitted(Priority.SCORING):
             return await self._endpoint.post("completions", body, read, Counter(), _BYTES * size)
 
     def _read(self, said: bytes, token_ids: Sequence[int], most: int) -> Sequence[float | None]:
@@ -189,7 +191,9 @@ class Teachers:
         """Score the trajectories of a group that none has scored yet, if its teacher is here."""
         if (teacher := self._outside.get(group.environment)) is None:
             return
-        missing = [t for t in group.trajectories if not t.teacher_logprobs]
+        missing = [
+            t for t in group.trajectories if not any(TEACHER in turn.streams for turn in t.turns)
+        ]
         began = time.perf_counter()
         with waiting(f"the teacher of {group.problem_id}", "teacher"):
             failures = await together(_score(teacher, trajectory) for trajectory in missing)
@@ -203,17 +207,17 @@ async def _score(
     teacher: TeacherEngines | TeacherServer, trajectory: Trajectory
 ) -> TrajectoryError | None:
     """Score a trajectory; return the reason why it cannot be, or None."""
-    found = list[list[float]]()
+    branches, found = trajectory.samples(), list[list[float]]()
     try:
-        for branch in trajectory.samples():
-            given = await teacher.score(PromptIds(branch.token_ids, branch.images))
-            row = zip(given, branch.response_mask, strict=True)
-            found.append([max(value or 0.0, _LEAST) if trained else 0.0 for value, trained in row])
+        for branch in branches:
+            given = await teacher.score(branch.ids)
+            found.append([max(value or 0.0, _LEAST) for value in given])
     except TrajectoryError as error:
         return error
     except InputError as error:  # of its tokenizer, at a token that was not compared before
         return TrajectoryError(_ERROR, str(error))
-    trajectory.teacher_logprobs = found
+    for branch, values in zip(branches, found, strict=True):
+        branch.scatter(TEACHER, values)
     return None
 
 

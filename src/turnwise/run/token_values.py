@@ -16,10 +16,9 @@ from turnwise.errors import translate_unwritable
 from turnwise.training.reports import RECORDED, TrainedSample
 from turnwise.trajectory import Trajectory
 
-_Numbers = npt.NDArray[np.int64]
 TokenColumns = dict[str, npt.NDArray[np.generic]]
 """Columns by name: `trajectory` (its line in the step's file), `turn`, `at` (position among the
-turn's sampled tokens), `staleness`, and those of `RECORDED`."""
+turn's completion tokens), `staleness`, and those of `RECORDED`."""
 
 
 def columns_of(
@@ -36,9 +35,9 @@ def columns_of(
     ordered = sorted(trained, key=lambda pair: numbers[id(origins[id(pair[0])])])
     for sample, values_KN in ordered:
         trajectory = origins[id(sample)]
-        starts = np.array([t.prefix_length + len(t.added_token_ids) for t in trajectory.turns])
+        starts = np.array([turn.prompt_length for turn in trajectory.turns])
         place_N = np.flatnonzero(sample.response_mask_T)
-        turn_N = _turns_of(sample.calls_T[place_N], place_N, trajectory.calls(), starts)
+        turn_N = sample.calls_T[place_N]
         part: TokenColumns = {
             "trajectory": np.full(len(place_N), numbers[id(trajectory)], np.int32),
             "turn": turn_N.astype(np.int32),
@@ -49,18 +48,6 @@ def columns_of(
         part["clipped"] = part["clipped"].astype(np.uint8)
         parts.append(part)
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-
-
-def _turns_of(
-    call_N: _Numbers, place_N: _Numbers, calls: Sequence[range], starts: _Numbers
-) -> _Numbers:
-    """Return the turn of each token: the last of its call whose sampled tokens begin before it."""
-    first, after = (np.array([(t.start, t.stop)[end] for t in calls]) for end in (0, 1))
-    turn_N = first[call_N]
-    for _ in range(max(map(len, calls)) - 1):
-        next_N = np.minimum(turn_N + 1, after[call_N] - 1)
-        turn_N = np.where(starts[next_N] <= place_N, next_N, turn_N)
-    return turn_N
 
 
 def write_columns(path: Path, columns: TokenColumns) -> None:

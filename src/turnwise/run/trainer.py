@@ -352,7 +352,7 @@ class TrainingLoop(Loop):
         producer = GroupProducer(
             config,
             runtime.training_runner(config.sampling),
-            make_stream(config, problems),
+            make_stream(problems, config.data, config.seed, config.environment_weights),
             lambda group: step.by_algorithm(gives_signal, group, config, step.algorithm),
             progress.advance,
         )

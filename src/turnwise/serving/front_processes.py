@@ -10,26 +10,20 @@ benchmarks.scale`).
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
-from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
-import ray
-from ray.actor import ActorHandle as RayActor
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from turnwise.chat.session_store import REMEMBERED_NAMES, Place, SessionStore
-from turnwise.config import Config, SamplingConfig
-from turnwise.core import logs
+from turnwise.config import Config
 from turnwise.core.actor import ActorHandle, on_node
-from turnwise.core.aio import is_cancelled, set_within, together
+from turnwise.core.admission import Limits, Use
+from turnwise.core.aio import is_cancelled, together
 from turnwise.core.json_types import JsonObject
-from turnwise.core.optional import Foreign
-from turnwise.core.watchdog import last_progress, made_progress
-from turnwise.engine.protocol import Engine
+from turnwise.core.watchdog import made_progress
 from turnwise.errors import (
     DeadlineError,
     EngineError,
@@ -38,222 +32,25 @@ from turnwise.errors import (
     TurnwiseError,
     text_of,
 )
-from turnwise.serving.openai import import_server
-from turnwise.serving.openai.address import EVERYWHERE, listen, with_api_key
-from turnwise.serving.routing import Supervisor, Worker
+from turnwise.serving.front_process import (
+    LOST,
+    REPORT_SECONDS,
+    FrontProcess,
+    MakeServer,
+    OpenRunner,
+    Order,
+    Report,
+)
+from turnwise.serving.openai.address import EVERYWHERE, with_api_key
+from turnwise.serving.routing import Worker
 from turnwise.serving.scheduler import Scheduler
-from turnwise.serving.worker_handle import WorkerHandle
-
-if TYPE_CHECKING:
-    from turnwise.serving.openai import OpenAIServer
 
 logger = logging.getLogger(__name__)
 
-Order = tuple[str, tuple[object, ...]]
-"""A method of a `FrontProcess`, or of its scheduler, that the driver calls, and its arguments."""
-_OWN_ORDERS = frozenset({"add", "restore", "remove"})  # methods of the process; others: scheduler's
-REPORT_SECONDS = 0.25  # time between two reports of a process that has nothing urgent
-LOST = "was lost when its process died"  # end of a session, after "the session NAME"
-_REACH_SECONDS = 1.0  # time between two attempts to reach a worker that is alive
-_PORT_SECONDS = 3.0  # time in which the port of a process that died becomes free
 _MAX_CALLS = 1 << 14
 """Largest number of calls at once in an actor: groups in flight, or sessions being opened."""
 _OPEN_SECONDS = 10.0
 _LIST_SECONDS = 2.0
-
-RunWithSampling = Callable[[Foreign, SamplingConfig, str, bool], Awaitable[object]]
-"""Runs the group of a problem, by a sampling configuration, under a unique tag; if the last is
-true, after all others that wait."""
-OpenRunner = Callable[[Config, Scheduler], AbstractAsyncContextManager[RunWithSampling]]
-"""Makes a runner of groups, and what serves its agents; see `rollouts.processes`."""
-
-
-@dataclass(slots=True)
-class Report:
-    """News of a process since its last report."""
-
-    progressed: bool = False  # whether a wait ended or tokens arrived
-    loads: dict[str, float] = field(default_factory=dict)
-    """Loads by the process of the workers that have any."""
-    events: Counter[str] = field(default_factory=Counter)
-    failures: list[tuple[str, str]] = field(default_factory=list)
-    """Workers on which a request failed, and why: each waits for `restore` or `remove`."""
-    excused: list[str] = field(default_factory=list)  # workers whose death a single request caused
-    counts: dict[str, Counter[str]] = field(default_factory=dict)
-    """Counts of each worker that did anything: turns, tokens, and its failed turns by outcome."""
-    sessions: dict[str, str] = field(default_factory=dict)
-    """Sessions of clients that began ("") or ended (why), by name."""
-    requests: Counter[str] = field(default_factory=Counter)
-
-
-class FrontProcess:
-    """An actor's class: a scheduler, and a runner of groups or (without one) an OpenAI server."""
-
-    def __init__(self, config: Config, open_runner: OpenRunner | None = None) -> None:
-        self.config = config
-        seconds = config.engine.start_timeout + config.engine.request_timeout
-        self.scheduler = Scheduler(config.serving, seconds)
-        self._open_runner = open_runner
-        self._run_group: RunWithSampling | None = None
-        self._stack = AsyncExitStack()
-        self._server: OpenAIServer | None = None
-        self._news = Report()
-        self._urgent = asyncio.Event()  # set when something is to be reported at once
-        self._counted: dict[Worker, dict[str, int]] = {}
-        """Reported counts of each worker, also of removed ones whose turns are not over."""
-        self._events: Counter[str] = Counter()
-        self._requests: Counter[str] = Counter()
-        self._moved = 0.0
-        self._reaching: set[asyncio.Task[None]] = set()
-
-    async def start(self, port: int, lost: Sequence[str]) -> tuple[str, str]:
-        """Make the runner, or start the server at a port that is free or becomes so; return the
-        base URL and the id of the node. Sessions of the process before, `lost`, are refused."""
-        logs.follow()
-        base_url = ""
-        if self._open_runner is not None:
-            opening = self._open_runner(self.config, self.scheduler)
-            self._run_group = await self._stack.enter_async_context(opening)
-        else:
-            make = await import_server()
-            port = await _free_port(self.config.serving.host, port)
-            base_url = await self.serve(make(self.config, self.scheduler, port), lost)
-        return base_url, ray.get_runtime_context().get_node_id()
-
-    async def serve(self, server: "OpenAIServer", lost: Sequence[str]) -> str:
-        self._server = server
-        self._stack.push_async_callback(server.stop)
-        server.sessions.refuse(lost, LOST)
-        server.sessions.changes = {}
-        return await server.start()
-
-    async def run_group(
-        self, problem: Foreign, sampling: SamplingConfig, tag: str, last: bool
-    ) -> object:
-        assert self._run_group is not None
-        return await self._run_group(problem, sampling, tag, last)
-
-    async def open(self, name: str | None, training: bool, group: str) -> JsonObject:
-        assert self._server is not None
-        session = self._server.sessions.open(name, training=training, group=group)
-        return {**session.describe(), **self._server.urls(session.id)}
-
-    async def list_sessions(self, after: Place | None, most: int) -> list[tuple[Place, JsonObject]]:
-        """Return a page of the sessions of clients; see `SessionStore.page`."""
-        assert self._server is not None
-        return self._server.sessions.page(after, most)
-
-    async def stop(self) -> bool:
-        """End the server or the runner, and return True; the owner kills the actor."""
-        await self._stack.aclose()
-        return True
-
-    # What the driver tells this process, beside the scheduler's own methods; see `Follower`.
-
-    def add(self, name: str, worker: RayActor) -> None:
-        self.remove(name)
-
-        def excuse_death() -> None:
-            self._news.excused.append(name)
-            self._urgent.set()
-
-        supervisor = Supervisor(partial(self._report_failure, name), excuse_death)
-        added = self.scheduler.add(name, self._attach(name, worker), supervisor)
-        self._counted[added] = {"turns": 0, "tokens": 0}
-
-    def _attach(self, name: str, worker: RayActor) -> Engine:
-        return WorkerHandle.attach(worker, name, self.config)
-
-    def _report_failure(self, name: str, why: str) -> None:
-        self._news.failures.append((name, why))
-        self._urgent.set()
-
-    def restore(self, name: str) -> None:
-        """Use a worker again, once this process can reach it; report it as long as it cannot.
-
-        A worker that lives but cannot be reached from here goes through a loop: the report makes
-        the supervisor check it, then the driver's scheduler restores it, which calls this again.
-        """
-        if (worker := self.scheduler.workers.get(name)) is None:
-            return
-        seconds = self.config.serving.health_timeout
-
-        async def reach() -> None:
-            why = ""
-            try:
-                async with asyncio.timeout(seconds):
-                    await worker.engine.check_health()
-            except (EngineError, DeadlineError, TimeoutError) as error:
-                why = str(error) or f"{name} did not answer within {seconds:g} s"
-            if self.scheduler.workers.get(name) is not worker:
-                return
-            if not why:
-                self.scheduler.restore(name)
-                return
-            self.scheduler.suspend(name)
-            await asyncio.sleep(_REACH_SECONDS)
-            self._report_failure(name, why)
-
-        task = asyncio.create_task(reach())
-        self._reaching.add(task)
-        task.add_done_callback(self._reaching.discard)
-
-    def remove(self, name: str, lost: bool = True) -> None:
-        if name in self.scheduler.workers:
-            worker = self.scheduler.remove(name, lost=lost)
-            if lost and isinstance(worker.engine, WorkerHandle):
-                worker.engine.fail(f"{name} is lost")
-
-    async def wake(self) -> None:
-        """End a `report` that waits: the driver has orders."""
-        self._urgent.set()
-
-    async def report(self, orders: Sequence[Order] = ()) -> Report:
-        """Return the news at the next urgent event, or after `REPORT_SECONDS`.
-
-        Ray's asynchronous actors may begin calls in another order than they were made, so all
-        orders of the driver come by this one.
-        """
-        for method, arguments in orders:
-            getattr(self if method in _OWN_ORDERS else self.scheduler, method)(*arguments)
-        await set_within(self._urgent, REPORT_SECONDS)
-        self._urgent.clear()
-        report, self._news = self._news, Report()
-        moved, self._moved = self._moved, last_progress()
-        report.progressed = self._moved != moved
-        events, self._events = self._events, Counter(self.scheduler.events)
-        report.events = self._events - events
-        workers = self.scheduler.workers
-        report.loads = {name: worker.load for name, worker in workers.items() if worker.load}
-        if self._server is not None:
-            requests, self._requests = self._requests, Counter(self._server.requests)
-            report.requests = self._requests - requests
-            store = self._server.sessions
-            report.sessions, store.changes = store.changes or {}, {}
-        for worker, before in list(self._counted.items()):
-            new = {"turns": worker.turns, "tokens": worker.tokens, **worker.failed_turns}
-            if new != before:
-                known = report.counts.get(worker.name, Counter())  # of a worker before it
-                report.counts[worker.name] = known + (Counter(new) - Counter(before))
-            if worker.running or workers.get(worker.name) is worker:
-                self._counted[worker] = new
-            else:
-                del self._counted[worker]
-        return report
-
-
-async def _free_port(host: str, port: int) -> int:
-    """Return the port once it is free; 0 if another program has taken it."""
-    for _ in range(10 if port else 0):
-        try:
-            listen(host, port).close()
-            return port
-        except InputError as error:
-            why = error
-            await asyncio.sleep(_PORT_SECONDS / 10)
-    if port:
-        logger.warning("the address of lost sessions is given up, for another port: %s", why)
-    return 0
 
 
 @dataclass(slots=True, eq=False)
@@ -276,6 +73,10 @@ class Process:
     suspects: set[str] = field(default_factory=set)
     """Workers on which a request failed, and which were not restored or removed since."""
     loads: dict[str, float] = field(default_factory=dict)
+    uses: dict[str, Use] = field(default_factory=dict)
+    """Use of each of its admissions, as of its last report."""
+    limits: dict[str, Limits] = field(default_factory=dict)
+    """Last orders to its admissions, by name."""
     orders: list[Order] = field(default_factory=list)
     """Orders that go to the actor with the request for its next report."""
     watching: "asyncio.Task[None] | None" = None
@@ -296,6 +97,7 @@ class FrontProcesses:
         *,
         names: Sequence[str] | None = None,
         open_runner: OpenRunner | None = None,
+        make_server: MakeServer | None = None,
     ) -> None:
         self.config = with_api_key(config)
         if names is None:
@@ -304,10 +106,10 @@ class FrontProcesses:
         self.failure = ""  # reason why no process is left; "" while one is
         self.changed = asyncio.Event()  # set when a process is up, or no process is left
         self.requests: Counter[str] = Counter()
-        self.store = SessionStore.from_config(config)
+        self.store = SessionStore.of(config.sampling, config.serving)
         self._scheduler = scheduler
         self._class = process_class
-        self._open_runner = open_runner
+        self._open_runner, self._make_server = open_runner, make_server
         self._workers: dict[str, Worker] = {}  # the last worker of each name, removed or not
         self._owners: dict[str, Process] = {}  # processes of the open sessions, by name
         self._opening: set[str] = set()
@@ -343,7 +145,7 @@ class FrontProcesses:
             placement = on_node(process.node, soft=True)
         return ActorHandle.create(
             self._class,
-            *(self.config, self._open_runner),
+            *(self.config, self._open_runner, self._make_server),
             name=process.name,
             config=self.config,
             log=process.name,
@@ -482,6 +284,8 @@ class FrontProcesses:
 
     def follow(self, change: str, name: str, *more: object) -> None:
         """Pass on a change of the scheduler's workers to all processes; see `Follower`."""
+        if change == "occupancy":  # the limits of processes follow from it
+            return
         if change == "add":
             self._workers[name] = self._scheduler.workers[name]
             more = (getattr(more[0], "actor", None),)

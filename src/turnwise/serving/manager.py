@@ -158,10 +158,10 @@ class WorkerSupervisor:
         try:
             try:
                 async with asyncio.timeout(seconds / 2):
-                    await engine.check_health()
+                    occupancy = await engine.check_health()
             except TimeoutError:  # once more: this process may have been suspended
                 async with asyncio.timeout(seconds / 2):
-                    await engine.check_health()
+                    occupancy = await engine.check_health()
         except TimeoutError:
             if not self._fleet.is_busy:
                 self.lose(f"no answer to health checks in {seconds:g} s", engine)
@@ -184,6 +184,8 @@ class WorkerSupervisor:
                 if self._checks >= _SETTLED_CHECKS:
                     self.restarts = 0
                 scheduler.restore(self.name)
+                if occupancy is not None:
+                    scheduler.note_occupancy(self.name, occupancy)
 
     def join(self) -> None:
         """Start the first process of a worker that joins during the run, and watch it."""

@@ -20,6 +20,7 @@ from turnwise.core.aio import run_in_thread
 from turnwise.core.ray import goes_on
 from turnwise.errors import InputError
 from turnwise.serving.colocated.host import on_actors
+from turnwise.serving.engine_host import EngineHost
 from turnwise.serving.openai.address import with_api_key
 from turnwise.serving.worker_handle import WorkerHandle
 
@@ -37,11 +38,17 @@ class WorkerStarter:
         gpus: GPUs for each device of an engine; a value below 1 is the share of one GPU's memory.
         hosts: Handles of `WorkerHost`s, by name: each worker runs its model in the next
             `engine.tensor_parallel_size` of them. None means the workers' own processes.
+        host: Class of the workers' actors.
     """
 
     def __init__(
-        self, config: Config, gpus: float, hosts: Mapping[str, RayActor] | None = None
+        self,
+        config: Config,
+        gpus: float,
+        hosts: Mapping[str, RayActor] | None = None,
+        host: type[EngineHost] = EngineHost,
     ) -> None:
+        self._host = host
         self._config = with_api_key(config)  # workers may serve HTTP themselves
         self._share = 0 if hosts else gpus
         size = config.engine.devices
@@ -76,6 +83,7 @@ class WorkerStarter:
             seed=seed % _SEEDS,
             placement=PlacementGroupSchedulingStrategy(group, 0),
             bundle_indices=range(self._bundles) if spread else None,
+            host=self._host,
         )
 
     async def _group_of(self, name: str, index: int) -> PlacementGroup:

@@ -7,7 +7,6 @@ the cause, it is quarantined: it fails, and equal requests are refused for a whi
 requests were running at two deaths, each of these suspects is retried alone.
 """
 
-import array
 import asyncio
 import copy
 import hashlib
@@ -23,8 +22,7 @@ from turnwise.core.aio import together
 from turnwise.core.deadlines import StallClock, deadline
 from turnwise.core.json_types import Args, Kwargs
 from turnwise.core.optional import Foreign
-from turnwise.core.slots import Slots
-from turnwise.engine.protocol import Chunk, Engine, Request, Sampling
+from turnwise.engine.protocol import Chunk, Engine, Occupancy, Request, Sampling
 from turnwise.errors import DeadlineError, EngineError
 from turnwise.serving.channel import ChannelError
 from turnwise.serving.routing import TOKENS_PER_REQUEST, Router, ScheduledTurn, Supervisor, Worker
@@ -57,6 +55,7 @@ Follower = Callable[..., None]
   that cannot reach it does not use it until it can;
 - `("remove", name, lost)`: give a worker no further turns, which is lost; or which leaves: those on
   it end, or are aborted and continue on others;
+- `("occupancy", name, occupancy)`: what a worker's engine computes, after a health check;
 - `("close", why)`: expect no further worker until one is added.
 """
 
@@ -96,14 +95,6 @@ class Scheduler:
         """All workers by name, including failed ones that are not removed yet."""
         return self._router.workers
 
-    def grow(self, slots: Slots) -> None:
-        """Have more slots, in proportion, while there are more workers than the run began with."""
-
-        def follow(*change: object) -> None:
-            slots.grow(max(1.0, len(self.workers) / self._serving.fewest_workers))
-
-        self.lead(follow)
-
     def add(self, name: str, engine: Engine, supervisor: Supervisor | None = None) -> Worker:
         """Add a worker; one of the same name is replaced."""
         if name in self.workers:
@@ -142,6 +133,10 @@ class Scheduler:
             if (worker := self.workers.get(name)) is not None:
                 worker.elsewhere += change
                 self._router.add_load(worker, change, now)
+
+    def note_occupancy(self, name: str, occupancy: Occupancy) -> None:
+        """Tell the followers what a worker computes."""
+        self._tell("occupancy", name, occupancy)
 
     def restore(self, name: str) -> None:
         """Use a worker again: it is alive, so only the request failed."""
@@ -376,8 +371,9 @@ def _attempt(turn: ScheduledTurn, rest: Sampling) -> Request:
     attempts = len(turn.deaths) + turn.failures + turn.cuts + turn.aborts
     if not attempts:
         return turn.request
-    return turn.request._replace(
-        prompt=[*turn.request.prompt, *turn.sampled],
+    return replace(
+        turn.request,
+        prompt=turn.request.prompt + turn.sampled,
         sampling=rest,
         id=f"{turn.request.id}~{attempts}",  # an engine may still know that of an earlier one
     )
@@ -426,7 +422,7 @@ def _with_times(last: Chunk, turn: ScheduledTurn, worker: Worker) -> Chunk:
 
 def _digest(request: Request) -> bytes:
     """Return a digest of everything in a request that may crash a worker."""
-    whole = array.array("q", request.prompt).tobytes()
+    whole = request.prompt.ids.tobytes()
     whole += repr((request.sampling, request.seed)).encode()
-    whole += repr([(str(one.image), one.start) for one in request.images]).encode()
+    whole += repr([(str(one.image), one.start) for one in request.prompt.images]).encode()
     return hashlib.blake2b(whole, digest_size=16).digest()

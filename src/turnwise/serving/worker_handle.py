@@ -21,10 +21,18 @@ from turnwise.core.deadlines import StallClock, deadline
 from turnwise.core.json_types import Args, Kwargs
 from turnwise.core.optional import Foreign
 from turnwise.core.watchdog import made_progress
-from turnwise.engine.protocol import Chunk, InFlight, PauseMode, Rendezvous, Request, WeightUpdate
+from turnwise.engine.protocol import (
+    Chunk,
+    InFlight,
+    Occupancy,
+    PauseMode,
+    Rendezvous,
+    Request,
+    WeightUpdate,
+)
 from turnwise.errors import DeadlineError, EngineError, TurnwiseError
 from turnwise.serving.channel import Address, Channel, ChannelError, connect
-from turnwise.serving.engine_worker import HEARTBEAT_SECONDS, EngineWorker, Event
+from turnwise.serving.engine_host import HEARTBEAT_SECONDS, EngineHost, Event
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
@@ -59,10 +67,7 @@ class WorkerHandle:
     all requests on it, or that there is none; the next request, or health check, opens another.
     """
 
-    worker_class: type = EngineWorker
-    """Class of the actors that `start` starts."""
-
-    def __init__(self, process: ActorHandle, config: Config) -> None:
+    def __init__(self, process: ActorHandle, timeout: float) -> None:
         self.name = process.name
         self.pid = 0
         self.base_url: str | None = None
@@ -70,7 +75,7 @@ class WorkerHandle:
         self.actor = process.actor
         """Ray's handle of the worker."""
         self._process = process
-        self._timeout = config.engine.request_timeout
+        self._timeout = timeout
         self._inboxes: dict[str, _Inbox] = {}
         self._outbox: list[Request] = []
         self._cancelled: list[str] = []
@@ -97,10 +102,12 @@ class WorkerHandle:
         seed: int | None = None,
         placement: PlacementGroupSchedulingStrategy | str = "DEFAULT",
         bundle_indices: Sequence[int] | None = None,
+        host: type[EngineHost] = EngineHost,
     ) -> "WorkerHandle":
         """Start an actor and its engine.
 
         Args:
+            host: Class of the actor.
             num_gpus: GPUs that Ray reserves for it.
             placement: Ray's scheduling strategy, such as a bundle of a placement group.
             bundle_indices: Bundles of that group, if each device of the engine gets its own actor.
@@ -110,7 +117,7 @@ class WorkerHandle:
             DeadlineError: when the engine is not ready after `engine.start_timeout` seconds.
         """
         process = ActorHandle.create(
-            cls.worker_class,
+            host,
             *(config, bundle_indices, fraction_of_gpus, seed, name),
             name=name,
             config=config,
@@ -122,21 +129,19 @@ class WorkerHandle:
             environment=_ENVIRONMENT,
             failure=EngineError,
         )
-        handle = cls(process, config)
+        handle = cls(process, config.engine.request_timeout)
         with killed_on_failure(process):
-            handle.pid = await process.call(
-                "post_init_async", what="start", seconds=config.engine.start_timeout
-            )
-            handle.base_url = await process.call(
-                "report_dp_openai_server_base_url", what="report its address", seconds=10.0
+            handle.pid, handle.base_url = await process.call(
+                "start", what="start", seconds=config.engine.start_timeout
             )
             await handle._have_channel()
         return handle
 
     @classmethod
-    def attach(cls, actor: RayActor, name: str, config: Config) -> "WorkerHandle":
-        """Use the actor of a worker that another process holds."""
-        return cls(ActorHandle(actor, name, EngineError), config)
+    def attach(cls, actor: RayActor, name: str, timeout: float) -> "WorkerHandle":
+        """Use the actor of a worker that another process holds; `timeout` is
+        `engine.request_timeout`."""
+        return cls(ActorHandle(actor, name, EngineError), timeout)
 
     async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
         if self._failure is not None:
@@ -313,23 +318,25 @@ class WorkerHandle:
     async def reset_prefix_cache(self) -> None:
         await self._call("reset_prefix_cache")
 
-    async def check_health(self) -> None:
+    async def check_health(self) -> Occupancy | None:
+        occupancy: Occupancy | None = None
         async with deadline(self._timeout + _GRACE_SECONDS, f"{self.name} did not check_health"):
             while True:
                 try:
-                    await self._call("check_health")
+                    occupancy = await self._call("check_health")
                     break
                 except EngineError as error:
                     if not may_be_alive(error):
                         raise
                     await asyncio.sleep(_RETRY_SECONDS)
         await self._have_channel()
+        return occupancy
 
     async def num_in_flight(self) -> int:
         return int(await self._call("num_in_flight"))
 
     async def hand_over(self) -> bool:
-        """See `EngineWorker.hand_over`."""
+        """See `EngineHost.hand_over`."""
         seconds = self._timeout + _GRACE_SECONDS
         return bool(await self._process.call("hand_over", what="hand_over", seconds=seconds))
 

@@ -15,9 +15,10 @@ from turnwise.errors import InputError, translate_unwritable
 from turnwise.run.commands import run_folder
 from turnwise.run.display import SILENT, Display, show_part
 from turnwise.run.fleet import SERVER, begin_imports, make_manager, ray_running, starting_engines
-from turnwise.serving.openai import import_server
 from turnwise.serving.openai.address import api_key
+from turnwise.serving.openai.opening import make_server
 from turnwise.serving.placement import gpu_share
+from turnwise.tinker.access import TinkerAccess
 from turnwise.tinker.losses import STAND_INS
 from turnwise.tinker.routes import add_routes
 from turnwise.tinker.service import TinkerService
@@ -59,7 +60,7 @@ def server_config(
             "a Tinker server trains beside its engines, which sample at any time: leave out "
             "training.colocated"
         )
-    key = api_key(config)
+    key = api_key(config.serving)
     if key is not None and not key.startswith(KEY_PREFIX):
         raise InputError(
             f"serving.api_key (or TURNWISE_API_KEY) must begin with {KEY_PREFIX}: Tinker's SDK "
@@ -90,16 +91,18 @@ async def open_tinker(
         async with task_group() as starting:
             starting.create_task(show_part(progress, starting_engines(config), manager.start))
             started = starting.create_task(trainers)
-            texts = starting.create_task(run_in_thread(load_tokenizer, config))
+            texts = starting.create_task(run_in_thread(load_tokenizer, config.model))
         trainer = started.result()
         stack.push_async_callback(trainer.close)
         words, decode = await trainer.begin_adapters(), texts.result().decode
         made = trainer, words, folder, decode, stable
         service = TinkerService(config, manager.scheduler, *made)
         await run_in_thread(service.restore)
-        server_class = await import_server()
-        server = server_class(
-            config, manager.scheduler, extend=lambda app: add_routes(app, service)
+        server = await make_server(
+            config,
+            manager.scheduler,
+            extend=lambda app: add_routes(app, service),
+            access=TinkerAccess(),
         )
         stack.push_async_callback(server.stop)
         await show_part(progress, SERVER, server.start)

@@ -1,17 +1,18 @@
 """States that clients save: folders of a run, named by addresses `tinker://RUN/KIND/NAME`.
 
-A folder has an adapter in PEFT's format and `meta.json`, appears whole or not at all, and belongs
-to the owner of the session that saved it. Nothing else knows what there is, so whatever was saved
-outlives the server. What was found by its name may be overwritten or removed at any time: who reads
-its files reads them in the folder that `hold` returns.
+Each version of a state is a folder of its own, with an adapter in PEFT's format and `meta.json`.
+The state's name is a link to it: one rename gives the name another version, or a new name its
+first. A state belongs to the owner of the session that saved it. Nothing else knows which states
+there are, so whatever was saved outlives the server. A name may be overwritten or removed at any
+time; who reads the files of a version `hold`s it meanwhile.
 """
 
 import json
-import os
 import re
 import shutil
 import threading
 import uuid
+from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -19,7 +20,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Literal
 
-from turnwise.core.files import put_in_place, recover, sync_tree, temporary, write_file
+from turnwise.core.files import sync_tree, temporary, write_file
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, translate_unwritable, visible
 from turnwise.tinker.futures import Missing
@@ -28,12 +29,12 @@ Kind = Literal["weights", "sampler_weights", "external_weights", "snapshots"]
 """`weights` to train on from, `sampler_weights` to sample from, `external_weights` to download;
 `snapshots` have no name that a client knows, and end with their session."""
 _TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
-_RUN, _KIND, _NAME = r"[\w:-]{1,200}", "|".join(_TYPES), r"\w[\w.-]{0,199}(?<!\.tmp)(?<!\.old)"
+_KINDS = (*_TYPES, "snapshots")
+_RUN, _KIND, _NAME = r"[\w:-]{1,200}", "|".join(_TYPES), r"\w[\w.-]{0,199}(?<!\.tmp)"
 _ADDRESS = re.compile(rf"tinker://({_RUN})/({_KIND})/({_NAME})", re.ASCII)
+_VERSIONS = "versions"
+"""Folder of a run, beside those of the kinds, with the versions of all its states."""
 _META = "meta.json"
-_HALVES = (".tmp", ".old")
-_HELD = "held"
-"""Folder of a run, beside those of the kinds, with what `hold` keeps."""
 _FREE_BYTES = 2**30  # of the disk, below which nothing is saved
 
 
@@ -78,27 +79,27 @@ class Checkpoints:
     def __init__(self, folder: Path) -> None:
         self.root = folder
         self._changing = threading.Lock()
-        """Held while a name gets or loses its files, which takes no longer than a few renames."""
-        self._held: dict[tuple[Path, str], tuple[Path, int]] = {}
-        """By the folder of a checkpoint and its `created`: where its files are held, and for how
-        many readers."""
+        """Held while a name gets or loses its version, which takes no longer than a rename."""
+        self._readers = Counter[Path]()
+        """Number of readers of each version that has any."""
+        self._nameless: set[Path] = set()
+        """Versions that have lost their names and are read."""
 
     def begin(self, new: Checkpoint, *, overwrite: bool = False) -> Path:
-        """Return an empty folder of its own that a new checkpoint is written to, until `commit`.
+        """Return an empty folder that a version is written to, which `commit` gives its name.
 
         Raises:
-            InputError: when its name cannot be used, or is taken, unless `overwrite`.
+            InputError: when the name cannot be used, or is taken, unless `overwrite`.
         """
         if not re.fullmatch(_NAME, new.name, re.ASCII):
             raise InputError(
                 f"the name {visible(new.name)[:80]!r} of a checkpoint must have letters, digits, "
                 "_, - and . only, 200 at most"
             )
-        place = self.folder(new)
         if not overwrite:
             self._check_free(new)
-        begun = temporary(place.with_name(f"{new.name}.{uuid.uuid4().hex}"))
-        with translate_unwritable(place):
+        begun = self.root / new.run / _VERSIONS / uuid.uuid4().hex
+        with translate_unwritable(begun):
             begun.mkdir(parents=True)
         if shutil.disk_usage(begun).free < _FREE_BYTES:
             shutil.rmtree(begun)
@@ -108,67 +109,80 @@ class Checkpoints:
     def commit(
         self, new: Checkpoint, begun: Path, *, overwrite: bool = False, flush: bool = True
     ) -> None:
-        """Complete the checkpoint in a folder that `begin` returned. With `flush` it survives a
+        """Give the version in a folder that `begin` returned its name. With `flush` it survives a
         loss of power from then on.
 
         Raises:
             InputError: when its name was taken meanwhile, unless `overwrite`.
         """
-        place = self.folder(new)
-        with translate_unwritable(place):
+        with translate_unwritable(begun):
             (begun / _META).write_text(json.dumps(asdict(new), indent=1) + "\n")
             if flush:
                 sync_tree(begun)
             with self._changing:
                 if not overwrite:
                     self._check_free(new)
-                put_in_place(place, begun, flush=flush)
+                place = self.folder(new)
+                before = place.resolve() if place.exists() else None
+                self._name(place, begun)
+                if before is not None:
+                    self._leave(before)
+            if flush:
+                sync_tree(place.parent)
 
     def _check_free(self, new: Checkpoint) -> None:
         if self._read(self.folder(new)) is not None:
             raise InputError(f"{new.address} exists already: choose another name")
 
+    def _name(self, place: Path, version: Path) -> None:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        link = temporary(place)
+        link.unlink(missing_ok=True)
+        link.symlink_to(Path("..", _VERSIONS, version.name), target_is_directory=True)
+        link.replace(place)
+
+    def _leave(self, version: Path) -> None:
+        """Remove a version that has lost its name, once nobody reads it."""
+        if version in self._readers:
+            self._nameless.add(version)
+            return
+        self._nameless.discard(version)
+        shutil.rmtree(version, ignore_errors=True)
+        with suppress(OSError):
+            version.parent.rmdir()
+            version.parent.parent.rmdir()
+
     def hold(self, saved: Checkpoint) -> Path:
-        """Return a folder with a checkpoint's files, which stay there until `release`, whatever
-        takes the place of the checkpoint.
+        """Return the folder of a checkpoint's version, which stays there until `release`, whatever
+        becomes of its name.
 
         Raises:
-            InputError: when another has taken its place already.
+            InputError: when its name has another version already.
             Missing: when it was removed.
         """
-        place, key = self.folder(saved), (self.folder(saved), saved.created)
-        with translate_unwritable(place), self._changing:
-            self._checked(place, saved.address, saved.owner, saved.created)
-            held, readers = self._held.get(key, (None, 0))
-            if held is None:
-                held = place.parent.parent / _HELD / uuid.uuid4().hex
-                held.mkdir(parents=True)
-                for file in place.iterdir():
-                    _link(file, held / file.name)
-            self._held[key] = held, readers + 1
-        return held
-
-    def release(self, saved: Checkpoint) -> None:
-        """End what a `hold` of the same checkpoint began."""
-        key = self.folder(saved), saved.created
         with self._changing:
-            held, readers = self._held[key]
-            if readers > 1:
-                self._held[key] = held, readers - 1
-                return
-            del self._held[key]
-        shutil.rmtree(held, ignore_errors=True)
-        with suppress(OSError):
-            held.parent.rmdir()
-            held.parent.parent.rmdir()
+            place = self.folder(saved)
+            self._checked(place, saved.address, saved.owner, saved.created)
+            version = place.resolve()
+            self._readers[version] += 1
+        return version
+
+    def release(self, version: Path) -> None:
+        """End what `hold` began, which returned the folder of this version."""
+        with self._changing:
+            self._readers[version] -= 1
+            if not self._readers[version]:
+                del self._readers[version]
+                if version in self._nameless:
+                    self._leave(version)
 
     @contextmanager
     def _holding(self, saved: Checkpoint) -> Iterator[Path]:
-        held = self.hold(saved)
+        version = self.hold(saved)
         try:
-            yield held
+            yield version
         finally:
-            self.release(saved)
+            self.release(version)
 
     def find(self, address: str, owner: str, created: str = "") -> Checkpoint:
         """Return an owner's checkpoint by its address.
@@ -194,16 +208,16 @@ class Checkpoints:
         """Return an owner's checkpoints, of all runs or of one, the newest first."""
         if run != "*" and not re.fullmatch(_RUN, run, re.ASCII):
             return []
-        places = (p for kind in _TYPES for p in self.root.glob(f"{run}/{kind}/*"))
-        found = (self._read(p) for p in places if p.suffix not in _HALVES)
+        found = (self._read(p) for kind in _TYPES for p in self.root.glob(f"{run}/{kind}/*"))
         own = [c for c in found if c and c.owner == owner and not c.expired]
         return sorted(own, key=lambda each: each.created, reverse=True)
 
     def update(self, changed: Checkpoint) -> None:
         """Write what is known of a checkpoint again."""
-        with translate_unwritable(self.folder(changed)), self._changing:
+        place = self.folder(changed)
+        with translate_unwritable(place), self._changing:
             self.find(changed.address, changed.owner, changed.created)
-            write_file(self.folder(changed) / _META, json.dumps(asdict(changed), indent=1) + "\n")
+            write_file(place / _META, json.dumps(asdict(changed), indent=1) + "\n")
 
     def copy(self, source: Checkpoint, copied: Checkpoint) -> None:
         """Make a checkpoint of another's files, unless it is made already. Of several that are made
@@ -225,31 +239,39 @@ class Checkpoints:
         place = self.folder(checkpoint)
         with self._changing:
             if (now := self._read(place)) is None or now.created != checkpoint.created:
-                return  # another has taken its place
-            (place / _META).unlink()  # from here on it does not exist
-            shutil.rmtree(place, ignore_errors=True)
-        with suppress(OSError):
-            place.parent.rmdir()
-            place.parent.parent.rmdir()
+                return  # another has its name
+            version = place.resolve()
+            place.unlink()
+            with suppress(OSError):
+                place.parent.rmdir()
+            self._leave(version)
 
     def tidy(self, snapshots: Collection[Path] | None = None) -> None:
-        """Remove what has expired; and, with the snapshots that are still used, what a server left
-        that was killed."""
-        for held in self.root.glob(f"*/{_HELD}") if snapshots is not None else ():
-            shutil.rmtree(held, ignore_errors=True)
-        for kind in (*_TYPES, "snapshots"):
-            for place in list(self.root.glob(f"*/{kind}/*")):
-                found, half = self._read(place), place.suffix in _HALVES
-                if found is not None and found.expired and not half:
-                    self.remove(found)
-                if snapshots is None:
-                    continue
-                if place.suffix == ".old":
-                    recover(place.with_suffix(""), lambda new: self._read(new) is not None)
+        """Remove what has expired; and, with the snapshots that are still used, what a server
+        left that was killed."""
+        starts = snapshots is not None
+        for place in [p for kind in _KINDS for p in self.root.glob(f"*/{kind}/*")]:
+            found = self._read(place)
+            if starts and found is not None and not place.is_symlink():
+                self._adopt(place)
+            unused = starts and place.parent.name == "snapshots" and place not in (snapshots or ())
+            if found is not None and (found.expired or unused):
+                self.remove(found)
+            elif starts and (unused or place.suffix == ".tmp" or not (place / _META).exists()):
                 # One that is there, but cannot be read, may be another version's.
-                half = half or not (place / _META).exists()
-                if half or (kind == "snapshots" and place not in snapshots):
-                    shutil.rmtree(place, ignore_errors=True)
+                place.unlink() if place.is_symlink() else shutil.rmtree(place, ignore_errors=True)
+        for version in list(self.root.glob(f"*/{_VERSIONS}/*")) if starts else ():
+            run = version.parent.parent
+            names = (place for kind in _KINDS for place in run.glob(f"{kind}/*"))
+            if version.resolve() not in {place.resolve() for place in names}:
+                shutil.rmtree(version, ignore_errors=True)
+
+    def _adopt(self, place: Path) -> None:
+        """Make a version of a state whose name is a folder, as earlier servers saved it."""
+        version = place.parent.parent / _VERSIONS / uuid.uuid4().hex
+        version.parent.mkdir(exist_ok=True)
+        place.rename(version)
+        self._name(place, version)
 
     def describe(self, checkpoint: Checkpoint) -> JsonObject:
         """Return a checkpoint in the protocol's form."""
@@ -268,6 +290,7 @@ class Checkpoints:
         }
 
     def folder(self, checkpoint: Checkpoint) -> Path:
+        """Return the place of the checkpoint's name, which is a link to the folder of a version."""
         return self.root / checkpoint.run / checkpoint.kind / checkpoint.name
 
     def _read(self, place: Path) -> Checkpoint | None:
@@ -276,11 +299,3 @@ class Checkpoints:
         except (OSError, ValueError, TypeError):  # also keys that this version does not know
             return None
         return replace(found, run=place.parent.parent.name, name=place.name)
-
-
-def _link(file: Path, place: Path) -> None:
-    """Give a file a second name, or copy it where the file system has no such links."""
-    try:
-        os.link(file, place)
-    except OSError:
-        shutil.copyfile(file, place)

@@ -50,7 +50,7 @@ class ServiceClient:
         resolved = server_config(model, file, ["serving.port=0", *overrides])
         opened = partial(open_tinker, resolved, stable=stable_reinforce)
         self._thread = EventLoopThread(opened, "the Tinker server")
-        self.api_key = api_key(resolved) or f"{KEY_PREFIX}local"
+        self.api_key = api_key(resolved.serving) or f"{KEY_PREFIX}local"
         try:
             self.base_url = self._thread.start(resolved.engine.start_timeout + _START_SECONDS)
             self._client = sdk.ServiceClient(

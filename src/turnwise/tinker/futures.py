@@ -1,16 +1,14 @@
-"""Requests that take a while: their results by request id, and each model's requests in order.
+"""Requests that take a while: their results by request id.
 
 Ids are functions of the request, so a client that sends one again, because its connection broke,
-gets the result of the first and runs nothing twice. A model's requests run in the order of their
-positions, in whatever order they arrive: those after a gap wait until it is filled, or fail once no
-client would still fill it. A result is kept until shortly after it was sent, or its session ends; a
-client with too much here has to wait, so what all of them leave is limited.
+gets the result of the first and runs nothing twice. A result is kept until shortly after it was
+sent, or its session ends; a client with too much here has to wait, so what all of them leave is
+limited.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 import psutil
@@ -29,8 +27,6 @@ logger = logging.getLogger(__name__)
 
 WAIT_SECONDS = 20.0
 """Time that a request for a result waits for it; clients give up after 45 s and ask again."""
-GAP_SECONDS = 360.0
-"""Time that requests wait for one before them; clients try to send one for 5 minutes."""
 _MOST = max(2 * 2**30, psutil.virtual_memory().total // 8)
 """Bytes of requests in progress and results. Beyond, a client with more than an equal part has to
 wait; beyond twice as much, all have."""
@@ -88,7 +84,7 @@ class Futures:
 
     def __init__(self, account: str, held: dict[str, int]) -> None:
         self.entries: dict[str, _Entry] = {}
-        self._account, self._held = account, held
+        self.account, self._held = account, held
 
     def begin(self, request_id: str, work: Work, size: int = 0) -> None:
         """Run a request of some bytes, unless it runs or has run already.
@@ -99,8 +95,8 @@ class Futures:
         if request_id in self.entries:
             return
         size = min(size + SMALLEST, _MOST // 4)  # of an estimate: no request is refused for ever
-        own, total = self._held.get(self._account, 0), sum(self._held.values())
-        part = _MOST // len({*self._held, self._account})
+        own, total = self._held.get(self.account, 0), sum(self._held.values())
+        part = _MOST // len({*self._held, self.account})
         if total + size > _MOST and ((own and own + size > part) or total + size > 2 * _MOST):
             raise Busy(
                 f"{own >> 20:,} MB of your requests are in progress, or have results that were not "
@@ -122,10 +118,10 @@ class Futures:
             entry.result.set_result(found)
 
     def _resize(self, entry: _Entry, size: int) -> None:
-        self._held[self._account] = self._held.get(self._account, 0) + size - entry.size
+        self._held[self.account] = self._held.get(self.account, 0) + size - entry.size
         entry.size = size
-        if not self._held[self._account]:
-            del self._held[self._account]
+        if not self._held[self.account]:
+            del self._held[self.account]
 
     async def retrieve(self, request_id: str, seconds: float = WAIT_SECONDS) -> Reply | None:
         """Return a request's result; None if it has none within `seconds`.
@@ -150,55 +146,3 @@ class Futures:
             self._resize(entry, 0)
             for each in (entry.result, entry.task):  # no effect on those that have ended
                 each.cancel()
-
-
-class Turns:
-    """The requests of one model, which run one after the other, by their positions from 1."""
-
-    def __init__(self) -> None:
-        self.next = 1
-        """Position of the request that runs, or that is waited for."""
-        self._here = dict[int, asyncio.Event]()
-        self._lost = 0
-        self._gap: asyncio.TimerHandle | None = None
-
-    @asynccontextmanager
-    async def turn(self, position: int) -> AsyncIterator[None]:
-        """Run a block once those of all positions before have ended.
-
-        Raises:
-            InputError: when a request before this one did not come in time.
-        """
-        called = self._here[position] = asyncio.Event()
-        if position < self.next:  # it was given up a moment ago
-            called.set()
-        self._call()
-        try:
-            await called.wait()
-            if position < self.next:
-                raise InputError(
-                    f"the request {self._lost} of this model, before this one, did not arrive "
-                    f"within {GAP_SECONDS:.0f} s: go on from a saved state"
-                )
-            yield
-        finally:
-            del self._here[position]
-            self.next += position == self.next
-            self._call()
-
-    def _call(self) -> None:
-        """Call the next request, or wait for it if there are only later ones."""
-        if self._gap is not None and (self.next in self._here or not self._here):
-            self._gap.cancel()
-            self._gap = None
-        if self.next in self._here:
-            self._here[self.next].set()
-        elif self._here and self._gap is None:
-            self._gap = asyncio.get_running_loop().call_later(GAP_SECONDS, self._give_up)
-
-    def _give_up(self) -> None:
-        """Let all that wait fail, and later ones run."""
-        self._lost, self._gap = self.next, None
-        self.next = max(self.next, *self._here) + 1
-        for called in self._here.values():
-            called.set()

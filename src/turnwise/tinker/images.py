@@ -5,9 +5,9 @@ from typing import NamedTuple
 
 from turnwise.chat.images import read_image
 from turnwise.chat.vision import ModelImages
-from turnwise.config import Config
+from turnwise.config import ModelConfig
 from turnwise.errors import InputError, TrajectoryError
-from turnwise.trajectory.images import PromptIds, extended
+from turnwise.trajectory import Prompt, PromptLike
 
 
 class ImageChunk(NamedTuple):
@@ -25,20 +25,22 @@ Chunk = Sequence[int] | ImageChunk
 class ChunkReader:
     """Makes prompts of chunks; threads may share it."""
 
-    def __init__(self, config: Config) -> None:
-        self._images = ModelImages(config.model)
-        self._most = config.engine.images_per_prompt
+    def __init__(self, model: ModelConfig, images_per_prompt: int) -> None:
+        self._images = ModelImages(model)
+        self._most = images_per_prompt
 
-    def joined(self, chunks: Sequence[Chunk], what: str) -> list[int]:
-        """Return the ids of chunks, `PromptIds` if there are images; InputError, which begins with
+    def joined(self, chunks: Sequence[Chunk], what: str) -> Prompt:
+        """Return chunks as a prompt; InputError for an id that none can be, or, which begins with
         `what`, for an image that the model does not take or that has not the expected length."""
         count = sum(isinstance(each, ImageChunk) for each in chunks)
         if count > (most := self._most):
             raise InputError(f"{what}: it has {count} images; engine.images_per_prompt is {most}")
-        made = (self._ids_of(c, what) if isinstance(c, ImageChunk) else c for c in chunks)
-        return extended([], *made)
+        made: list[PromptLike] = [
+            self._ids_of(c, what) if isinstance(c, ImageChunk) else c for c in chunks
+        ]
+        return Prompt.joined(*made)
 
-    def _ids_of(self, chunk: ImageChunk, what: str) -> PromptIds:
+    def _ids_of(self, chunk: ImageChunk, what: str) -> Prompt:
         given = chunk.data if isinstance(chunk.data, bytes) else f"data:;base64,{chunk.data}"
         image = read_image(given, f"{what}: an image", files=False)
         try:

@@ -24,7 +24,7 @@ from turnwise.tinker.images import ImageChunk
 from turnwise.tinker.losses import TinkerLoss, loss_named
 from turnwise.tinker.wire import MOST_VALUES, Datum, Joined, TrainingRequest
 from turnwise.training.reports import OptimSettings
-from turnwise.trajectory.images import placed
+from turnwise.trajectory import Prompt
 
 _Id = Annotated[str, Field(max_length=300)]
 _Count = Annotated[int, Field(ge=0, lt=2**63)]
@@ -245,8 +245,8 @@ class Sample(BaseRequest):
         likeliest = _LIKELY_BYTES * (rows * count + prompt * self.topk_prompt_logprobs)
         return 8 * self.body_bytes + copies + _TOKEN_BYTES * rows + likeliest
 
-    def tokens(self, vocabulary: int, joined: Joined) -> list[int]:
-        """Return the prompt's ids, checked, `PromptIds` if it has images."""
+    def tokens(self, vocabulary: int, joined: Joined) -> Prompt:
+        """Return the prompt, with checked ids."""
         if odd := {c.type for c in self.prompt.chunks} - {"encoded_text", "image"}:
             kind = min(odd)[:80]
             raise InputError(f"prompt: this server reads tokens and images, not {kind!r}")
@@ -257,9 +257,9 @@ class Sample(BaseRequest):
             ],
             "prompt",
         )
-        if not ids:
+        if not len(ids):
             raise InputError("prompt: it has no tokens")
-        if not 0 <= min(ids) <= max(ids) < vocabulary:
+        if not 0 <= ids.ids.min() <= ids.ids.max() < vocabulary:
             raise InputError(f"prompt: ids must be from 0 to {vocabulary - 1:,}")
         return ids
 
@@ -272,7 +272,7 @@ class Sample(BaseRequest):
             raise InputError(f"prompt_logprobs_last_n: {last} is not from 1 to {length - 1}")
         return last or length
 
-    def requests(self, ids: list[int], name: str, route: Route, longest: int) -> list[Request]:
+    def requests(self, ids: Prompt, name: str, route: Route, longest: int) -> list[Request]:
         """Return the request of each sample of a prompt, in a context of `longest` tokens; the
         first also brings what is asked for of the prompt."""
         self.check()
@@ -285,7 +285,6 @@ class Sample(BaseRequest):
                 f"{name}:{number}",
                 self._seed(number),
                 route,
-                images=placed(ids),
             )
             for number in range(self.num_samples)
         ]
@@ -340,8 +339,8 @@ def check_training(request: TrainingRequest, vocabulary: int, longest: int) -> N
         raise InputError("forward_backward: there are no data")
     for number, datum in enumerate(request.data):
         _check_datum(datum, f"datum {number}", loss, vocabulary, longest)
-    wide = max(d.inputs["target_tokens"].size // len(d.token_ids_T) for d in request.data)
-    if wide > 1 and wide * sum(len(d.token_ids_T) for d in request.data) > MOST_VALUES:
+    wide = max(d.inputs["target_tokens"].size // len(d.ids) for d in request.data)
+    if wide > 1 and wide * sum(len(d.ids) for d in request.data) > MOST_VALUES:
         raise InputError(
             f"forward_backward: with {wide:,} targets for every token there are more than "
             f"{MOST_VALUES:,} values: send data with as many targets as others only beside these"
@@ -349,7 +348,7 @@ def check_training(request: TrainingRequest, vocabulary: int, longest: int) -> N
 
 
 def _check_datum(datum: Datum, what: str, loss: TinkerLoss, vocabulary: int, longest: int) -> None:
-    ids, length = datum.token_ids_T, len(datum.token_ids_T)
+    ids, length = datum.ids.ids, len(datum.ids)
     if not 1 <= length < longest:
         raise InputError(f"{what}: it has {length:,} tokens, and may have 1 to {longest - 1:,}")
     shape: tuple[int, ...] = (length,)
@@ -375,9 +374,9 @@ def turns_of(request: TrainingRequest) -> Iterator[TrainingRequest]:
     up to those of the whole."""
     part, tokens = list[Datum](), 0
     for datum in request.data:
-        if part and tokens + len(datum.token_ids_T) > TURN_TOKENS:
+        if part and tokens + len(datum.ids) > TURN_TOKENS:
             yield replace(request, data=part)
             part, tokens = [], 0
         part.append(datum)
-        tokens += len(datum.token_ids_T)
+        tokens += len(datum.ids)
     yield replace(request, data=part)

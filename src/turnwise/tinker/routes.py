@@ -29,8 +29,8 @@ from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
 from turnwise.errors import InputError, TurnwiseError, visible
 from turnwise.serving.openai.bodies import decoded, is_protobuf
-from turnwise.serving.openai.protection import FILES, key_in
 from turnwise.tinker import requests
+from turnwise.tinker.access import FILES, key_in
 from turnwise.tinker.checkpoints import Checkpoint, expiry
 from turnwise.tinker.futures import Busy, Gone, Missing
 from turnwise.tinker.requests import CreateSamplingSession, Named, OfSession, Page, parsed
@@ -284,7 +284,7 @@ def add_routes(app: FastAPI, service: TinkerService) -> FastAPI:
         if saved is None or ends < time.monotonic():
             raise Missing("there is no such file, or its link has expired")
         held = await run_in_thread(service.checkpoints.hold, saved)
-        return _Held(held / name, partial(service.checkpoints.release, saved))
+        return _Held(held / name, partial(service.checkpoints.release, held))
 
     @router.post("/forward_backward")
     async def forward_backward(request: Request) -> Response:

@@ -1,7 +1,7 @@
 """The run folder of a client's model: metrics, trajectories and token values of its steps.
 
-No claim of a client makes a trajectory: what engines sampled lately is found again in its data, by
-the ids of prompt and completion together. So a turn is exactly what an engine had and sampled, also
+No claim of a client makes a trajectory: what engines sampled lately is found again in its data
+(`Provenance`), which is nothing but ids. So a turn is exactly what an engine had and sampled, also
 of programs that do not say where their tokens come from.
 """
 
@@ -11,11 +11,11 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from turnwise.config import Config
 from turnwise.core.aio import run_in_thread
@@ -27,81 +27,70 @@ from turnwise.tinker.losses import LOSSES
 from turnwise.tinker.wire import Array, TrainingRequest
 from turnwise.training.reports import TrainedSample
 from turnwise.training.sample import Sample
-from turnwise.trajectory import PlacedImage, PromptIds, Trajectory
-from turnwise.trajectory.images import placed
+from turnwise.trajectory import Prompt, Trajectory
+from turnwise.trajectory.provenance import Provenance, SampledPart, without_overlap
 
 logger = logging.getLogger(__name__)
 
-_MOST_SAMPLED = 2**25  # tokens of samples that are kept; beyond, the oldest are dropped
+_MOST_SAMPLED = 2**25  # most tokens of samples that are kept
 _MOST_TRAINED = 2**24  # tokens of all models' passes that are kept until their steps are taken
 _DATUM_TOKENS = 32  # as many tokens as a datum counts beside its own, for its objects
 
 
 class _Sampled(NamedTuple):
-    prompt: Array
-    ids: Array
+    ids: npt.NDArray[np.int32]
     logprobs: Array
     finish_reason: str
     version: int
-    images: tuple[PlacedImage, ...]
-
-    @property
-    def size(self) -> int:
-        """Its tokens, and 1 for each 64 bytes of its images: 2 GiB of these at most."""
-        files = sum(len(each.image.data) for each in self.images)
-        return len(self.prompt) + len(self.ids) + files // 64
 
 
-_Trained = tuple[dict[str, Array], Array]
-"""A datum's inputs, with all of its `ids` and the `value` by which each target counts, and the
-trainer's log-probs."""
+class _Trained(NamedTuple):
+    """A pass of one datum."""
+
+    ids: Prompt
+    """All its tokens, the last target too; empty if what counts is not what follows."""
+    inputs: dict[str, Array]
+    """`value`, by which each target counts, `loss`, and `logprobs` if the client gave some."""
+    logprobs_T: Array
+    """The trainer's."""
 
 
 class SampleIndex:
-    """Samples of the engines of late, of all clients, by owner and a hash of all their ids."""
+    """Recent samples of the engines, by the client that owns them; the oldest are forgotten."""
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self.decode = decode
         self.trained = 0
         """Size, in tokens, of passes that models keep until their steps are taken."""
-        self._kept: dict[tuple[str, int, int], _Sampled] = {}
-        self._size = 0
+        self._older: dict[str, tuple[Provenance, list[_Sampled]]] = {}
+        self._calls: dict[str, tuple[Provenance, list[_Sampled]]] = {}
+        self._size = 0  # of `_calls`
 
-    def add(
-        self, owner: str, prompt: Sequence[int], done: Sequence[Completion], version: int
-    ) -> None:
-        first, images = np.asarray(prompt, np.int32), placed(prompt)
-        start = _hashes(_seen(first, images).tolist())[-1]
+    def add(self, owner: str, prompt: Prompt, done: Sequence[Completion], version: int) -> None:
+        calls, records = self._calls.setdefault(owner, (Provenance(), []))
+        # An image counts as a token for each 64 bytes.
+        self._size += len(prompt) + sum(len(one.image.data) // 64 for one in prompt.images)
         for each in filter(lambda one: one.token_ids, done):
             ids, logprobs = np.asarray(each.token_ids, np.int32), np.asarray(each.logprobs)
-            key = owner, len(first) + len(ids), _hashes(each.token_ids, start)[-1]
-            if (same := self._kept.pop(key, None)) is not None:
-                self._size -= same.size
-            made = _Sampled(first, ids, logprobs, each.finish_reason, version, images)
-            self._kept[key] = made
-            self._size += made.size
-        while self._size > _MOST_SAMPLED:
-            self._size -= self._kept.pop(next(iter(self._kept))).size
+            records.append(_Sampled(ids, logprobs, each.finish_reason, version))
+            calls.add(prompt, ids)  # from where a thread may find its record
+            self._size += len(ids)
+        if self._size > _MOST_SAMPLED // 2:
+            self._older, self._calls, self._size = self._calls, {}, 0
 
-    def turns(self, owner: str, ids: Array) -> list[_Sampled]:
-        """Return the samples that make up a sequence, in their order: the longest that it begins
-        with, then the longest that the prompt of this one begins with ..."""
-        hashes, found, length = _hashes(ids.tolist()), list[_Sampled](), len(ids)
-        while length:
-            kept = self._kept.get((owner, length, hashes[length]))
-            if kept and np.array_equal(
-                _seen(np.concatenate([kept.prompt, kept.ids]), kept.images), ids[:length]
-            ):
-                found.insert(0, kept)
-                length = len(kept.prompt)
-            else:
-                length -= 1
-        return found
-
-
-def _hashes(ids: Sequence[int], start: int = 0) -> list[int]:
-    """Return a hash of each beginning of a sequence, from that of an empty one on."""
-    return list(accumulate(ids, lambda before, each: hash((before, each)), initial=start))
+    def turns(self, owner: str, ids: Prompt) -> list[tuple[SampledPart, _Sampled]]:
+        """Return what the owner's calls sampled of a sequence, in its order."""
+        none = Provenance(), list[_Sampled]()
+        (older, of_older), (calls, of_calls) = (
+            each.get(owner, none) for each in (self._older, self._calls)
+        )
+        found = [part._replace(call=~part.call) for part in older.matches(ids)]
+        found += calls.matches(ids)
+        found.sort(key=lambda part: (part.start, -part.length, -part.call))
+        return [
+            (part, of_calls[part.call] if part.call >= 0 else of_older[~part.call])
+            for part in without_overlap(found)
+        ]
 
 
 class RunLog:
@@ -132,7 +121,7 @@ class RunLog:
         self._loss += loss
         factor = LOSSES[request.loss].factor
         for datum, (logprobs_T, loss_T) in zip(request.data, outputs, strict=True):
-            length = len(datum.token_ids_T)
+            length = len(datum.ids)
             size = length + _DATUM_TOKENS
             value = datum.inputs.get(factor, np.ones(logprobs_T.shape, np.float32))
             self._tokens += int(value.reshape(length, -1).any(axis=1).sum())
@@ -142,11 +131,12 @@ class RunLog:
             sampled = datum.inputs.get("logprobs", logprobs_T[:0])
             given = {"logprobs": sampled} if sampled.shape == logprobs_T.shape else {}
             targets = datum.inputs["target_tokens"]
-            ids = np.append(_seen(datum.token_ids_T, datum.images), targets[-1:])
-            if (targets != ids[1:])[value != 0].any():  # what counts is not what follows
-                ids = ids[:0]
-            own = {"ids": ids, "value": value, "loss": loss_T}
-            self._trained.append((given | own, logprobs_T))
+            ids = datum.ids + targets[-1:]
+            if (targets != ids.ids[1:])[value != 0].any():
+                ids = Prompt()
+            self._trained.append(
+                _Trained(ids, given | {"value": value, "loss": loss_T}, logprobs_T)
+            )
             self._index.trained += size
             self._held += size
 
@@ -188,9 +178,9 @@ class RunLog:
         self._run = self._run or RunDir(self._config)
         origins, samples, groups = dict[int, Trajectory](), list[TrainedSample](), Counter[str]()
         differences, exact = [np.zeros(0)], 0
-        for given, logprobs_T in data:
+        for ids, given, logprobs_T in data:
             sample, value_T = None, given["value"]
-            if made := self._trajectory(given["ids"], groups):
+            if made := self._trajectory(ids, groups):
                 sample, values_KN = _values(made, value_T, logprobs_T, given["loss"])
                 samples.append((sample, values_KN))
                 origins[id(sample)] = made
@@ -213,29 +203,21 @@ class RunLog:
             self._run.write_token_values(step, columns)
         self._run.metrics.write(row.to_json())
 
-    def _trajectory(self, ids: Array, groups: Counter[str]) -> Trajectory | None:
+    def _trajectory(self, ids: Prompt, groups: Counter[str]) -> Trajectory | None:
         """Return what engines sampled of a sequence; with one first prompt they are a group."""
         if not (turns := self._index.turns(self._owner, ids)):
             return None
-        name = f"prompt-{zlib.crc32(turns[0].prompt.tobytes()):08x}"
+        name = f"prompt-{zlib.crc32(ids.ids[: turns[0][0].start].tobytes()):08x}"
         made = Trajectory(name, groups[name])
         groups[name] += 1
-        made.status = "length" if turns[-1].finish_reason == "length" else "completed"
-        for turn in turns:
-            prompt, own, logprobs = (each.tolist() for each in turn[:3])
-            seen, versions = PromptIds(prompt, turn.images), [turn.version] * len(own)
-            added = made.add_turn(seen, own, logprobs, versions, turn.finish_reason)
+        made.status = "length" if turns[-1][1].finish_reason == "length" else "completed"
+        for (_, start, count), turn in turns:
+            own, logprobs = turn.ids[:count].tolist(), turn.logprobs[:count].tolist()
+            versions = [turn.version] * count
+            added = made.add_turn(ids[:start], own, logprobs, versions, turn.finish_reason)
             for role, said in (("user", added.added_token_ids), ("assistant", own)):
                 made.messages.append({"role": role, "content": self._index.decode(said)})
         return made
-
-
-def _seen(ids: Array, images: Sequence[PlacedImage]) -> Array:
-    """Return ids, with numbers beyond all of them for those of images."""
-    seen = ids.astype(np.int64)
-    for each in images:
-        seen[each.start : each.end] = (1 << 62) + (int(each.image.hash, 16) >> 68)
-    return seen
 
 
 def _values(made: Trajectory, value_T: Array, logprobs_T: Array, loss_T: Array) -> TrainedSample:
@@ -243,7 +225,7 @@ def _values(made: Trajectory, value_T: Array, logprobs_T: Array, loss_T: Array) 
     of `T` targets the advantages, or weights, the trainer's log-probs, and the loss."""
     branch, is_trained = made.branches()[-1], [False, *(value_T != 0)]
     mask = [m and t for m, t in zip(branch.response_mask, is_trained, strict=False)]
-    parts = branch.token_ids, mask, branch.logprobs, branch.weight_versions
+    parts = branch.ids, mask, branch.logprobs, branch.weight_versions
     sample = Sample.of(*parts, 0.0, 0, calls=branch.turns)
     at = np.flatnonzero(sample.response_mask_T)
     own, ones = logprobs_T[at - 1], np.ones(len(at))

@@ -28,9 +28,10 @@ from turnwise.errors import EngineError, InputError, TurnwiseError, text_of, vis
 from turnwise.serving.openai.address import api_key
 from turnwise.tinker import requests
 from turnwise.tinker.checkpoints import Checkpoint, Checkpoints, Kind, expiry
-from turnwise.tinker.futures import SMALLEST, Busy, Futures, Gone, Missing, Reply, Turns, Work
+from turnwise.tinker.futures import SMALLEST, Busy, Futures, Gone, Missing, Reply, Work
 from turnwise.tinker.images import ChunkReader
 from turnwise.tinker.losses import NOT_STABLE, STABLE
+from turnwise.tinker.queue import ModelOrder
 from turnwise.tinker.requests import parsed
 from turnwise.tinker.run_log import RunLog, SampleIndex
 from turnwise.tinker.trainer import AdapterTrainer
@@ -79,7 +80,7 @@ class Model:
     state: Checkpoint
     """A checkpoint of it now, but for its kind and name."""
     log: RunLog
-    turns: Turns = field(default_factory=Turns)
+    order: ModelOrder = field(default_factory=ModelOrder)
     lost: str = ""
     """Reason why a pass since the last step failed, which may have left half of its gradient."""
     stands_in: bool = False
@@ -132,7 +133,7 @@ class TinkerService:
     ) -> None:
         path = config.model.path
         self.model_name = config.serving.served_model_name or path
-        self.joined = ChunkReader(config).joined
+        self.joined = ChunkReader(config.model, config.engine.images_per_prompt).joined
         self.checkpoints = Checkpoints(folder / "tinker")
         self.links: dict[str, tuple[Checkpoint, str, float]] = {}
         """Checkpoint and name of each file that anyone may read who knows its secret, and the time
@@ -215,7 +216,7 @@ class TinkerService:
 
     def _open(self, name: str, owner: str) -> Session:
         # All have one owner where the server has a key.
-        account = owner if api_key(self._config) is None else name
+        account = owner if api_key(self._config.serving) is None else name
         session = Session(name, owner, Futures(account, self._held))
         self._sessions[name] = session
         return session
@@ -318,7 +319,7 @@ class TinkerService:
         log = RunLog(self._config, self.checkpoints.root, name, session.owner, self._sampled)
         model = session.models[name] = Model(session, state, log)
         try:
-            await self._trainer.add(name, spec)
+            await self._trainer.add(name, spec, session.futures.account)
             if loaded is not None:
                 await self._trainer.read(name, *loaded)
         except Exception:  # a session that ends meanwhile removes it
@@ -453,7 +454,7 @@ class TinkerService:
         finally:
             await asyncio.wait([held])  # also after a cancellation
             if held.exception() is None:
-                await run_in_thread(self.checkpoints.release, saved)
+                await run_in_thread(self.checkpoints.release, held.result())
 
     async def _save(
         self, model: Model, kind: Kind, name: str, asked: requests.Saving
@@ -480,10 +481,11 @@ class TinkerService:
         name = f"{model.id}:{position}"
 
         async def run() -> Reply:
-            async with model.turns.turn(position):
+            account = model.session.futures.account
+            async with self._trainer.queue.request(account, model.order, position):
                 return await work()
 
-        if name not in model.session.futures.entries and position < model.turns.next:
+        if name not in model.session.futures.entries and position < model.order.next:
             raise Gone(f"the result of the request {name} is not kept any more")
         model.session.futures.begin(name, run, size)
         return {"request_id": name, "model_id": model.id}

@@ -1,6 +1,5 @@
 """The trainer as clients see it: passes over their data, and steps, of one adapter at a time."""
 
-import asyncio
 import random
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
@@ -15,6 +14,7 @@ from turnwise.core.aio import run_in_thread
 from turnwise.core.optional import Foreign
 from turnwise.errors import InputError
 from turnwise.tinker.losses import TinkerLoss, loss_named
+from turnwise.tinker.queue import LEAST_TOKENS, TrainerQueue
 from turnwise.tinker.requests import AdamStep, LoraSpec
 from turnwise.tinker.wire import Array, Datum, TrainingRequest
 from turnwise.training.adapters import AdapterSpec
@@ -22,36 +22,39 @@ from turnwise.training.algorithms import weighted_logprobs
 from turnwise.training.reports import RECORDED, TrainedSample
 from turnwise.training.sample import Sample
 from turnwise.training.trainer_group import TrainerGroup
-from turnwise.trajectory.images import PromptIds
 
 _T = TypeVar("_T")
 
 
 class AdapterTrainer:
-    """Calls a trainer, which does one thing at a time: models take turns, in the order of their
-    requests. A call that is cancelled keeps its turn until the trainer has ended it."""
+    """Calls a trainer for models, each in the turn of the model's owner."""
 
     def __init__(self, trainer: TrainerGroup, algorithm: AlgorithmConfig) -> None:
+        self.queue = TrainerQueue()
         self._trainer = trainer
         self._algorithm = weighted_logprobs(algorithm)
-        self._turn = asyncio.Lock()
+        self._owners: dict[str, str] = {}  # of the models, by name
 
-    async def add(self, name: str, spec: LoraSpec) -> None:
+    async def add(self, name: str, spec: LoraSpec, owner: str) -> None:
         seed = random.getrandbits(62) if spec.seed is None else spec.seed
         made = AdapterSpec(spec.rank, seed, spec.train_attn, spec.train_mlp)
-        await self._in_turn(self._trainer.adapter("add", name, made))
+        self._owners[name] = owner
+        await self._call(name, self._trainer.adapter("add", name, made))
 
     async def remove(self, name: str) -> None:
-        await self._in_turn(self._trainer.adapter("remove", name))
+        try:
+            await self._call(name, self._trainer.adapter("remove", name))
+        finally:
+            self._owners.pop(name, None)
 
     async def read(self, name: str, folder: Path, optimizer: bool) -> None:
-        await self._in_turn(self._trainer.adapter("read", name, folder, optimizer))
+        await self._call(name, self._trainer.adapter("read", name, folder, optimizer))
 
     async def write(self, name: str, folder: Path, optimizer: bool) -> None:
-        await self._in_turn(self._trainer.adapter("write", name, folder, optimizer))
+        await self._call(name, self._trainer.adapter("write", name, folder, optimizer))
 
     async def drop(self, name: str) -> None:
-        await self._in_turn(self._trainer.drop(name))
+        await self._call(name, self._trainer.drop(name))
 
     async def run(self, name: str, part: TrainingRequest) -> tuple[list[Array], float]:
         """Add the gradient of a part of a pass, unless it is one without; return log-prob and loss
@@ -64,13 +67,15 @@ class AdapterTrainer:
             await self._trainer.forward_backward(samples, *how)
             return self._trainer.trained_tokens
 
-        outputs = await run_in_thread(answers_of, await self._in_turn(work()), part.data)
+        tokens = sum(len(datum.ids) for datum in part.data)
+        trained = await self._call(name, work(), tokens)
+        outputs = await run_in_thread(answers_of, trained, part.data)
         return outputs, float(sum(each[1].sum(dtype=np.float64) for each in outputs))
 
     async def step(self, name: str, step: AdamStep) -> dict[str, float]:
         """Take an optimizer step; an InputError if the gradient, which is dropped, is not finite.
         Return its metrics."""
-        found = await self._in_turn(self._trainer.optim_step(step.settings, name))
+        found = await self._call(name, self._trainer.optim_step(step.settings, name))
         norm = float(found["grad_norm"])
         if found["skipped_updates"]:
             raise InputError(
@@ -79,21 +84,10 @@ class AdapterTrainer:
             )
         return {"grad_norm": norm}
 
-    async def _in_turn(self, work: Coroutine[Foreign, Foreign, _T]) -> _T:
-        try:
-            await self._turn.acquire()
-        except BaseException:
-            work.close()
-            raise
-        try:
-            call = asyncio.ensure_future(work)
-            try:
-                return await asyncio.shield(call)
-            except asyncio.CancelledError:
-                await asyncio.wait([call])
-                raise
-        finally:
-            self._turn.release()
+    async def _call(
+        self, name: str, work: Coroutine[Foreign, Foreign, _T], tokens: int = LEAST_TOKENS
+    ) -> _T:
+        return await self.queue.call(self._owners.get(name, name), tokens, work)
 
 
 _Floats = npt.NDArray[np.float32]
@@ -108,9 +102,9 @@ def samples_of(data: Sequence[Datum], loss: TinkerLoss) -> list[Sample]:
     for number, datum in enumerate(data):
         targets = datum.inputs["target_tokens"]
         length = len(targets)
-        ids = np.append(datum.token_ids_T, targets.reshape(length, -1)[-1, :1])
-        made = Sample.to_score(PromptIds(ids.tolist(), datum.images), [0] + [1] * length, number)
-        follow = targets.ndim == 1 and bool((targets[:-1] == datum.token_ids_T[1:]).all())
+        ids = datum.ids + targets.reshape(length, -1)[-1, :1]
+        made = Sample.to_score(ids, [0] + [1] * length, number)
+        follow = targets.ndim == 1 and bool((targets[:-1] == datum.ids.ids[1:]).all())
         samples.append(
             replace(
                 made,

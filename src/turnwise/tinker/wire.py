@@ -16,10 +16,10 @@ from turnwise.core.optional import Foreign, optional
 from turnwise.engine.protocol import Alternatives, Completion
 from turnwise.errors import InputError
 from turnwise.tinker.images import Chunk, ImageChunk
-from turnwise.trajectory.images import PlacedImage, placed
+from turnwise.trajectory import Prompt
 
 Array = npt.NDArray[np.generic]
-Joined = Callable[[Sequence[Chunk], str], list[int]]
+Joined = Callable[[Sequence[Chunk], str], Prompt]
 """Returns the ids of chunks, as `ChunkReader.joined`."""
 PROTOBUF = "application/x-protobuf"
 """Content type of these messages."""
@@ -61,11 +61,9 @@ several, are plain ones here: they are empty where they are not set."""
 class Datum:
     """One sequence to compute: `T` tokens, and what the loss needs at each of them."""
 
-    token_ids_T: npt.NDArray[np.int64]
+    ids: Prompt
     inputs: Mapping[str, Array]
     """`loss_fn_inputs`: the tensors of the loss by name; the first dimension is `T`."""
-    images: tuple[PlacedImage, ...] = ()
-    """Images at their positions among the tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +84,8 @@ class TrainingRequest:
     def size(self) -> int:
         """Bytes of the data."""
         tensors = (each for datum in self.data for each in datum.inputs.values())
-        files = sum(len(one.image.data) for datum in self.data for one in datum.images)
-        whole = sum(300 + 250 * len(d.inputs) + d.token_ids_T.nbytes for d in self.data)
+        files = sum(len(one.image.data) for datum in self.data for one in datum.ids.images)
+        whole = sum(300 + 250 * len(d.inputs) + d.ids.ids.nbytes for d in self.data)
         return files + whole + sum(t.nbytes for t in tensors)
 
 
@@ -173,8 +171,7 @@ def _read_datum(message: Foreign, what: str, joined: Joined) -> Datum:
         name: read_tensor(tensor, f"{what}: {name}")
         for name, tensor in message.loss_fn_inputs.items()
     }
-    prompt = joined(chunks, what)
-    return Datum(np.asarray(prompt, np.int64), inputs, placed(prompt))
+    return Datum(joined(chunks, what), inputs)
 
 
 def read_tensor(message: Foreign, what: str) -> Array:

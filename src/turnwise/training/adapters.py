@@ -18,7 +18,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import nn
 
-from turnwise.config import Config, LoraConfig
+from turnwise.config import LoraConfig, ModelConfig, TrainingConfig
 from turnwise.core.optional import Foreign
 from turnwise.engine.adapters import read_adapter
 from turnwise.errors import InputError
@@ -92,9 +92,15 @@ class Adapters:
     """All adapters on one rank, of a model whose layers PEFT has wrapped."""
 
     def __init__(
-        self, config: Config, model: nn.Module, device: torch.device, folder: Path
+        self,
+        settings: ModelConfig,
+        training: TrainingConfig,
+        model: nn.Module,
+        device: torch.device,
+        folder: Path,
     ) -> None:
-        self._config, self._model, self._device = config, model, device
+        self._settings, self._training = settings, training
+        self._model, self._device = model, device
         self._layers = lora.adapted_layers(model)
         self._held: dict[str, Adapter] = {}
         """By name, the least recently used first."""
@@ -108,7 +114,7 @@ class Adapters:
         self._most = (self._near if on_gpu else 0) + int(_FAR * host)
 
     def add(self, name: str, spec: AdapterSpec) -> None:
-        own = self._config.model.lora
+        own = self._settings.lora
         targets = [
             layer
             for layer in self._layers
@@ -123,7 +129,7 @@ class Adapters:
             lora.add_adapter(self._model, settings, label, targets, spec.seed)
             for _, parameter in lora.adapter_parameters(self._model, label):
                 parameter.data = parameter.data.to(self._device)
-            part, training = lora.trained_part(self._model, label), self._config.training
+            part, training = lora.trained_part(self._model, label), self._training
             learner = TrainableModule(part, training, training.learning_rate, None)
         except BaseException:  # the device may be full; nobody could remove a part of an adapter
             lora.remove_adapter(self._model, label)
@@ -169,7 +175,7 @@ class Adapters:
 
     def write(self, name: str, folder: Path, optimizer: bool = False) -> None:
         """Write an adapter in PEFT's format into a folder, and what its optimizer remembers."""
-        adapter, base = self.use(name), path_of(self._config)
+        adapter, base = self.use(name), path_of(self._settings)
         found = lora.adapter_parameters(self._model, adapter.label)
         tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in found}
         settings: dict[str, Foreign] = lora.adapter_config(self._model, base, adapter.label)

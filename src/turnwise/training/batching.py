@@ -22,11 +22,15 @@ from turnwise.training.allowed import Allowed
 from turnwise.training.context import ContextGroup
 from turnwise.training.sample import Array, Sample
 from turnwise.trajectory import Distribution, Image
+from turnwise.trajectory.prompt import common_length
+from turnwise.trajectory.turn import TEACHER
 
 Layout = Literal["padded", "packed", "shared"]
 """Layout of a micro-batch: rows with padding, one row of concatenated samples, or one row in which
 samples with a common beginning compute it once (`_placed`)."""
 _Ids = npt.NDArray[np.int64]
+_Key = npt.NDArray[np.integer]
+"""Numbers that are equal where samples compute the same: `Prompt.key`."""
 
 
 class Costs(NamedTuple):
@@ -163,13 +167,12 @@ def _buckets(
 
     units = list[_Unit]()  # in an order in which neighbours go well together
     if layout == "shared":
-        before: _Ids | None = None
-        numbers: dict[Image, int] = {}
-        keys = [[_key(sample, numbers) for sample in samples] for samples in members]
+        before: _Key | None = None
+        keys = [[sample.ids.key for sample in samples] for samples in members]
         for number in _in_order([own[0] for own in keys]):
             first = after = 0
             for index, key_T in enumerate(keys[number]):
-                common = 0 if before is None else _common_length(before, key_T)
+                common = 0 if before is None else common_length(before, key_T)
                 size = len(key_T) - common + (len(key_T) // _COPIED if common else 0)
                 first += size if index else len(key_T)
                 after += size
@@ -232,7 +235,7 @@ def _patches(bucket: Sequence[_Unit]) -> int:
 def _time(buckets: Sequence[Sequence[_Unit]], layout: Layout, costs: Costs) -> float:
     """Return what micro-batches cost, in tokens: those that are computed, padding included, patches
     of images, and attention."""
-    total, numbers = 0.0, dict[Image, int]()
+    total = 0.0
     for bucket in buckets:
         samples = [sample for unit in bucket for sample in unit.samples]
         sizes = own = [sample.length for sample in samples]
@@ -241,7 +244,7 @@ def _time(buckets: Sequence[Sequence[_Unit]], layout: Layout, costs: Costs) -> f
             total += len(sizes) * max(sizes) * (1 + costs.pair * max(sizes)) + costs.sequence
             continue
         if layout == "shared":
-            order, _, own = _placed([_key(sample, numbers) for sample in samples], layout)
+            order, _, own = _placed([sample.ids.key for sample in samples], layout)
             sizes = [sizes[number] for number in order]
         total += sum(own) + costs.sequence * len(sizes)
         if costs.rows:
@@ -304,8 +307,7 @@ class Columns:
 
         Without samples, it is a row of one token that is no target.
         """
-        numbers: dict[Image, int] = {}
-        order, columns, own = _placed([_key(sample, numbers) for sample in samples], layout)
+        order, columns, own = _placed([sample.ids.key for sample in samples], layout)
         padded = layout == "padded" or not samples
         rows = (len(samples) or 1) if padded else 1
         width = max(map(len, columns), default=1) if padded else sum(own)
@@ -321,7 +323,7 @@ class Columns:
             columns = [row * width + column_T for row, column_T in enumerate(columns)]
         ids = np.zeros(rows * width, np.int64)
         for sample, column_T in zip(samples, columns, strict=True):
-            ids[column_T] = sample.token_ids_T
+            ids[column_T] = sample.ids.ids
             positions[column_T] = np.arange(sample.length)
         experts = _experts(samples, columns, rows * width)
         images, image = _images(samples, columns, rows * width)
@@ -330,8 +332,7 @@ class Columns:
             for sample, column_T in zip(samples, columns, strict=True)
         )
         targets = joined_rows(
-            (s.token_ids_T if s.targets_T is None else s.targets_T)[s.response_mask_T]
-            for s in samples
+            (s.ids.ids if s.targets_T is None else s.targets_T)[s.response_mask_T] for s in samples
         )
         share = width // size
         row, column = np.divmod(before, width)
@@ -386,7 +387,7 @@ class Columns:
         return self.group.union(values_N, self.number_N, self.total)
 
 
-def _placed(tokens: Sequence[_Ids], layout: Layout) -> tuple[list[int], list[_Ids], list[int]]:
+def _placed(tokens: Sequence[_Key], layout: Layout) -> tuple[list[int], list[_Ids], list[int]]:
     """Return the numbers of sequences in the order of the row, the column of each token of each
     sequence, and, in the row's order, the tokens at a sequence's end that are computed for it.
 
@@ -407,24 +408,13 @@ def _placed(tokens: Sequence[_Ids], layout: Layout) -> tuple[list[int], list[_Id
     for number in order:
         common = 0
         if layout == "shared" and before >= 0:
-            common = _common_length(tokens[before], tokens[number])
+            common = common_length(tokens[before], tokens[number])
         new = len(tokens[number]) - common
         start = 0 if layout == "padded" else width
         columns[number] = np.concatenate([columns[before][:common], np.arange(start, start + new)])
         own.append(new)
         before, width = number, width + new
     return order, columns, own
-
-
-def _key(sample: Sample, numbers: dict[Image, int]) -> _Ids:
-    """Return numbers that are equal where samples compute the same: token ids and, at images, the
-    numbers of these, beyond all ids."""
-    if not sample.images:
-        return sample.token_ids_T
-    key_T = sample.token_ids_T.copy()
-    for one in sample.images:
-        key_T[one.start : one.end] = (1 << 31) + numbers.setdefault(one.image, len(numbers))
-    return key_T
 
 
 def _images(
@@ -473,6 +463,11 @@ def _distributions(samples: Sequence[Sample], targets: int) -> tuple[list[Distri
     return list(numbers), kind_N
 
 
+def _none(sample: Sample) -> npt.NDArray[np.float32]:
+    """Return the values of a stream that a sample does not have."""
+    return np.zeros_like(sample.advantages_T)
+
+
 def joined_rows(parts: Iterable[Array]) -> Array:
     """Return values of all tokens, one after another: [N], or [N, K] if any part has several
     columns; rows that have fewer are filled up with 0."""
@@ -488,17 +483,17 @@ def _concatenated(parts: Iterable[_Ids]) -> _Ids:
     return np.concatenate([np.zeros(0, np.int64), *parts])
 
 
-def _in_order(tokens: Sequence[_Ids]) -> list[int]:
-    """Return the numbers of token sequences, sorted by their tokens."""
-    keys = [ids.astype(">u4").tobytes() for ids in tokens]
+def _in_order(tokens: Sequence[_Key]) -> list[int]:
+    """Return the numbers of token sequences, sorted by their tokens; images are after all ids, in
+    the order of their first sequences."""
+    numbers, keys = dict[int, int](), list[bytes]()
+    for key_T in tokens:
+        order_T = key_T.astype(np.int64)
+        if (shown_T := order_T < 0).any():
+            found = (numbers.setdefault(key, len(numbers)) for key in order_T[shown_T].tolist())
+            order_T[shown_T] = [(1 << 31) + number for number in found]
+        keys.append(order_T.astype(">u4").tobytes())
     return sorted(range(len(tokens)), key=keys.__getitem__)
-
-
-def _common_length(one: _Ids, other: _Ids) -> int:
-    """Return the number of tokens with which both begin."""
-    length = min(len(one), len(other))
-    different = np.flatnonzero(one[:length] != other[:length])
-    return int(different[0]) if len(different) else length
 
 
 @dataclass(slots=True)
@@ -556,8 +551,8 @@ def make_micro_batch(
 
     engine_N = picked((s.logprobs_T for s in samples), np.float32)
     streams = defaultdict[str, torch.Tensor](lambda: engine_N)  # of no token, without samples
-    for name in samples[0].streams if samples else ():
-        streams[name] = picked((s.streams[name] for s in samples), np.float32)
+    for name in sorted({name for sample in samples for name in sample.streams}):
+        streams[name] = picked((s.streams.get(name, _none(s)) for s in samples), np.float32)
     tokens = Tokens(
         engine_N,
         engine_N,
@@ -571,8 +566,7 @@ def make_micro_batch(
     )
     if any(any(s.teacher_weights) for s in samples):
         rows = (  # NaN also where a teacher in the ranks will score
-            np.full(s.length, np.nan) if s.teacher_logprobs_T is None else s.teacher_logprobs_T
-            for s in samples
+            s.streams.get(TEACHER, np.full(s.length, np.nan, np.float32)) for s in samples
         )
         parts = zip(*(s.teacher_weights for s in samples), strict=True)
         tokens = replace(

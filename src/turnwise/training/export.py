@@ -7,6 +7,7 @@ makes a plain model of an adapter and the model that it belongs to.
 import json
 import math
 import shutil
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from transformers.utils import (
 )
 
 from turnwise.chat.template import read_tokenizer
-from turnwise.config import Config
+from turnwise.config import ModelConfig, TrainingConfig
 from turnwise.config.data import ADAPTER_CONFIG
 from turnwise.core.process import give_back
 from turnwise.engine.adapters import by_policy
@@ -39,7 +40,7 @@ from turnwise.training.lora import (
 )
 from turnwise.training.shards import full_tensors, saved_buffers, tensor_shapes
 from turnwise.weights.disk import write_shard
-from turnwise.weights.transport import chunk_bytes, drained, plan_chunks
+from turnwise.weights.manifest import chunk_bytes, drained, plan_chunks
 
 FILE_BYTES = 4 * 2**30
 """Maximum size of a file, unless a tensor is larger."""
@@ -49,7 +50,11 @@ _OF_IMAGES = ("preprocessor_config", "processor_config", "video_preprocessor_con
 
 
 def export_model(
-    folder: Path, rank: int, config: Config, model: PreTrainedModel, file_bytes: int = FILE_BYTES
+    folder: Path,
+    rank: int,
+    settings: ModelConfig,
+    model: PreTrainedModel,
+    file_bytes: int = FILE_BYTES,
 ) -> None:
     """Write the model and its tokenizer in Hugging Face's format, in `model.dtype`.
 
@@ -59,7 +64,7 @@ def export_model(
     with drained(chain(full_tensors(model), buffers.items())) as source:
         if rank:
             return
-        dtype, trust = dtype_of(config), config.model.trust_remote_code
+        dtype, trust = dtype_of(settings), settings.trust_remote_code
         typed = ((name, tensor.to("meta", dtype)) for name, tensor in tensor_shapes(model))
         files = plan_chunks(chain(typed, buffers.items()), None, file_bytes, alignment=1)
         with translate_disk_full(folder):
@@ -82,43 +87,49 @@ def export_model(
                     "weight_map": names,
                 }
                 (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=1) + "\n")
-            _save_rest(folder, config)
+            _save_rest(folder, settings)
 
 
-def export_adapters(folder: Path, rank: int, config: Config, model: PreTrainedModel) -> None:
+def export_adapters(
+    folder: Path,
+    rank: int,
+    settings: ModelConfig,
+    policies: Sequence[str],
+    model: PreTrainedModel,
+) -> None:
     """Write the policy's adapter in PEFT's format, in float32, with the tokenizer, on rank 0; of
     several policies each in a folder of its name in `POLICIES`."""
-    sent = adapter_tensors(model, config.policies)
+    sent = adapter_tensors(model, policies)
     whole = by_policy((name, tensor.cpu().contiguous()) for name, tensor in sent)
     if rank:
         return
     with translate_disk_full(folder):
         for policy, tensors in whole.items():
             own = folder / POLICIES / policy if policy else folder
-            settings = adapter_config(model, path_of(config), policy or "policy")
-            write_adapter(own, settings, tensors)
-            read_tokenizer(config.model).save_pretrained(own)
+            form = adapter_config(model, path_of(settings), policy or "policy")
+            write_adapter(own, form, tensors)
+            read_tokenizer(settings).save_pretrained(own)
 
 
-def _save_rest(folder: Path, config: Config) -> None:
+def _save_rest(folder: Path, settings: ModelConfig) -> None:
     """Add the tokenizer, and the model's settings: of generation, such as the ids of its stops, and
     of its processor of images."""
-    read_tokenizer(config.model).save_pretrained(folder)
-    path = path_of(config)
+    read_tokenizer(settings).save_pretrained(folder)
+    path = path_of(settings)
     for name in (GENERATION_CONFIG_NAME, *(f"{name}.json" for name in _OF_IMAGES)):
-        settings = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
-        if settings is not None:
-            shutil.copyfile(settings, folder / name)
+        file = cached_file(path, name, _raise_exceptions_for_missing_entries=False)
+        if file is not None:
+            shutil.copyfile(file, folder / name)
 
 
 @torch.no_grad()
-def merge_adapter(adapter: Path, folder: Path, config: Config) -> None:
+def merge_adapter(adapter: Path, folder: Path, settings: ModelConfig) -> None:
     """Write the model of `model.path` with an adapter added, as engines computed with it."""
-    settings = json.loads((adapter / ADAPTER_CONFIG).read_text())
-    rank = settings["r"]
-    scale = settings["lora_alpha"] / (math.sqrt(rank) if settings["use_rslora"] else rank)
-    config = config.changed({"training": {"attention": "auto"}})  # needs no GPU
-    model = load_model(config, dtype=dtype_of(config))
+    form = json.loads((adapter / ADAPTER_CONFIG).read_text())
+    rank = form["r"]
+    scale = form["lora_alpha"] / (math.sqrt(rank) if form["use_rslora"] else rank)
+    # By the defaults of training, which need no GPU.
+    model = load_model(settings, TrainingConfig(), dtype=dtype_of(settings))
     weights = dict(model.named_parameters())
     factors = load_file(adapter / ADAPTER_TENSORS)
     for name, first in factors.items():
@@ -128,10 +139,10 @@ def merge_adapter(adapter: Path, folder: Path, config: Config) -> None:
         weight = weights.get(f"{layer}.weight")
         second = factors[name.replace("lora_A", "lora_B")]
         if weight is None or weight.shape != (len(second), first.shape[1]):
-            raise InputError(f"{adapter}: {config.model.path} has no layer {layer} of this shape")
+            raise InputError(f"{adapter}: {settings.path} has no layer {layer} of this shape")
         weight.copy_(add_product(weight, first, second, scale))
     # Its own settings are copied; Transformers refuses to write some that it reads.
     model.generation_config = GenerationConfig.from_model_config(model.config)
     with translate_disk_full(folder):
         model.save_pretrained(folder)
-        _save_rest(folder, config)
+        _save_rest(folder, settings)

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from turnwise.chat.vision import ModelImages
-from turnwise.config import Config, SamplingConfig, TrainingConfig
+from turnwise.config import Config, EngineConfig, SamplingConfig, TrainingConfig
 from turnwise.errors import InputError, describe_error
 from turnwise.training.attention import (
     CONTEXT_KEY,
@@ -35,7 +35,7 @@ from turnwise.training.lora import ModelName
 from turnwise.training.model import Critic, Models, Scorer
 from turnwise.training.sample import Sample
 from turnwise.training.vision import TYPES, patches_per_token, probe, sees
-from turnwise.trajectory.images import PromptIds, extended
+from turnwise.trajectory import Prompt
 
 _PLAIN = SamplingConfig()
 _LENGTHS = (25, 22, 17)
@@ -154,7 +154,7 @@ class ModelCheck:
         if isinstance(self._module, Critic):
             return self._alone[-1:]  # it has no logits
         sample, device = self._samples[-1], self._models.device
-        ids_1T = torch.from_numpy(sample.token_ids_T)[None].to(device)
+        ids_1T = torch.from_numpy(sample.token_ids_T.astype(np.int64))[None].to(device)
         given: dict[str, torch.Tensor] = {}
         if sample.images and self._module.images is not None:
             made = self._module.images.processed(sample.images[0].image).tensors
@@ -190,14 +190,13 @@ class ModelCheck:
         return Difference(nats, relative, self._rounding, error)
 
 
-def possible_layouts(config: Config) -> tuple[Layout, ...]:
+def possible_layouts(training: TrainingConfig, *, replays_routing: bool) -> tuple[Layout, ...]:
     """Return the layouts that a run may take where they change no log-probs: the one that is
     configured, or all that its other keys allow."""
-    training = config.training
     if training.packing != "auto":
         return (training.packing,)
     refused = training.context_parallel > 1 or training.attention != "auto"
-    refused |= config.engine.routing_replay
+    refused |= replays_routing
     return ("padded", "packed") if refused else ("padded", "packed", "shared")
 
 
@@ -233,34 +232,40 @@ def check_run(models: Models, config: Config) -> tuple[Layouts, str, str]:
         The layouts that change nothing, with images neither if there can be any; a sentence about
         them; and the reason why no sample may have an image, or "".
     """
-    possible, patches, left = possible_layouts(config), 0.0, list[str]()
-    length, why = config.model.max_length, _without_images(models, config)
+    training, engine, patches, left = config.training, config.engine, 0.0, list[str]()
+    possible = possible_layouts(training, replays_routing=engine.routing_replay)
+    length, why = (
+        config.model.max_length,
+        _without_images(models, config.model.path, engine, training),
+    )
     try:  # images first: their check may change the attention, with which the others are then made
         if not why and (reader := models.policy.images) is not None:
             patches = patches_per_token(models.policy.model, reader.processed(probe(0)))
             checks = [ModelCheck(models, module, length, True) for module in models.modules()]
-            possible, left = agreed_layouts(checks, config.training, possible)
+            possible, left = agreed_layouts(checks, training, possible)
     except (torch.OutOfMemoryError, dist.DistError):
         raise  # not the model's fault
     except Exception as error:  # of code that knows only some models of images
         for module in models.modules():  # as before these checks
-            use_packed_attention(_checked(module), config.training.attention)
+            use_packed_attention(_checked(module), training.attention)
         why = str(error) if isinstance(error, InputError) else describe_error(error)
     checks = [ModelCheck(models, module, length) for module in models.modules()]
-    agreed, more = agreed_layouts(checks, config.training, possible)
+    agreed, more = agreed_layouts(checks, training, possible)
     costs = attention_costs(_checked(models.policy), models.device)
     which = ", whichever costs least" if len(agreed) > 1 else ""
     said = "; ".join([f"micro-batches are {' or '.join(agreed)}{which}", *left, *more])
     return Layouts(agreed, patches, costs), said, why and f"a sample has an image: {why}"
 
 
-def _without_images(models: Models, config: Config) -> str:
+def _without_images(
+    models: Models, path: str, engine: EngineConfig, training: TrainingConfig
+) -> str:
     """Return the reason why a run is one of text alone, or ""."""
     if not sees(models.policy.get_submodule("model").config):
-        return f"model.path: {config.model.path} is trained as a model of text alone"
-    if not config.engine.images_per_prompt:
+        return f"model.path: {path} is trained as a model of text alone"
+    if not engine.images_per_prompt:
         return "engine.images_per_prompt is 0"
-    if config.training.context_parallel > 1:
+    if training.context_parallel > 1:
         return f"{CONTEXT_KEY}: ranks that share sequences read none: set it to 1"
     return ""
 
@@ -279,8 +284,8 @@ def _wrong(checks: Sequence[ModelCheck], layout: Layout) -> str:
 
 def check_policy(config: Config, device: torch.device) -> ModelCheck:
     """Load the policy alone, without anything to train it, and return its check."""
-    dtype = dtype_of(config)
-    scorer = Scorer(load_model(config, dtype=dtype), config.sampling, dtype)
+    dtype = dtype_of(config.model)
+    scorer = Scorer(load_model(config.model, config.training, dtype=dtype), config.sampling, dtype)
     models = Models(scorer.to(device), None, None, device)
     return ModelCheck(models, models.policy, config.model.max_length)
 
@@ -312,11 +317,11 @@ def _samples(shape: PretrainedConfig, max_length: int) -> list[Sample]:
 def _with_images(samples: Sequence[Sample], images: ModelImages) -> list[Sample]:
     """Return the last two samples with an image each after the beginning that all then share, and
     one more that differs from the last in nothing but the pixels of its image."""
-    text, others = samples[0].token_ids_T.tolist()[:_COMMON], samples[1:]
+    text, others = samples[0].ids[:_COMMON], samples[1:]
     made = []
     for number, (sample, picture) in enumerate(zip((*others, others[-1]), (0, 0, 1), strict=True)):
-        rest, own = sample.token_ids_T.tolist()[_COMMON:], images.ids_of(probe(picture))
-        ids = extended(text, own, rest)
+        rest, own = sample.ids[_COMMON:], images.ids_of(probe(picture))
+        ids = Prompt.joined(text, own, rest)
         scored = [1] * len(text) + [0] * len(own) + [1] * len(rest)
         made.append(Sample.to_score(ids, scored, number))
     return made
@@ -324,9 +329,8 @@ def _with_images(samples: Sequence[Sample], images: ModelImages) -> list[Sample]
 
 def _followed(sample: Sample) -> Sample:
     """Return a sample with tokens after it that are not scored."""
-    ids, mask = sample.token_ids_T.tolist(), [1, *sample.response_mask_T.tolist()[1:]]
-    longer = PromptIds(ids + ids[:_BLOCK], sample.images)
-    return Sample.to_score(longer, mask + [0] * len(ids[:_BLOCK]), sample.sequence)
+    more, mask = sample.ids.ids[:_BLOCK], [1, *sample.response_mask_T.tolist()[1:]]
+    return Sample.to_score(sample.ids + more, mask + [0] * len(more), sample.sequence)
 
 
 def _attempt(compute: Callable[[], list[torch.Tensor]]) -> tuple[list[torch.Tensor], str]:

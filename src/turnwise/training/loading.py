@@ -5,7 +5,7 @@ learning rate vanish in bfloat16, or bfloat16 with steps that are rounded at ran
 (`training.weights_dtype`).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -28,7 +28,7 @@ from transformers import (
 )
 
 from turnwise.chat.vision import ModelImages
-from turnwise.config import AlgorithmConfig, Config, OtherModel
+from turnwise.config import AlgorithmConfig, Config, ModelConfig, OtherModel, TrainingConfig
 from turnwise.core.gguf import resolve_model
 from turnwise.core.process import give_back
 from turnwise.errors import InputError
@@ -73,43 +73,50 @@ def models_beside(config: Config) -> dict[ModelName, OtherModel]:
     return beside
 
 
-def shared_roles(config: Config, beside: Mapping[ModelName, OtherModel]) -> tuple[str, ...]:
+def shared_roles(
+    model: ModelConfig, policies: Sequence[str], beside: Mapping[ModelName, OtherModel]
+) -> tuple[str, ...]:
     """Return the roles that the policy's backbone plays with adapters: those of all policies, and
     of models without a path or a precision of their own; none without LoRA."""
-    if not config.model.lora.rank:
+    if not model.lora.rank:
         return ()
     shared = (
         name
         for name, other in beside.items()
-        if path_of(config, other) == path_of(config) and other.dtype in (None, config.model.dtype)
+        if path_of(model, other) == path_of(model) and other.dtype in (None, model.dtype)
     )
-    return (*config.policies, *shared)
+    return (*policies, *shared)
 
 
-def path_of(config: Config, other: OtherModel = POLICY) -> str:
+def path_of(model: ModelConfig, other: OtherModel = POLICY) -> str:
     """Return from where a model is loaded: its own path, or the policy's."""
-    return resolve_model(other.path or config.model.path)
+    return resolve_model(other.path or model.path)
 
 
-def dtype_of(config: Config, other: OtherModel = POLICY) -> torch.dtype:
+def dtype_of(model: ModelConfig, other: OtherModel = POLICY) -> torch.dtype:
     """Return the precision of a model's forward passes."""
-    dtype: torch.dtype = getattr(torch, other.dtype or config.model.dtype)
+    dtype: torch.dtype = getattr(torch, other.dtype or model.dtype)
     return dtype
 
 
-def learning_dtype(config: Config, other: OtherModel = POLICY) -> torch.dtype:
+def learning_dtype(
+    model: ModelConfig, training: TrainingConfig, other: OtherModel = POLICY
+) -> torch.dtype:
     """Return the type in which the weights of a model that learns are kept, and of a reference."""
-    kept: torch.dtype = getattr(torch, config.training.weights_dtype)
-    return kept if dtype_of(config, other) == kept else torch.float32
+    kept: torch.dtype = getattr(torch, training.weights_dtype)
+    return kept if dtype_of(model, other) == kept else torch.float32
 
 
 def load_model(
-    config: Config, other: OtherModel = POLICY, dtype: torch.dtype = torch.float32
+    model: ModelConfig,
+    training: TrainingConfig,
+    other: OtherModel = POLICY,
+    dtype: torch.dtype = torch.float32,
 ) -> PreTrainedModel:
     """Load a language model, with the part that reads images if it has one; with several ranks,
     without weights that `distribute` can read."""
-    path = path_of(config, other)
-    return _loaded(language_model_class(_shape_of(config, path)), config, path, dtype)
+    path, trust = path_of(model, other), model.trust_remote_code
+    return _loaded(language_model_class(_shape_of(path, trust)), training, path, dtype, trust)
 
 
 def language_model_class(shape: PretrainedConfig) -> Any:
@@ -121,36 +128,35 @@ def language_model_class(shape: PretrainedConfig) -> Any:
     return AutoModelForCausalLM
 
 
-def _shape_of(config: Config, path: str) -> PretrainedConfig:
+def _shape_of(path: str, trust: bool) -> PretrainedConfig:
     with translate_unreadable(path):
-        shape: PretrainedConfig = AutoConfig.from_pretrained(
-            path, trust_remote_code=config.model.trust_remote_code
-        )
+        shape: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=trust)
     return shape
 
 
-def load_value_model(config: Config, other: OtherModel) -> PreTrainedModel:
+def load_value_model(
+    model: ModelConfig, training: TrainingConfig, other: OtherModel
+) -> PreTrainedModel:
     """Load the model that the value model starts from: a language model, or a reward model."""
-    path = path_of(config, other)
-    shape = _shape_of(config, path)
-    dtype = learning_dtype(config, other)
+    path, trust = path_of(model, other), model.trust_remote_code
+    shape = _shape_of(path, trust)
+    dtype = learning_dtype(model, training, other)
     if not is_classifier(shape):
-        return load_model(config, other, dtype)
+        return load_model(model, training, other, dtype)
     if shape.num_labels != 1:
         raise InputError(
             f"algorithm.advantage.model: {path} has {shape.num_labels} outputs; a value model "
             "starts from a reward model with one, or from a language model"
         )
-    return _loaded(AutoModelForSequenceClassification, config, path, dtype)
+    return _loaded(AutoModelForSequenceClassification, training, path, dtype, trust)
 
 
-def _loaded(kind: Any, config: Config, path: str, dtype: torch.dtype) -> Any:
+def _loaded(kind: Any, training: TrainingConfig, path: str, dtype: torch.dtype, trust: bool) -> Any:
     def prepared(model: PreTrainedModel) -> PreTrainedModel:
-        exchanges = use_packed_attention(model, config.training.attention)
-        check_divisible(model, config.training.context_parallel, exchanges)
+        exchanges = use_packed_attention(model, training.attention)
+        check_divisible(model, training.context_parallel, exchanges)
         return model.eval()  # dropout would make every ratio wrong
 
-    trust = config.model.trust_remote_code
     with translate_unreadable(path):
         if dist.is_initialized() and (files := weight_files(path)):
             shape = AutoConfig.from_pretrained(path, trust_remote_code=trust)
@@ -161,7 +167,7 @@ def _loaded(kind: Any, config: Config, path: str, dtype: torch.dtype) -> Any:
                     model.score.weight = nn.Parameter(read_tensor(files, "score.weight").float())
                 return prepared(model)
         model = kind.from_pretrained(path, dtype=dtype, trust_remote_code=trust)
-    if config.training.offload:  # storages that map a file cannot be emptied
+    if training.offload:  # storages that map a file cannot be emptied
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.data = tensor.data.clone()
     return prepared(model)
@@ -191,78 +197,81 @@ def recompute(model: nn.Module, every: bool | int) -> list[nn.Module]:
 
 def load_models(config: Config, device: torch.device, group: ContextGroup | None = None) -> Models:
     """Load the policy and the models that are needed beside it, and distribute them."""
-    if config.training.attention == "flex_attention" and device.type == "cpu":
+    settings, training = config.model, config.training
+    if training.attention == "flex_attention" and device.type == "cpu":
         raise InputError("training.attention: flex_attention has no gradients on a CPU: set auto")
     beside = models_beside(config)
-    roles = shared_roles(config, beside)
+    roles = shared_roles(settings, config.policies, beside)
     # A frozen backbone needs no more precision than its forward passes.
-    model = load_model(config, dtype=dtype_of(config) if roles else learning_dtype(config))
+    kept = dtype_of(settings) if roles else learning_dtype(settings, training)
+    model = load_model(settings, training, dtype=kept)
     if roles:
-        add_adapters(model, config.model.lora, roles)
+        add_adapters(model, settings.lora, roles)
     replay = RoutingReplay(model) if config.engine.routing_replay else None
     bonus = config.algorithm.entropy.has_bonus
     readers: dict[str, ModelImages] = {}
 
     def prepared(model: PreTrainedModel, other: OtherModel = POLICY) -> ModelImages:
         """Freeze the part that reads images if it does not learn; return its processor."""
-        for parameter in () if config.model.train_vision else vision_parameters(model):
+        for parameter in () if settings.train_vision else vision_parameters(model):
             parameter.requires_grad_(False)
-        path = path_of(config, other)
-        own = ModelImages(config.model.model_copy(update={"path": path}))
+        path = path_of(settings, other)
+        own = ModelImages(settings.model_copy(update={"path": path}))
         return readers.setdefault(path, own)
 
     images = prepared(model)
-    scorer = Scorer(model, config.sampling, dtype_of(config), roles, replay, bonus, images)
-    policy = distribute(scorer, config, device, POLICY)
+    scorer = Scorer(model, config.sampling, dtype_of(settings), roles, replay, bonus, images)
+    spread = partial(distribute, device=device, images=bool(config.engine.images_per_prompt))
+    recomputed = training.activation_checkpointing
+    policy = spread(scorer, path=path_of(settings), recomputed=recomputed)
     reference = policy if "reference" in roles else None
     if reference is None and (other := beside.get("reference")) is not None:
-        model = load_model(config, other, learning_dtype(config, other))  # as the policy's
+        kept = learning_dtype(settings, training, other)  # as the policy's
+        model = load_model(settings, training, other, kept)
         images = prepared(model, other)
-        frozen = Scorer(model, config.sampling, dtype_of(config, other), images=images)
+        frozen = Scorer(model, config.sampling, dtype_of(settings, other), images=images)
         frozen.requires_grad_(False)
-        reference = distribute(frozen, config, device, other, trained=False)
+        reference = spread(frozen, path=path_of(settings, other))
         own, new = ([(n, p.shape) for n, p in m.named_parameters()] for m in (reference, policy))
         if config.algorithm.kl.sync_steps and own != new:
             raise InputError(
-                f"algorithm.kl.sync_steps: {path_of(config, other)} has other parameters than the "
-                "policy and cannot move towards it: set it to 0, or remove algorithm.kl.model"
+                f"algorithm.kl.sync_steps: {path_of(settings, other)} has other parameters than "
+                "the policy and cannot move towards it: set it to 0, or remove algorithm.kl.model"
             )
     value: Critic | Scorer | None = policy if "value" in roles else None
     if value is None and (other := beside.get("value")) is not None:
-        model = load_value_model(config, other)
-        critic = Critic(model, dtype_of(config, other), prepared(model, other))
-        value = distribute(critic, config, device, other)
+        model = load_value_model(settings, training, other)
+        critic = Critic(model, dtype_of(settings, other), prepared(model, other))
+        value = spread(critic, path=path_of(settings, other), recomputed=recomputed)
     give_back()
     return Models(policy, reference, value, device, group)
 
 
 def distribute(
     module: _Module,
-    config: Config,
     device: torch.device,
-    other: OtherModel,
+    path: str,
     *,
-    trained: bool = True,
+    recomputed: bool | int = False,
+    images: bool = True,
 ) -> _Module:
     """Move a module to its device, and shard it if there are several ranks.
 
     Each decoder layer is gathered only for its own computation; the part that reads images with the
-    embeddings, as ranks that have no image do not compute it. The files of `other`, which the
-    module was made of, hold the weights that it still lacks.
+    embeddings, as ranks that have no image do not compute it. The files at `path`, which the module
+    was made of, hold the weights that it still lacks. `recomputed` is
+    `training.activation_checkpointing`; without `images`, no rank ever reads one.
     """
     use_onednn(module, device)
-    if trained:
-        recompute(module, config.training.activation_checkpointing)
+    recompute(module, recomputed)
     if not dist.is_initialized():
         return module.to(device)
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     precision = MixedPrecisionPolicy()
     if module.dtype != torch.float32:
         precision = MixedPrecisionPolicy(param_dtype=module.dtype, reduce_dtype=torch.float32)
-    apart: bool = not config.engine.images_per_prompt  # then no rank ever does
-    for layer in (*decoder_layers(module, of_images=apart), module):
+    for layer in (*decoder_layers(module, of_images=not images), module):
         fully_shard(layer, mesh=mesh, mp_policy=precision)
-    path = path_of(config, other)
     with translate_unreadable(path):
         if any(parameter.is_meta for parameter in module.parameters()):
             read_shards(module, weight_files(path), device)

@@ -26,7 +26,7 @@ from turnwise.errors import InputError
 from turnwise.internals.transformers import activate, kept_as_layers
 from turnwise.training.shards import whole
 from turnwise.training.vision import sees
-from turnwise.weights.transport import NamedTensors
+from turnwise.weights.manifest import NamedTensors
 
 ModelName = Literal["policy", "reference", "value"]
 """The models of the trainer, by the role that they play in training."""

@@ -7,7 +7,7 @@ results have the same sizes: their kernels differ between devices.
 """
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -27,7 +27,14 @@ from transformers.initialization import no_init_weights
 from transformers.integrations.moe import ExpertsInterface
 
 from turnwise.chat.template import load_tokenizer
-from turnwise.config import Config, LoraConfig, OtherModel, SamplingConfig
+from turnwise.config import (
+    Config,
+    LoraConfig,
+    ModelConfig,
+    OtherModel,
+    SamplingConfig,
+    TrainingConfig,
+)
 from turnwise.errors import InputError
 from turnwise.internals.torch import FakeTensorMode, TorchDispatchMode, storage_key, tree_leaves
 from turnwise.training.attention import EXPERT_KEYS
@@ -65,12 +72,11 @@ class ModelSize:
 
 
 def model_size(
-    config: Config, other: OtherModel = POLICY, roles: tuple[str, ...] = ()
+    model: ModelConfig, other: OtherModel = POLICY, roles: tuple[str, ...] = ()
 ) -> ModelSize:
     """Return the size of a model, by default the policy."""
-    model = config.model
     lora = model.lora.model_dump_json() if roles else ""
-    return _size(path_of(config, other), model.trust_remote_code, roles, lora, model.train_vision)
+    return _size(path_of(model, other), model.trust_remote_code, roles, lora, model.train_vision)
 
 
 @cache
@@ -103,24 +109,29 @@ def _size(
     )
 
 
-def held_bytes(config: Config, beside: Mapping[ModelName, OtherModel]) -> dict[str, int]:
-    """Return what all ranks together hold between steps, by part."""
-    roles = shared_roles(config, beside)
-    size = model_size(config, roles=roles)
-    learning = learning_dtype(config).itemsize * size.learning
-    still = dtype_of(config) if roles else learning_dtype(config)  # that of weights which stay
+def held_bytes(
+    model: ModelConfig,
+    training: TrainingConfig,
+    policies: Sequence[str],
+    beside: Mapping[ModelName, OtherModel],
+) -> dict[str, int]:
+    """Return the bytes that all ranks together hold between steps, by part."""
+    roles = shared_roles(model, policies, beside)
+    size = model_size(model, roles=roles)
+    learning = learning_dtype(model, training).itemsize * size.learning
+    still = dtype_of(model) if roles else learning_dtype(model, training)  # of frozen weights
     weights = learning + still.itemsize * (size.parameters - size.learning)
     others = {
-        role: learning_dtype(config, other).itemsize * model_size(config, other).parameters
+        role: learning_dtype(model, training, other).itemsize * model_size(model, other).parameters
         for role, other in beside.items()
         if role not in roles
     }
     learning += others.get("value", 0)
     moments = 2 * learning
-    if config.training.optimizer == "adamw_8bit":
+    if training.optimizer == "adamw_8bit":
         moments //= 4
-    elif config.training.optimizer == "muon":  # one of a matrix in the layers
-        moments = learning if config.model.lora.rank else learning + 4 * size.outside
+    elif training.optimizer == "muon":  # one of a matrix in the layers
+        moments = learning if model.lora.rank else learning + 4 * size.outside
     return {
         "weights": weights,
         "other models": sum(others.values()),
@@ -137,11 +148,11 @@ def check_room(config: Config, device: torch.device, ranks: int) -> None:
         "value": "algorithm.advantage.model",
     }
     for role, other in beside.items():
-        if path_of(config, other) == path_of(config):
+        if path_of(config.model, other) == path_of(config.model):
             continue
-        words = model_size(config, other).vocabulary
+        words = model_size(config.model, other).vocabulary
         # A model's vocabulary is often a bit larger than its tokenizer's.
-        if words < (tokens := len(load_tokenizer(config))):
+        if words < (tokens := len(load_tokenizer(config.model))):
             raise InputError(
                 f"{keys[role]}: {other.path} has a vocabulary of {words:,} tokens, and the "
                 f"policy's tokenizer has {tokens:,}: both models must have the same tokenizer"
@@ -150,9 +161,10 @@ def check_room(config: Config, device: torch.device, ranks: int) -> None:
         free = torch.cuda.mem_get_info(device)[0]
     else:
         free = psutil.virtual_memory().available // ranks  # CPU ranks may share a machine
-    needed = sum(held_bytes(config, beside).values()) / ranks
+    held = held_bytes(config.model, config.training, config.policies, beside)
+    needed = sum(held.values()) / ranks
     if needed > free:
-        millions = model_size(config).parameters / 1e6
+        millions = model_size(config.model).parameters / 1e6
         raise InputError(
             f"the model {config.model.path} does not fit: its {millions:,.0f} M parameters "
             f"need {needed / GIB:.1f} GiB on each of {ranks} ranks (weights, gradients, moments), "

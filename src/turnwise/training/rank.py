@@ -54,10 +54,11 @@ from turnwise.training.reports import (
 from turnwise.training.sample import Sample
 from turnwise.training.shards import full_tensors, tensor_shapes
 from turnwise.training.vision import probe
-from turnwise.trajectory.images import extended, placed
+from turnwise.trajectory import Prompt
 from turnwise.weights.delta import with_deltas
+from turnwise.weights.manifest import Manifest, NamedTensors, canary_prompt
 from turnwise.weights.process_group import free_address, join_ranks
-from turnwise.weights.transport import Manifest, NamedTensors, canary_prompt, make_sender
+from turnwise.weights.transport import make_sender
 
 _T = TypeVar("_T")
 _PLAIN = SamplingConfig()
@@ -126,7 +127,9 @@ class TrainerRank:
         self._gradients = Gradients(config, models, self._advantage, self._entropy, ranks)
         self._adapters: Adapters | None = None
         if config.model.lora.rank:
-            self._adapters = Adapters(config, self._model, self.device, run.absolute())
+            self._adapters = Adapters(
+                config.model, training, self._model, self.device, run.absolute()
+            )
         self._added = defaultdict[str, list[UpdateReport]](list)
         """Reports of the gradients that wait for `optim_step`, by the model's name."""
         self._steps = 0
@@ -369,7 +372,7 @@ class TrainerRank:
         self._offload.bring_back(["params"])
         manifest = self._sender.publish(self.version, self._tensors())
         canary = self._canary()
-        inside = {at for one in placed(canary) for at in range(one.start, one.end)}
+        inside = {at for one in canary.images for at in range(one.start, one.end)}
         mask = [at not in inside for at in range(len(canary))]
         sample = Sample.to_score(canary, mask)
         columns = Columns.of([sample], "padded", self.device, self._models.group)
@@ -379,13 +382,14 @@ class TrainerRank:
         by = scorer if self._config.rollout.policies else ""
         return replace(manifest, prompt=canary, logprobs=expected.tolist(), adapter=by)
 
-    def _canary(self) -> list[int]:
+    def _canary(self) -> Prompt:
         """Return the prompt that engines and the policy score: with an image, if they read it."""
-        canary = canary_prompt(self._scorer.model.config.get_text_config().vocab_size)
+        canary = Prompt(canary_prompt(self._scorer.model.config.get_text_config().vocab_size))
         if self._no_images or self._scorer.images is None:
             return canary
         half = len(canary) // 2
-        longer = extended(canary[:half], self._scorer.images.ids_of(probe(0)), canary[half:])
+        image = self._scorer.images.ids_of(probe(0))
+        longer = Prompt.joined(canary[:half], image, canary[half:])
         return longer if len(longer) < self._config.model.max_length else canary
 
     def _tensors(self) -> NamedTensors:
@@ -449,9 +453,9 @@ class TrainerRank:
         with self._offload.brought_back(_ALL):
             checkpoint_state.save_state(folder, rank, self._learners, state, self._moving)
             if lora:
-                export_adapters(folder, rank, self._config, self._model)
+                export_adapters(folder, rank, self._config.model, self._policies, self._model)
             else:
-                export_model(folder, rank, self._config, self._model)
+                export_model(folder, rank, self._config.model, self._model)
 
     @property
     def _moving(self) -> torch.nn.Module | None:

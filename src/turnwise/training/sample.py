@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from turnwise.trajectory import Distribution
-from turnwise.trajectory.images import PlacedImage, placed
+from turnwise.trajectory import Distribution, Prompt, PromptLike
+from turnwise.trajectory.prompt import Ids, PlacedImage
 
 Array = npt.NDArray[np.generic]
 
@@ -16,7 +16,7 @@ Array = npt.NDArray[np.generic]
 class Sample:
     """`T` tokens of one branch, of which the masked ones are trained."""
 
-    token_ids_T: npt.NDArray[np.int64]
+    ids: Prompt
     """Prompt, answers and tool results, as the engine saw them."""
     response_mask_T: npt.NDArray[np.bool_]
     """True at trained tokens; never at the first, which nothing precedes."""
@@ -44,12 +44,8 @@ class Sample:
     experts: bytes = b""
     """T - 1 rows of `Turn.experts`, which the trainer's routers repeat; empty if they
     choose for themselves."""
-    teacher_logprobs_T: npt.NDArray[np.float32] | None = None
-    """Log-probs of a teacher outside the ranks; None without one."""
     teacher_weights: tuple[float, float] = (0.0, 0.0)
     """Factors of the divergence from the teacher, in the advantages and in the loss."""
-    images: tuple[PlacedImage, ...] = ()
-    """Images at their positions."""
     distributions: Mapping[int, Distribution] = field(default_factory=dict)
     """Distributions that the tokens of calls were drawn from, by the call's index; those of other
     calls were drawn under the run's `sampling`."""
@@ -61,12 +57,13 @@ class Sample:
     policy: str = "policy"
     """The policy that it trains."""
     streams: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict)
-    """Further values of each trained token, by name, for losses (`Tokens.streams`)."""
+    """Further values of each trained token, by name, for losses (`Tokens.streams`); those of a
+    teacher outside the ranks are `teacher`."""
 
     @classmethod
     def of(
         cls,
-        token_ids: Sequence[int],
+        ids: PromptLike,
         response_mask: Sequence[int],
         logprobs: Sequence[float],
         weight_versions: Sequence[int],
@@ -77,22 +74,21 @@ class Sample:
         counted_only: bool = False,
         calls: npt.ArrayLike | None = None,
         experts: bytes = b"",
-        teacher_logprobs: Sequence[float] | None = None,
         teacher_weights: tuple[float, float] = (0.0, 0.0),
-        images: Sequence[PlacedImage] = (),
         distributions: Mapping[int, Distribution] | None = None,
         allowed: Mapping[int, bytes] | None = None,
         policy: str = "policy",
+        streams: Mapping[str, npt.NDArray[np.float32]] | None = None,
     ) -> "Sample":
         """Make a sample of lists of one length, with the advantage of all tokens or of each; by
         default it has one call, and its sequence is a pair and a trajectory by itself."""
-        lengths = {len(x) for x in (token_ids, response_mask, logprobs, weight_versions)}
+        lengths = {len(x) for x in (ids, response_mask, logprobs, weight_versions)}
         assert len(lengths) == 1, f"a sample's lengths differ: {sorted(lengths)}"
         mask = np.asarray(response_mask, dtype=np.bool_)
         mask[:1] = False
         pair_id = sequence if pair_id is None else pair_id
         return cls(
-            np.asarray(token_ids, dtype=np.int64),
+            Prompt.of(ids),
             mask,
             np.asarray(logprobs, dtype=np.float32),
             np.asarray(weight_versions, dtype=np.int64),
@@ -103,24 +99,30 @@ class Sample:
             pair_id if trajectory is None else trajectory,
             counted_only,
             experts,
-            None if teacher_logprobs is None else np.asarray(teacher_logprobs, dtype=np.float32),
             teacher_weights,
-            tuple(images),
             distributions or {},
             allowed or {},
             policy=policy,
+            streams=streams or {},
         )
 
     @classmethod
-    def to_score(cls, token_ids: Sequence[int], mask: Sequence[int], number: int = 0) -> "Sample":
-        """Make a sample of tokens, `PromptIds` if they have images, of which the masked ones are
-        scored, and none is trained."""
-        none = [0] * len(token_ids)
-        return cls.of(token_ids, mask, none, none, 0.0, number, images=placed(token_ids))
+    def to_score(cls, ids: PromptLike, mask: Sequence[int], number: int = 0) -> "Sample":
+        """Make a sample of tokens of which the masked ones are scored, and none is trained."""
+        none = [0] * len(ids)
+        return cls.of(ids, mask, none, none, 0.0, number)
+
+    @property
+    def token_ids_T(self) -> Ids:
+        return self.ids.ids
+
+    @property
+    def images(self) -> tuple[PlacedImage, ...]:
+        return self.ids.images
 
     @property
     def length(self) -> int:
-        return len(self.token_ids_T)
+        return len(self.ids)
 
     @property
     def advantage(self) -> float:

@@ -7,21 +7,23 @@ same player's. The audit's report accounts for every trajectory: trained, or the
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
-import numpy as np
-import numpy.typing as npt
-
-from turnwise.config import Config, RewardConfig, TeacherConfig
+from turnwise.config import AlgorithmConfig, Config, RewardConfig, TeacherConfig
 from turnwise.errors import InputError
 from turnwise.rollouts import Group
-from turnwise.training.algorithms import Algorithm, make_algorithm
+from turnwise.training.algorithms import Advantage, Algorithm, make_algorithm
 from turnwise.training.algorithms.advantages import has_signal, overlong_penalty
 from turnwise.training.algorithms.losses import choose_pairs
 from turnwise.training.sample import Sample
 from turnwise.trajectory import Branch, ExactnessReport, Trajectory, audit
+from turnwise.trajectory.turn import ADVANTAGE, FORCED, MASK, TEACHER
 
 _Advantages = Mapping[int, Sequence[float]]
-"""Advantage of each call of a trajectory, by the trajectory's index in its group."""
+"""Advantage of each turn of a trajectory, by the trajectory's index in its group."""
+
+
+_PLAIN = Advantage()  # all tokens of a turn have its advantage
 
 
 @dataclass(slots=True)
@@ -51,6 +53,22 @@ class SampleBatch:
             self.report += audit(trajectory, [], masked=reason)
 
 
+class _Rules(NamedTuple):
+    """The parts of a configuration by which rewards are compared."""
+
+    algorithm: AlgorithmConfig
+    weights: dict[str, float]
+    """Weights of the entries of `rollout.rewards`, by name."""
+    max_length: int
+    policies: list[str]
+
+    @classmethod
+    def of(cls, config: Config) -> "_Rules":
+        entries = config.rollout.rewards or [RewardConfig()]
+        weights = {entry.label: entry.weight for entry in entries}
+        return cls(config.algorithm, weights, config.model.max_length, config.policies)
+
+
 def make_samples(
     groups: Sequence[Group],
     config: Config,
@@ -75,7 +93,7 @@ def make_samples(
     Raises:
         InputError: when the user's `Advantage` does not fit its groups.
     """
-    algorithm = algorithm or make_algorithm(config.algorithm)
+    algorithm, rules = algorithm or make_algorithm(config.algorithm), _Rules.of(config)
     oldest = oldest_version(config, version) if oldest is None else oldest
     batch, fresh = SampleBatch(), list[Group]()
     for group in groups:
@@ -83,16 +101,16 @@ def make_samples(
             batch.report.tokens_sampled += count
             batch.report.masked[f"dropped_{reason}"] += count
         turns = (turn for t in group.trajectories for turn in t.turns if not turn.untrained)
-        versions = (v for turn in turns for v in turn.weight_versions)
+        versions = (v for turn in turns for v in turn.weight_versions if v != FORCED)
         if config.training.stale_policy == "drop" and min(versions, default=0) < oldest:
             batch.stale_groups += 1
             batch.drop(group.trajectories, "stale_group")
         else:
             fresh.append(group)
     teachers = config.teachers()
-    for group, advantages in zip(fresh, _of_groups(fresh, config, algorithm), strict=True):
+    for group, advantages in zip(fresh, _of_groups(fresh, rules, algorithm), strict=True):
         teacher = teachers.get(group.environment)
-        _add_group(batch, group, advantages, config, oldest, algorithm, teacher)
+        _add_group(batch, group, advantages, rules, oldest, algorithm, teacher)
     # Any reward is informative to a value model, and penalties train without advantages.
     always = algorithm.advantage.needs_values or config.algorithm.has_penalties
     if not any(
@@ -107,12 +125,12 @@ def _add_group(
     batch: SampleBatch,
     group: Group,
     advantages: _Advantages | None,
-    config: Config,
+    rules: _Rules,
     oldest: int,
     algorithm: Algorithm,
     teacher: TeacherConfig | None,
 ) -> None:
-    batch.overlong += sum(_overlong(t, config) < 0 for t in group.trajectories)
+    batch.overlong += sum(_overlong(t, rules) < 0 for t in group.trajectories)
     if advantages is None and len(group.trajectories) < 2:
         batch.drop(group.trajectories, "alone")
         return
@@ -121,7 +139,7 @@ def _add_group(
         teacher or algorithm.advantage.needs_values or any(map(any, advantages.values()))
     )
     batch.groups_without_signal += silent
-    if advantages is None or (silent and config.algorithm.dynamic_sampling):
+    if advantages is None or (silent and rules.algorithm.dynamic_sampling):
         batch.drop(group.trajectories, "no_signal")
         return
     pair_id = None
@@ -138,7 +156,7 @@ def _add_group(
         others = (t for index, t in enumerate(group.trajectories) if index not in advantages)
         batch.drop(others, "unpaired")
         pair_id = len(batch.samples)
-    parts = config.algorithm
+    parts = rules.algorithm
     # Without penalties, advantages of 0 add nothing to the gradient; but their tokens' entropies
     # decide which others train.
     needed = parts.has_penalties or parts.entropy.top_quantile < 1
@@ -147,7 +165,7 @@ def _add_group(
         if parts.mask_truncated and trajectory.status in ("length", "context_full"):
             batch.truncated += 1
             batch.drop([trajectory], "truncated")
-            for policy in config.policies:  # without tokens, it counts in the batch's mean
+            for policy in rules.policies:  # without tokens, it counts in the batch's mean
                 number, none = len(batch.samples), list[int]()
                 own = Sample.of(none, none, none, none, 0.0, number, counted_only=True)
                 batch.samples.append(replace(own, policy=policy))
@@ -159,7 +177,7 @@ def _add_group(
             oldest,
             pair_id,
             counted_only=silent and not needed,
-            as_reward=algorithm.advantage.needs_values,
+            estimator=algorithm.advantage,
             teacher=teacher,
         )
 
@@ -172,62 +190,55 @@ def add_trajectory(
     pair_id: int | None = None,
     *,
     counted_only: bool = False,
-    as_reward: bool = False,
+    estimator: Advantage = _PLAIN,
     teacher: TeacherConfig | None = None,
     as_sampled: bool = True,
 ) -> None:
-    """Add the branches of one trajectory, with the advantage of each call of the engine, and with
-    tokens of versions before `oldest` masked. Log-probs are those of what each token was drawn
-    from; without `as_sampled`, under the run's `sampling`.
+    """Add the branches of one trajectory, with the advantage of each turn; tokens of versions
+    before `oldest` are context. Log-probs are those of what each token was drawn from; without
+    `as_sampled`, under the run's `sampling`.
 
-    A value model gets the advantage `as_reward`: the share of each turn is at its last token, and
-    the rest at the last token of each branch.
+    A value model gets rewards in the place of advantages: the share of each turn is at its last
+    token, and the rest at the last token of each branch.
     """
-    branches, masked = trajectory.samples(), list[Branch]()
-    for branch in branches:
-        if all(version >= oldest or version < 0 for version in branch.weight_versions):
-            masked.append(branch)
-            continue
-        mask = [  # tokens of older versions are context only
-            int(bool(trained) and version >= oldest)
-            for trained, version in zip(branch.response_mask, branch.weight_versions, strict=True)
-        ]
-        masked.append(replace(branch, response_mask=mask))
+    branches = trajectory.samples(oldest)
     if counted_only:
         batch.drop([trajectory], "no_signal")
     else:
-        before, after = (
-            sum(sum(branch.response_mask) for branch in each) for each in (branches, masked)
-        )
-        batch.stale_tokens += before - after
-        batch.report += audit(trajectory, masked, masked="stale" if before > after else None)
-    first = len(batch.samples)
-    by_call = np.asarray([*advantage, 0.0])  # the last is that of tokens without a call, -1
-    call_of = np.asarray([*trajectory.call_of_turns(), -1])  # of each turn
+        stale = sum(sum(turn.trainable()) for turn in trajectory.turns)
+        stale -= sum(sum(branch.response_mask) for branch in branches)
+        batch.stale_tokens += stale
+        batch.report += audit(trajectory, branches, masked="stale" if stale else None)
+    first, turns = len(batch.samples), trajectory.turns
+    if estimator.needs_values:
+        for branch in branches:
+            branch.scatter(ADVANTAGE, _token_rewards(branch, trajectory, advantage))
+    else:
+        estimator.annotate(trajectory, advantage)
     own = {
-        number: distribution
-        for number, turns in enumerate(trajectory.calls())
-        if as_sampled and (distribution := trajectory.turns[turns.start].distribution) is not None
+        number: turn.distribution
+        for number, turn in enumerate(turns)
+        if as_sampled and turn.distribution is not None
     }
-    taught = trajectory.teacher_logprobs if teacher is not None else []
-    assert teacher is None or teacher.in_ranks or len(taught) == len(masked), "not scored"
-    for number, branch in enumerate(masked):
-        call_T = call_of[branch.turns]
+    names = {name for turn in turns for name in turn.streams} - {ADVANTAGE, MASK}
+    if teacher is None:
+        names -= {TEACHER}
+    assert teacher is None or teacher.in_ranks or not branches or TEACHER in names, "not scored"
+    for branch in branches:
         # The two sides of a pair are whole trajectories; otherwise a branch is a sequence.
         sample = Sample.of(
-            branch.token_ids,
+            branch.ids,
             branch.response_mask,
             branch.logprobs,
             branch.weight_versions,
-            _token_rewards(branch, call_T, trajectory, advantage) if as_reward else by_call[call_T],
+            branch.gather(ADVANTAGE),
             sequence=len(batch.samples) if pair_id is None else first,
             pair_id=pair_id,
             trajectory=first if pair_id is None else pair_id,
             counted_only=counted_only,
-            calls=call_T,
+            calls=branch.turns,
             experts=branch.experts,
-            images=branch.images,
-            teacher_logprobs=taught[number] if taught else None,
+            streams={name: branch.gather(name) for name in sorted(names)},
             teacher_weights=(0.0, 0.0) if teacher is None else teacher.weights,
             distributions=own,
             allowed=branch.allowed if as_sampled else {},
@@ -253,15 +264,15 @@ def _policy_of(branch: Branch, trajectory: Trajectory) -> str:
 
 
 def _token_rewards(
-    branch: Branch, call_T: npt.NDArray[np.int64], trajectory: Trajectory, reward: Sequence[float]
+    branch: Branch, trajectory: Trajectory, reward: Sequence[float]
 ) -> Sequence[float]:
-    rewards = [0.0] * len(branch.token_ids)
-    last = {call: t for t, call in enumerate(call_T.tolist()) if branch.response_mask[t]}
+    rewards = [0.0] * len(branch.ids)
+    last = {turn: t for t, turn in enumerate(branch.turns) if branch.response_mask[t]}
     if not last:
         return rewards
-    shares = trajectory.turn_rewards or [0.0] * len(trajectory.calls())
-    for call, t in last.items():
-        rewards[t] += shares[call]
+    shares = trajectory.turn_rewards or [0.0] * len(trajectory.turns)
+    for turn, t in last.items():
+        rewards[t] += shares[turn]
     end, players = max(last), trajectory.turn_players or [""] * len(shares)
     given = (share for share, who in zip(shares, players, strict=True) if who == players[end])
     rewards[max(last.values())] += reward[end] - sum(given)
@@ -273,39 +284,39 @@ class _Side:
     """The part of a trajectory that one player played; without players, the whole."""
 
     index: int  # index of the trajectory in its group
-    calls: list[int]  # numbers of its calls of the engine
+    turns: list[int]  # indices of its turns
     reward: float
-    turn_rewards: list[float]  # reward of each call; the last one's includes the rest of `reward`
+    turn_rewards: list[float]  # reward of each turn; the last one's includes the rest of `reward`
     parts: dict[str, float]  # for `Advantage.of_objectives`
-    advantages: list[float] | None = None  # of each call; None if it is not trained
+    advantages: list[float] | None = None  # of each turn; None if it is not trained
 
 
-def _sides(group: Group, config: Config, *, by_part: bool) -> list[list[_Side]]:
+def _sides(group: Group, rules: _Rules, *, by_part: bool) -> list[list[_Side]]:
     """Return the sides that are compared with each other, a list for each player."""
     sides: dict[str, list[_Side]] = {}
     for index, trajectory in enumerate(group.trajectories):
-        penalty = _overlong(trajectory, config)
-        by_call = trajectory.turn_rewards or [0.0] * len(trajectory.calls())
-        players = trajectory.turn_players or [""] * len(by_call)
+        penalty = _overlong(trajectory, rules)
+        by_turn = trajectory.turn_rewards or [0.0] * len(trajectory.turns)
+        players = trajectory.turn_players or [""] * len(by_turn)
         rewards = trajectory.player_rewards or {"": trajectory.reward or 0.0}
         for player in dict.fromkeys(players) or [""]:
-            calls = [call for call, who in enumerate(players) if who == player]
-            own, total = [by_call[call] for call in calls], rewards[player] + penalty
+            turns = [turn for turn, who in enumerate(players) if who == player]
+            own, total = [by_turn[turn] for turn in turns], rewards[player] + penalty
             if own:
                 own[-1] += total - sum(own)
-            parts = _parts(trajectory, penalty, config) if by_part else {}
-            sides.setdefault(player, []).append(_Side(index, calls, total, own, parts))
+            parts = _parts(trajectory, penalty, rules) if by_part else {}
+            sides.setdefault(player, []).append(_Side(index, turns, total, own, parts))
     return list(sides.values())
 
 
-def _parts(trajectory: Trajectory, penalty: float, config: Config) -> dict[str, float]:
+def _parts(trajectory: Trajectory, penalty: float, rules: _Rules) -> dict[str, float]:
     """Return the parts of a trajectory's reward that `Advantage.of_objectives` compares."""
     if trajectory.player_rewards:
         raise InputError(
-            f"algorithm.advantage {config.algorithm.advantage.name} compares the parts of a "
+            f"algorithm.advantage {rules.algorithm.advantage.name} compares the parts of a "
             "trajectory's reward, and players of a game have one reward each: choose another"
         )
-    weights, given = _weights(config), trajectory.reward_parts
+    weights, given = rules.weights, trajectory.reward_parts
     if not given:  # a program gave the reward, as a whole
         weights = {"reward": 1.0}
     parts = {name: value for name, value in given.items() if name in weights}
@@ -314,53 +325,48 @@ def _parts(trajectory: Trajectory, penalty: float, config: Config) -> dict[str, 
         total = given.get(label, trajectory.reward or 0.0)
         parts = {name: weight * value for name, value in given.items() if name != label}
         parts[label] = round(weight * total - sum(parts.values()), 9)
-    return parts | ({"overlong_penalty": penalty} if config.algorithm.overlong_tokens else {})
-
-
-def _weights(config: Config) -> dict[str, float]:
-    """Return the weights of the entries of `rollout.rewards`, by name."""
-    return {entry.label: entry.weight for entry in config.rollout.rewards or [RewardConfig()]}
+    return parts | ({"overlong_penalty": penalty} if rules.algorithm.overlong_tokens else {})
 
 
 def _of_groups(
-    groups: Sequence[Group], config: Config, algorithm: Algorithm
+    groups: Sequence[Group], rules: _Rules, algorithm: Algorithm
 ) -> list[_Advantages | None]:
     """Return the advantages of each group, 0 without signal, or None if it is not trained.
 
     Those of a loss that compares pairs are 1 for the chosen trajectory, then -1 for the rejected.
     """
     if algorithm.loss.needs_pairs:
-        pairs = [(group, choose_pairs(_rewards(group, config))) for group in groups]
+        pairs = [(group, choose_pairs(_rewards(group, rules))) for group in groups]
         return [
             None
             if pair is None
             else {
-                i: [a] * len(group.trajectories[i].calls())
+                i: [a] * len(group.trajectories[i].turns)
                 for i, a in zip(pair, (1.0, -1.0), strict=True)
             }
             for group, pair in pairs
         ]
     by_part = algorithm.advantage.multi_objective
-    sides = [_sides(group, config, by_part=by_part) for group in groups]
-    _compare([same for group in sides for same in group], config, algorithm)
+    sides = [_sides(group, rules, by_part=by_part) for group in groups]
+    _compare([same for group in sides for same in group], rules, algorithm)
     merged: list[_Advantages | None] = []
     for group, of_group in zip(groups, sides, strict=True):
         trained = [side for same in of_group for side in same if side.advantages is not None]
-        advantages = {index: [0.0] * len(t.calls()) for index, t in enumerate(group.trajectories)}
+        advantages = {index: [0.0] * len(t.turns) for index, t in enumerate(group.trajectories)}
         for side in trained:
-            for call, advantage in zip(side.calls, side.advantages or [], strict=True):
-                advantages[side.index][call] = advantage
+            for turn, advantage in zip(side.turns, side.advantages or [], strict=True):
+                advantages[side.index][turn] = advantage
         merged.append(advantages if trained else None)
     return merged
 
 
-def _compare(compared: Sequence[Sequence[_Side]], config: Config, algorithm: Algorithm) -> None:
-    """Give the sides that are trained the advantages of their calls."""
-    advantage, name = algorithm.advantage, config.algorithm.advantage.name
+def _compare(compared: Sequence[Sequence[_Side]], rules: _Rules, algorithm: Algorithm) -> None:
+    """Give the sides that are trained the advantages of their turns."""
+    advantage, name = algorithm.advantage, rules.algorithm.advantage.name
     if advantage.per_turn:
         for same in compared:
             given = advantage.of_turns([side.turn_rewards for side in same])
-            turns = [len(side.calls) for side in same]
+            turns = [len(side.turns) for side in same]
             if given is not None and (found := [len(a) for a in given]) != turns:
                 raise InputError(
                     f"algorithm.advantage: {name} returns {found} advantages for trajectories of "
@@ -370,7 +376,7 @@ def _compare(compared: Sequence[Sequence[_Side]], config: Config, algorithm: Alg
                 side.advantages = list(own)  # which may be an array
         return
     if advantage.multi_objective:
-        weights = _weights(config)
+        weights = rules.weights
         by_part = [[side.parts for side in same] for same in compared]
         of_groups = advantage.of_objectives(by_part, weights if len(weights) > 1 else {})
     else:
@@ -386,31 +392,32 @@ def _compare(compared: Sequence[Sequence[_Side]], config: Config, algorithm: Alg
         )
     for same, values in zip(compared, of_groups, strict=True):
         for side, value in zip(same, [] if values is None else values, strict=False):
-            side.advantages = [value] * len(side.calls)
+            side.advantages = [value] * len(side.turns)
 
 
-def _rewards(group: Group, config: Config) -> list[float]:
+def _rewards(group: Group, rules: _Rules) -> list[float]:
     """Return the rewards that are trained on, with DAPO's penalty for nearly full contexts."""
-    return [(t.reward or 0.0) + _overlong(t, config) for t in group.trajectories]
+    return [(t.reward or 0.0) + _overlong(t, rules) for t in group.trajectories]
 
 
-def _overlong(trajectory: Trajectory, config: Config) -> float:
-    algorithm = config.algorithm
+def _overlong(trajectory: Trajectory, rules: _Rules) -> float:
+    algorithm = rules.algorithm
     length = max((turn.path_length for turn in trajectory.turns), default=0)
     return overlong_penalty(
-        length, config.model.max_length, algorithm.overlong_tokens, algorithm.overlong_penalty
+        length, rules.max_length, algorithm.overlong_tokens, algorithm.overlong_penalty
     )
 
 
 def gives_signal(group: Group, config: Config, algorithm: Algorithm) -> bool:
     """Return whether what the algorithm compares differs within the group: the rewards of turns or
     of trajectories. May call the user's `Advantage`."""
+    rules = _Rules.of(config)
     if algorithm.loss.needs_pairs:
-        return choose_pairs(_rewards(group, config)) is not None
+        return choose_pairs(_rewards(group, rules)) is not None
     advantage = algorithm.advantage
-    sides = _sides(group, config, by_part=advantage.multi_objective)
+    sides = _sides(group, rules, by_part=advantage.multi_objective)
     if (advantage.per_turn or advantage.multi_objective) and not advantage.needs_values:
-        _compare(sides, config, algorithm)
+        _compare(sides, rules, algorithm)
         return any(any(side.advantages or []) for same in sides for side in same)
     return any(has_signal([side.reward for side in same]) for same in sides)
 

@@ -34,7 +34,7 @@ from transformers.utils.hub import get_checkpoint_shard_files
 from turnwise.core.process import environment_variable
 from turnwise.internals.transformers import compute_missing, conversions_of, mark_loaded
 from turnwise.weights.delta import layer_of
-from turnwise.weights.transport import NamedTensors
+from turnwise.weights.manifest import NamedTensors
 
 Slices = dict[str, "_Slice"]
 """Tensors of files by name, which are read where they are indexed."""

@@ -28,7 +28,7 @@ from turnwise.rollouts import Problem
 from turnwise.training.row_flags import check_row, is_trained, without_flags
 from turnwise.training.samples import SampleBatch, add_trajectory
 from turnwise.training.sharegpt import with_messages
-from turnwise.trajectory import ChatTemplate, Image, Message, Trajectory, audit
+from turnwise.trajectory import ChatTemplate, Image, Message, Prompt, Trajectory, audit
 from turnwise.trajectory.bridge import answer_end, sampled_text
 from turnwise.trajectory.chat_template import Tools
 from turnwise.trajectory.left_out import check_tools
@@ -137,8 +137,9 @@ class RowReader:
             raise TrajectoryError(
                 "too_long", f"{longest:,} tokens are more than model.max_length {self._most:,}"
             )
-        ids = (i for t in trajectory.turns for i in (*t.added_token_ids, *t.completion_token_ids))
-        if (largest := max(ids)) >= self._known:
+        turns = trajectory.turns
+        largest = max(int((t.added + t.completion_token_ids).ids.max(initial=0)) for t in turns)
+        if largest >= self._known:
             raise TrajectoryError(
                 "unknown_token", f"token {largest} is none of this tokenizer's {self._known:,}"
             )
@@ -154,7 +155,7 @@ def supervised_samples(trajectories: Sequence[Trajectory], version: int) -> Samp
     """
     batch = SampleBatch()
     for trajectory in trajectories:
-        each = [1.0] * len(trajectory.calls())
+        each = [1.0] * len(trajectory.turns)
         add_trajectory(batch, trajectory, each, oldest=0, as_sampled=False)
     for sample in batch.samples:
         sample.weight_versions_T[sample.response_mask_T] = version
@@ -182,8 +183,7 @@ def demonstrate(
     if not trained:
         raise TrajectoryError("nothing_to_train", "no message of an assistant is to be trained")
     trajectory = Trajectory(name, messages=said, status="completed")
-    prompt: list[int] = []
-    completion: list[int] = []
+    prompt, completion = Prompt(), list[int]()
     before = 0  # messages up to and including the last assistant's turn
     reason: str | None = None  # for which a branch begins since the last trained turn
     try:
@@ -266,9 +266,8 @@ def _shows(template: ChatTemplate, key: str) -> bool:
 
 def _turn(
     template: ChatTemplate, messages: Sequence[Message], index: int, tools: Tools | None
-) -> tuple[list[int], list[int]]:
-    """Return the ids of the rendered prompt of an assistant's turn, with those of its images, and
-    those that say the turn."""
+) -> tuple[Prompt, list[int]]:
+    """Return the rendered prompt of an assistant's turn, and the ids that say the turn."""
     turn, where = messages[index], f"message {index + 1}"
     opening = template.render_text(messages[:index], tools=tools)
     ended = template.render_text(messages[: index + 1], tools=tools, add_generation_prompt=False)

@@ -48,9 +48,9 @@ from turnwise.training.reports import (
     of_step,
 )
 from turnwise.training.sample import Sample
+from turnwise.weights.manifest import Manifest
 from turnwise.weights.process_group import LOOPBACK, open_store
 from turnwise.weights.sync import check_transport
-from turnwise.weights.transport import Manifest
 
 if TYPE_CHECKING:
     from turnwise.training.algorithms import Loss

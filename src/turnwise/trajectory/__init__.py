@@ -6,19 +6,15 @@ from turnwise.trajectory.bridge import Bridge, bridge
 from turnwise.trajectory.chat_template import ChatTemplate
 from turnwise.trajectory.distribution import Distribution
 from turnwise.trajectory.files import read_jsonl, write_jsonl
-from turnwise.trajectory.images import Image, PlacedImage, PromptIds
+from turnwise.trajectory.images import Image
+from turnwise.trajectory.outcome import MAX_REWARD, Outcome
 from turnwise.trajectory.prefix import replace_prefix_tokens
-from turnwise.trajectory.trajectory import (
-    MAX_REWARD,
-    Branch,
-    Message,
-    Status,
-    Trajectory,
-    Turn,
-    status_after,
-)
+from turnwise.trajectory.prompt import PlacedImage, Prompt, PromptLike
+from turnwise.trajectory.trajectory import Status, Trajectory, status_after
+from turnwise.trajectory.turn import FORCED, Branch, Message, Turn
 
 __all__ = [
+    "FORCED",
     "MAX_REWARD",
     "Branch",
     "Bridge",
@@ -27,8 +23,10 @@ __all__ = [
     "ExactnessReport",
     "Image",
     "Message",
+    "Outcome",
     "PlacedImage",
-    "PromptIds",
+    "Prompt",
+    "PromptLike",
     "Status",
     "Trajectory",
     "Turn",

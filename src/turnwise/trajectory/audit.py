@@ -9,10 +9,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
 
+import numpy as np
+
 from turnwise.core.json_types import JsonObject
-from turnwise.trajectory.images import PlacedImage
+from turnwise.trajectory.prompt import Prompt
 from turnwise.trajectory.records import checksums, fingerprint
-from turnwise.trajectory.trajectory import Branch, Trajectory, Turn
+from turnwise.trajectory.trajectory import Trajectory
+from turnwise.trajectory.turn import FORCED, MASK, Branch, Turn
 
 
 @dataclass(slots=True)
@@ -94,13 +97,12 @@ def audit(
 
     Checks that lengths agree; that each turn's ids are the recorded ones; that each trained token
     was sampled, in the context that the engine had, its images included, is trained once, and as
-    one of its own turn; that no token of an `untrained` turn is trained; that log-probs are finite
-    and versions are those of weights.
+    one of its own turn; that no token of an `untrained` turn is trained, and none that a mask
+    leaves out; that log-probs are finite and versions are those of weights.
 
     Args:
         samples: The training samples; None takes `trajectory.samples()`.
-        masked: Reason why sampled tokens are in no sample; None makes such tokens a violation,
-            unless user code chose the samples (`Trajectory.choose`).
+        masked: Reason why sampled tokens are in no sample; None makes such tokens a violation.
 
     Example:
         >>> report = audit(trajectory)
@@ -108,9 +110,7 @@ def audit(
     """
     turns = trajectory.turns
     found = list(_check_turns(turns))
-    would_train = sum(len(turn.completion_token_ids) for turn in turns)
-    if trajectory.chosen is not None:
-        masked = masked or "not_chosen"
+    would_train = trajectory.sampled_tokens
     if samples is None:
         samples = [] if found else trajectory.samples()
     if not found:
@@ -120,7 +120,7 @@ def audit(
         turns=len(turns),
         bridged=sum(_continues(turns, turn) for turn in turns),
         forked=Counter(turn.fork_reason for turn in turns if turn.fork_reason is not None),
-        tokens_sampled=sum(len(turn.completion_token_ids) for turn in turns),
+        tokens_sampled=trajectory.sampled_tokens,
         tokens_trained=would_train,
     )
     name = f"{trajectory.problem_id} sample {trajectory.sample_index}"
@@ -131,8 +131,9 @@ def audit(
         report.tokens_exact += exact
         found += [f"training sample {index}: {problem}" for problem in problems]
     for turn in turns if not found else ():
-        if turn.untrained and turn.completion_token_ids:
-            report.masked[turn.untrained] += len(turn.completion_token_ids)
+        left_out = turn.sampled_tokens - sum(turn.trainable())
+        if left_out:
+            report.masked[turn.untrained or "not_chosen"] += left_out
     missing = report.tokens_sampled - report.masked.total()
     missing -= sum(len(known) for known in trained.values())
     if missing and masked is not None:
@@ -146,7 +147,7 @@ def audit(
 
 def _check_turns(turns: Sequence[Turn]) -> Iterator[str]:
     totals: list[int] = []  # for each turn, the recorded sum of the ids on its path
-    seen = any(turn.images for turn in turns)
+    seen = False
     for index, turn in enumerate(turns):
         if turn.parent is not None and not 0 <= turn.parent < index:
             yield f"turn {index}: its parent {turn.parent} is not a turn before it"
@@ -163,50 +164,52 @@ def _check_turns(turns: Sequence[Turn]) -> Iterator[str]:
         if _continues(turns, turn):
             before = totals[turn.parent or 0]
         elif turn.parent is not None:
-            path = [token for _, ids in _segments(turns, turn.parent) for token in ids]
-            before = sum(path[: turn.prefix_length])
+            before = int(_path(turns, turn.parent).ids[: turn.prefix_length].sum(dtype=np.int64))
         totals.append(before + turn.sums[0])
-        images = _images(turns, index) if seen else []
-        for problem in _differences(turn, images, before):
+        seen = seen or bool(turn.added.images)
+        prompt = _path(turns, index)[: turn.prompt_length] if seen else Prompt()
+        for problem in _differences(turn, prompt, before):
             yield f"turn {index}: {problem}"
-        end = turn.prefix_length + len(turn.added_token_ids)
-        if any(one.start < turn.prefix_length or one.end > end for one in turn.images):
+        if any(one.start < 0 or one.end > len(turn.added) for one in turn.added.images):
             yield f"turn {index}: an image of its prompt is not among the ids that it added"
 
 
-def _differences(turn: Turn, images: Sequence[PlacedImage], total_before: int) -> list[str]:
-    """Compare a stored turn with what was recorded of it; its prompt has `images`, and takes over
-    ids that sum to `total_before`."""
-    ids = [*turn.added_token_ids, *turn.completion_token_ids]
-    total, weighted = checksums(ids)
+def _differences(turn: Turn, prompt: Prompt, total_before: int) -> list[str]:
+    """Compare a stored turn with what was recorded of it. `prompt` has its prompt's images, and it
+    takes over ids that sum to `total_before`."""
+    added, sampled = turn.added.ids, Prompt(turn.completion_token_ids).ids
+    ids_T = np.concatenate([added, sampled])
+    total, weighted = checksums(ids_T)
     change, moment = total - turn.sums[0], weighted - turn.sums[1]
     if change or moment:
         position = moment // change - 1 if change and moment % change == 0 else -1
-        if not 0 <= position < len(ids):
-            return [f"several of its {len(ids)} token ids are not those recorded"]
-        at = position - len(turn.added_token_ids)
+        if not 0 <= position < len(ids_T):
+            return [f"several of its {len(ids_T)} token ids are not those recorded"]
+        at = position - len(added)
         where = f"sampled token {at}" if at >= 0 else f"added token {position}"
-        right = ids[position] - change
-        return [f"{where} is {ids[position]}, where {right} was recorded"]
+        right = int(ids_T[position]) - change
+        return [f"{where} is {ids_T[position]}, where {right} was recorded"]
+    # A forced token has no log-prob of its own.
     found = [
         f"sampled token {position} has log-prob {logprob}"
         for position, logprob in enumerate(turn.logprobs)
         if not (math.isfinite(logprob) and logprob <= 1e-4)
+        and turn.weight_versions[position] != FORCED
     ]
     # Versions may fall: a turn may move to an engine that has not loaded an update yet.
     found += [
         f"sampled token {position} has weight version {version}"
         for position, version in enumerate(turn.weight_versions)
-        if version < 0
+        if version < FORCED
     ]
     if found:
         return found
-    length = turn.prefix_length + len(turn.added_token_ids)
-    if (length, total_before + sum(turn.added_token_ids)) != turn.record[:2]:
+    length = turn.prompt_length
+    if (length, total_before + int(added.sum(dtype=np.int64))) != turn.record[:2]:
         engines = turn.record[0]
         return [f"its prompt of {length} tokens is not the one of {engines} that the engine had"]
     made = turn.completion_token_ids, turn.logprobs, turn.weight_versions
-    if fingerprint((), *made, images, turn.distribution, turn.allowed)[2] != turn.record[2]:
+    if fingerprint(prompt, *made, turn.distribution, turn.allowed)[2] != turn.record[2]:
         what = "images, sampled tokens, log-probs, versions or sampling parameters"
         return [f"its {what} are not those recorded"]
     return []
@@ -216,27 +219,22 @@ def _continues(turns: Sequence[Turn], turn: Turn) -> bool:
     return turn.parent is not None and turn.prefix_length == turns[turn.parent].path_length
 
 
-def _segments(turns: Sequence[Turn], leaf: int) -> list[tuple[int, list[int]]]:
+def _segments(turns: Sequence[Turn], leaf: int) -> list[tuple[int, Prompt]]:
     """Return the turns from the conversation's start to a leaf, each with its ids on the path."""
-    segments: list[tuple[int, list[int]]] = []
+    segments: list[tuple[int, Prompt]] = []
     index: int | None = leaf
     end = turns[leaf].path_length
     while index is not None:
         turn = turns[index]
-        own = [*turn.added_token_ids, *turn.completion_token_ids]
-        segments.append((index, own[: max(0, end - turn.prefix_length)]))
+        length = max(0, end - turn.prefix_length)
+        own = turn.added + turn.completion_token_ids
+        segments.append((index, own[:length]))
         end, index = min(end, turn.prefix_length), turn.parent
     return segments[::-1]
 
 
-def _images(turns: Sequence[Turn], leaf: int) -> list[PlacedImage]:
-    """Return the images on a turn's path, in the order of their positions."""
-    images: list[PlacedImage] = []
-    end = 0
-    for index, ids in _segments(turns, leaf):
-        end += len(ids)
-        images += [image for image in turns[index].images if image.start < end]
-    return images
+def _path(turns: Sequence[Turn], leaf: int) -> Prompt:
+    return Prompt.joined(*(own for _, own in _segments(turns, leaf)))
 
 
 def _check_sample(
@@ -244,25 +242,27 @@ def _check_sample(
 ) -> tuple[int, list[str]]:
     """Return the number of exact tokens, and a sentence about each difference; adds the sampled
     tokens that it trains to those that earlier samples train, `trained`."""
-    length = len(sample.token_ids)
+    length = len(sample.ids)
     lists = (sample.response_mask, sample.logprobs, sample.weight_versions, sample.turns)
     if (lengths := {len(values) for values in lists}) != {length}:
         what = "masks, log-probs, versions and turns"
         return 0, [f"{length} tokens, but {what} of {sorted(lengths)}"]
     if not 0 <= sample.leaf < len(turns) or turns[sample.leaf].path_length != length:
         return 0, [f"{length} tokens are no branch that ends with turn {sample.leaf}"]
-    if sample.images != _images(turns, sample.leaf):
+    segments, token_ids = _segments(turns, sample.leaf), sample.token_ids
+    if sample.images != Prompt.joined(*(own for _, own in segments)).images:
         return 0, [f"its images are not those that turn {sample.leaf} had"]
     problems: list[str] = []
     exact = start = 0
-    for index, ids in _segments(turns, sample.leaf):
-        turn = turns[index]
-        first = start + min(len(ids), len(turn.added_token_ids))
+    for index, own in segments:
+        turn, ids = turns[index], own.tolist()
+        first = start + min(len(ids), len(turn.added))
         end = start + len(ids)
         known = trained.setdefault(index, set())
         whole = (
-            not (known or turn.untrained)
-            and sample.token_ids[start:end] == ids
+            not known
+            and 0 not in turn.trainable()[: end - first]
+            and token_ids[start:end] == ids
             and not any(sample.response_mask[start:first])
             and all(sample.response_mask[first:end])
             and sample.logprobs[first:end] == turn.logprobs[: end - first]
@@ -274,7 +274,8 @@ def _check_sample(
             exact += 0 if problems else end - first
         for position in () if whole else range(start, end):
             origin = index, position - first, ids[position - start]
-            if problem := _check_token(turn, origin, sample, position, known):
+            token = token_ids[position]
+            if problem := _check_token(turn, origin, sample, (position, token), known):
                 problems.append(problem)
             exact += bool(sample.response_mask[position]) and not problems
         start = end
@@ -282,22 +283,29 @@ def _check_sample(
 
 
 def _check_token(
-    turn: Turn, origin: tuple[int, int, int], sample: Branch, position: int, trained: set[int]
+    turn: Turn,
+    origin: tuple[int, int, int],
+    sample: Branch,
+    place: tuple[int, int],
+    trained: set[int],
 ) -> str | None:
     """Return a sentence about the first difference of one token; None if it is exact. `origin` is
-    its turn, its place among the turn's sampled tokens (negative in the prompt), and its id."""
-    token, (index, sampled, recorded_id) = sample.token_ids[position], origin
+    its turn, its place among the turn's sampled tokens (negative in the prompt), and its id;
+    `place` its position in the sample, and the id there."""
+    (position, token), (index, sampled, recorded_id) = place, origin
     if token != recorded_id:
         source = "sampled" if sampled >= 0 else "had in its prompt"
         return f"token {position} is {token}, where turn {index} {source} {recorded_id}"
     if not sample.response_mask[position]:
         return None
-    if sampled < 0:
+    if sampled < 0 or turn.weight_versions[sampled] == FORCED:
         return f"token {position} ({token}) is trained but was not sampled"
     if sampled in trained:
         return f"token {position} ({token}) is trained twice"
     if turn.untrained:
         return f"token {position} ({token}) is trained, and its turn is context: {turn.untrained}"
+    if MASK in turn.streams and not turn.streams[MASK][sampled]:
+        return f"token {position} ({token}) is trained, and its mask leaves it out"
     trained.add(sampled)
     for name, ours, recorded in (
         ("log-prob", sample.logprobs[position], turn.logprobs[sampled]),

@@ -37,9 +37,8 @@ from dataclasses import dataclass
 
 from turnwise.errors import TrajectoryError
 from turnwise.trajectory.chat_template import ChatTemplate, Tools
-from turnwise.trajectory.images import extended
-from turnwise.trajectory.parents import common_prefix
-from turnwise.trajectory.trajectory import Message
+from turnwise.trajectory.prompt import Prompt, PromptLike, common_prefix
+from turnwise.trajectory.turn import Message
 
 _MAX_SEAMS = 256
 """Maximum number of cached seams: their keys contain tool names, which a model can invent."""
@@ -58,11 +57,10 @@ _Content = str | list[dict[str, str]]
 class Bridge:
     """The next turn's prompt, or the reason why there is none."""
 
-    prompt_token_ids: Sequence[int]
-    completion_token_ids: Sequence[int]
-    added_token_ids: list[int]
-    """Ids that follow the completion; none of them was sampled. `PromptIds` if the new messages
-    have images, as is the whole prompt if it has any."""
+    prompt_token_ids: Prompt
+    completion_token_ids: Prompt
+    added_token_ids: Prompt
+    """Ids that follow the completion; none of them was sampled."""
     fork_reason: str | None = None
     """Reason why no prompt continues this turn; None if there is one.
 
@@ -76,18 +74,18 @@ class Bridge:
     """One sentence about the reason."""
 
     @property
-    def token_ids(self) -> list[int] | None:
-        """A copy of prompt, completion and added ids; None if there is a fork reason."""
+    def token_ids(self) -> Prompt | None:
+        """Prompt, completion and added ids; None if there is a fork reason."""
         if self.fork_reason is not None:
             return None
-        return extended(self.prompt_token_ids, self.completion_token_ids, self.added_token_ids)
+        return Prompt.joined(self.prompt_token_ids, self.completion_token_ids, self.added_token_ids)
 
 
 def bridge(
     template: ChatTemplate,
     *,
-    prompt_token_ids: Sequence[int],
-    completion_token_ids: Sequence[int],
+    prompt_token_ids: PromptLike,
+    completion_token_ids: PromptLike,
     new_messages: Sequence[Message],
     tools: Tools | None = None,
 ) -> Bridge:
@@ -114,8 +112,10 @@ def bridge(
         <|im_start|>assistant
     """
 
+    before, sampled = Prompt.of(prompt_token_ids), Prompt.of(completion_token_ids)
+
     def fork(reason: str, detail: str) -> Bridge:
-        return Bridge(prompt_token_ids, completion_token_ids, [], reason, detail)
+        return Bridge(before, sampled, Prompt(), reason, detail)
 
     messages: list[Message] = [  # many templates require a tool's name and a call's id
         {"name": "tool", "tool_call_id": f"call{index:05d}", **message}
@@ -125,7 +125,7 @@ def bridge(
     ]
     roles = tuple((message["role"], message.get("name")) for message in messages)
     key = (roles, bool(tools), _has_content_parts(messages))
-    last = template.special_tokens.get(completion_token_ids[-1]) if completion_token_ids else None
+    last = template.special_tokens.get(int(sampled.ids[-1])) if len(sampled) else None
     known = template.seams.get(key)
     for cached in (None,) if known is None else (known, None):
         try:
@@ -140,7 +140,7 @@ def bridge(
         if len(template.seams) >= _MAX_SEAMS:
             template.seams.clear()
         template.seams[key] = seam
-        start = seam.start(template, last, completion_token_ids)
+        start = seam.start(template, last, sampled)
         if start is None:
             return fork(
                 "turn_end_unknown",
@@ -157,8 +157,7 @@ def bridge(
                 head, whole = template.encode(anchor), template.encode(anchor + text)
                 begins = whole[: len(head)] == head
                 added = whole[len(head) :] if begins else template.encode(text)
-            added = template.with_images(added, messages)
-            return Bridge(prompt_token_ids, completion_token_ids, added)
+            return Bridge(before, sampled, template.with_images(added, messages))
     return fork(
         "unlike_placeholder",
         "the template renders these messages differently depending on their contents",
@@ -220,9 +219,7 @@ class Seam:
         found = template.special_token_pattern.match(self.joint, len(self.sampled_end))
         return found.group() if found else None
 
-    def start(
-        self, template: ChatTemplate, last: str | None, completion: Sequence[int]
-    ) -> int | None:
+    def start(self, template: ChatTemplate, last: str | None, completion: Prompt) -> int | None:
         """Return how many of the joint's characters the completion, which ends with the special
         token `last` or with text, holds; None if unknown."""
         pattern = template.special_token_pattern
@@ -251,7 +248,7 @@ class Seam:
             return len(self.call_end) + token.end()
         # No special token ended the turn, or it has no end: all of its end is added.
         words = self.turn_end[: token.start()] if token else self.turn_end
-        if not words or not completion:
+        if not words or not len(completion):
             return len(self.call_end)
         # If the end begins with ordinary text, the completion may hold some of that already.
         return len(self.call_end) + overlap(template.decode_all(completion[-len(words) :]), words)

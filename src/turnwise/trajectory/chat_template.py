@@ -22,9 +22,16 @@ from typing import TypeAlias
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
 from turnwise.errors import InputError
-from turnwise.trajectory.images import ImageTokens, as_json, image_parts, images_in, put_in_place
-from turnwise.trajectory.parents import common_prefix
-from turnwise.trajectory.trajectory import Message
+from turnwise.trajectory.images import as_json, image_parts, images_in
+from turnwise.trajectory.prompt import (
+    ImageTokens,
+    Prompt,
+    PromptLike,
+    common_prefix,
+    id_list,
+    put_in_place,
+)
+from turnwise.trajectory.turn import Message
 
 Tools = Sequence[JsonObject]
 """Descriptions of tools: `{"type": "function", "function": {...}}` each."""
@@ -127,9 +134,8 @@ class ChatTemplate:
         *,
         tools: Tools | None = None,
         add_generation_prompt: bool = True,
-    ) -> list[int]:
-        """Return the ids of a whole conversation, `PromptIds` if it has images; raises what
-        `render_text` does."""
+    ) -> Prompt:
+        """Return a whole conversation as a prompt; raises what `render_text` does."""
         made = self._render(messages, tools, add_generation_prompt)
         return self.with_images(made, messages)
 
@@ -145,7 +151,7 @@ class ChatTemplate:
             self.render_text(messages, tools=tools, add_generation_prompt=add_generation_prompt)
         )
 
-    def with_images(self, ids: list[int], messages: Sequence[Message]) -> list[int]:
+    def with_images(self, ids: list[int], messages: Sequence[Message]) -> Prompt:
         """Return rendered ids with those of the messages' images in the place of their markers.
 
         Raises:
@@ -153,7 +159,7 @@ class ChatTemplate:
             TrajectoryError: as `put_in_place`.
         """
         if not (parts := [*image_parts(messages)]):
-            return ids
+            return Prompt(ids)
         if len(images := images_in(messages)) < len(parts):
             raise InputError(
                 "a message of your own code has an image that has not been read: pass it through "
@@ -166,7 +172,7 @@ class ChatTemplate:
             )
         return put_in_place(ids, images, self.images)
 
-    def render_first(self, messages: Sequence[Message], tools: Tools | None) -> list[int]:
+    def render_first(self, messages: Sequence[Message], tools: Tools | None) -> Prompt:
         """Return what `render` does, made once for all conversations that begin with this."""
         key = None
         try:
@@ -195,6 +201,8 @@ class ChatTemplate:
         if self.missing:
             raise InputError(self.missing)
         given = list(messages)
+        if not self._knows_developers and any(m["role"] == "developer" for m in given):
+            given = _with_one_system(given)
         for index, message in enumerate(given):
             if self._control is None or message["role"] == "assistant":
                 continue
@@ -224,18 +232,30 @@ class ChatTemplate:
         )
 
     @cached_property
+    def _knows_developers(self) -> bool:
+        source = self._kwargs.get("chat_template") or getattr(self.tokenizer, "chat_template", "")
+        return any(f"{quote}developer{quote}" in str(source) for quote in "'\"")
+
+    @cached_property
     def _in_parts(self) -> bool:
         """Whether the template shows texts in lists of parts alone, as some that show images do."""
+        part = {"type": "text", "text": _PROBE}
+        return not self._shows(_PROBE, _PROBE) and self._shows([part], _PROBE)
 
-        def shows(content: object) -> bool:
-            asked = [{"role": "user", "content": content}]
-            try:
-                made = self.tokenizer.apply_chat_template(asked, tokenize=False, **self._kwargs)
-            except Exception:  # a template may raise anything
-                return False
-            return _PROBE in made
+    @cached_property
+    def between_parts(self) -> str:
+        """Text between two parts of text in one message: "" if the template itself joins them, a
+        line break for one that takes texts alone, as vLLM's server joins them."""
+        part = {"type": "text", "text": _PROBE}
+        return "" if self._shows([part, part], _PROBE + _PROBE) else "\n"
 
-        return not shows(_PROBE) and shows([{"type": "text", "text": _PROBE}])
+    def _shows(self, content: object, text: str) -> bool:
+        asked = [{"role": "user", "content": content}]
+        try:
+            made = self.tokenizer.apply_chat_template(asked, tokenize=False, **self._kwargs)
+        except Exception:  # a template may raise anything
+            return False
+        return text in made
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Return the ids of a text.
@@ -257,18 +277,18 @@ class ChatTemplate:
         text = text.replace(_GUARD, "")
         return self._control.sub(lambda found: found[0][0] + _GUARD + found[0][1:], text)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
+    def decode(self, token_ids: PromptLike) -> str:
         """Return the text of sampled ids, special tokens included except for a final EOS."""
-        ids = list(token_ids)
+        ids = id_list(token_ids)
         if ids and ids[-1] == self.tokenizer.eos_token_id:
             ids.pop()
         return self.decode_all(ids)
 
-    def decode_all(self, token_ids: Sequence[int]) -> str:
+    def decode_all(self, token_ids: PromptLike) -> str:
         """Return the text of any ids, special tokens included."""
         return str(
             self.tokenizer.decode(
-                list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+                id_list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
             )
         )
 
@@ -287,6 +307,17 @@ class ChatTemplate:
     def special_token_pattern(self) -> re.Pattern[str]:
         """Pattern of any special token in a text; the longer of two wins."""
         return any_of(self.special_tokens.values())
+
+
+def _with_one_system(messages: Sequence[Message]) -> list[Message]:
+    """Return messages whose developers' instructions, which their template would leave out, are
+    system messages; these become one at the beginning, as vLLM's server joins them."""
+    roles = ("system", "developer")
+    texts = [message.get("content") or "" for message in messages if message["role"] in roles]
+    others = [message for message in messages if message["role"] not in roles]
+    if not all(isinstance(text, str) for text in texts):
+        return list(messages)
+    return [{"role": "system", "content": "\n\n".join(filter(None, texts))}, *others]
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:

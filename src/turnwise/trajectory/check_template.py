@@ -21,7 +21,7 @@ from turnwise.errors import InputError, first_line
 from turnwise.trajectory.bridge import THOUGHT_END, bridge, sampled_text, up_to_end
 from turnwise.trajectory.chat_template import ChatTemplate, Tools
 from turnwise.trajectory.left_out import left_out
-from turnwise.trajectory.trajectory import Message
+from turnwise.trajectory.turn import Message
 
 TOOLS: Tools = [
     {

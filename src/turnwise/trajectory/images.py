@@ -1,8 +1,5 @@
-"""Images in prompts: an image is the bytes of its file, known by their hash, at token positions.
+"""Images of messages and prompts: an image is the bytes of its file, known by their hash.
 
-A chat template marks an image by one id, and the model's own processor says which ids stand for it
-(`ImageTokens`). They are put in place once, when a prompt is made: engine, audit and trainer see
-the same ids. A prompt continues a turn only if its images are the same at the same positions.
 Nothing here decodes an image.
 """
 
@@ -10,10 +7,10 @@ import base64
 import copy
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 from uuid import uuid4
 
 from turnwise.core.images import FORMATS, MAX_BYTES
@@ -36,7 +33,7 @@ class Image:
     Example:
         >>> image = Image.of(b"GIF89a", "gif", 28, 28)
         >>> str(image), image == Image.of(b"GIF89a", "gif", 28, 28)
-        ('image:f2ca00a345ee31f7f51f7d68ff8b0325', True)
+        ('image:a4ebc5f66162847b445559c37cdf009b', True)
     """
 
     hash: str
@@ -82,98 +79,6 @@ class Image:
 
 def hash_of(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
-
-
-class PlacedImage(NamedTuple):
-    """An image, and the positions of the ids that stand for it."""
-
-    image: Image
-    start: int
-    """Position of the first, counted from the prompt's first id."""
-    length: int
-
-    @property
-    def end(self) -> int:
-        return self.start + self.length
-
-
-class PromptIds(list[int]):
-    """The ids of a prompt with images; a plain list of ids has none.
-
-    A copy by `list` or a slice is a plain list: `extended` adds ids and keeps the images.
-
-    Example:
-        >>> image = Image.of(b"GIF89a", "gif", 28, 28)
-        >>> prompt = extended([11], PromptIds([9, 9, 12], [PlacedImage(image, 0, 2)]))
-        >>> prompt, placed(prompt)[0].start
-        ([11, 9, 9, 12], 1)
-    """
-
-    def __init__(self, ids: Iterable[int] = (), images: Iterable[PlacedImage] = ()) -> None:
-        super().__init__(ids)
-        self.images = tuple(images)
-
-
-class ImageTokens(Protocol):
-    """The model's own processor, as prompts need it."""
-
-    @property
-    def takes_images(self) -> bool:
-        """Whether the model takes images; the first question may load its processor."""
-
-    @property
-    def marker(self) -> int:
-        """The id by which the chat template marks an image."""
-
-    def ids_of(self, image: Image) -> PromptIds:
-        """Return the ids that stand for an image, in the place of the marker, with it;
-        TrajectoryError (`image_refused`) when the model refuses it."""
-
-
-def placed(prompt: Sequence[int]) -> tuple[PlacedImage, ...]:
-    """Return the images of a prompt, in the order of their positions."""
-    found: tuple[PlacedImage, ...] = getattr(prompt, "images", ())
-    return found
-
-
-def extended(prompt: Sequence[int], *more: Sequence[int]) -> list[int]:
-    """Return a prompt followed by more ids, with the images of all."""
-    ids, images = [*prompt], [*placed(prompt)]
-    for part in more:
-        images += (each._replace(start=each.start + len(ids)) for each in placed(part))
-        ids += part
-    return PromptIds(ids, images) if images else ids
-
-
-def put_in_place(ids: list[int], images: Sequence[Image], tokens: ImageTokens) -> list[int]:
-    """Return rendered ids with the ids of each image in the place of its marker.
-
-    Raises:
-        TrajectoryError: `image_marker`, when the rendering has not one marker for each image: the
-            template leaves an image out, or a text holds the marker; as `ids_of`.
-    """
-    places = [at for at, token in enumerate(ids) if token == tokens.marker]
-    if len(places) != len(images):
-        raise TrajectoryError(
-            "image_marker",
-            f"the chat template renders {len(images)} images with {len(places)} markers (token "
-            f"{tokens.marker}): it leaves out an image, or the text of a message holds the marker",
-        )
-    parts, end = list[Sequence[int]](), 0
-    for at, image in zip(places, images, strict=True):
-        parts += [ids[end:at], tokens.ids_of(image)]
-        end = at + 1
-    return extended([], *parts, ids[end:])
-
-
-def as_seen(ids: Sequence[int], images: Iterable[PlacedImage], start: int = 0) -> list[int]:
-    """Return ids, the first of which is at position `start`, with numbers below 0 for those of
-    images: two prompts are the same as far as these lists are."""
-    seen = [*ids]
-    for one in images:
-        first = -(int(one.image.hash, 16) << 32) - one.length
-        seen[one.start - start : one.end - start] = range(first, first + one.length)
-    return seen
 
 
 def images_in(messages: Iterable[Mapping[str, object]]) -> list[Image]:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from turnwise.errors import InputError
 from turnwise.trajectory.bridge import bridge
 from turnwise.trajectory.chat_template import ChatTemplate, Tools
-from turnwise.trajectory.trajectory import Message
+from turnwise.trajectory.turn import Message
 
 TOOLS_LEFT_OUT = (
     "the chat template leaves out the tools, so that the model never sees them: set "

@@ -15,8 +15,7 @@ from itertools import pairwise
 from turnwise.core.optional import Foreign
 from turnwise.errors import TrajectoryError
 from turnwise.trajectory.calls import WORDS, divide_at_calls
-from turnwise.trajectory.images import PromptIds, extended, placed
-from turnwise.trajectory.parents import common_prefix
+from turnwise.trajectory.prompt import Prompt, PromptLike, common_prefix
 
 
 def replace_prefix_tokens(
@@ -24,9 +23,25 @@ def replace_prefix_tokens(
     model_prefix_token_ids: Sequence[int],
     template_prefix_token_ids: Sequence[int],
     template_token_ids: Sequence[int],
+) -> list[int]:
+    """Return what `replace_prefix` does, of prompts without images, as a list.
+
+    Example:
+        >>> replace_prefix_tokens(tokenizer, [11, 220, 17], [11, 1001, 2], [11, 1001, 2, 21])
+        [11, 220, 17, 2, 21]
+    """
+    given = model_prefix_token_ids, template_prefix_token_ids, template_token_ids
+    return replace_prefix(tokenizer, *given).tolist()
+
+
+def replace_prefix(
+    tokenizer: Foreign,
+    model_prefix: PromptLike,
+    template_prefix: PromptLike,
+    whole: PromptLike,
     *,
     drops_content: bool = False,
-) -> list[int]:
+) -> Prompt:
     """Return the whole conversation's ids, with the model's own up to the end of its last turn.
 
     The rendered calls may have their keys in another order, and other spellings of numbers and
@@ -34,12 +49,11 @@ def replace_prefix_tokens(
 
     Args:
         tokenizer: Anything with `eos_token_id`, the id that ends an assistant turn, and `decode`.
-        model_prefix_token_ids: The last call's prompt and completion, with or without the final
-            EOS; empty before the first call. With images these and the rendered ones are
-            `PromptIds`, as is the result.
-        template_prefix_token_ids: The conversation rendered up to and including the last
-            assistant message, without generation prompt.
-        template_token_ids: The whole conversation rendered, with generation prompt.
+        model_prefix: The last call's prompt and completion, with or without the final EOS; empty
+            before the first call.
+        template_prefix: The conversation rendered up to and including the last assistant message,
+            without generation prompt.
+        whole: The whole conversation rendered, with generation prompt.
         drops_content: Whether the template leaves out what is said before a call: then the caller
             has to compare it.
 
@@ -47,15 +61,12 @@ def replace_prefix_tokens(
         TrajectoryError: reason `no_turn_end`, when the rendered history holds no EOS;
             `turn_lost`, when the whole rendering does not hold the last assistant turn in one
             certain place; `history_changed`, when the rendering's history is not the model's.
-
-    Example:
-        >>> replace_prefix_tokens(tokenizer, [11, 220, 17], [11, 1001, 2], [11, 1001, 2, 21])
-        [11, 220, 17, 2, 21]
     """
-    model, prefix = list(model_prefix_token_ids), list(template_prefix_token_ids)
-    template, eos = list(template_token_ids), tokenizer.eos_token_id
+    owned, rendering = Prompt.of(model_prefix), Prompt.of(whole)
+    model, prefix = owned.tolist(), Prompt.of(template_prefix).tolist()
+    template, eos = rendering.tolist(), tokenizer.eos_token_id
     if not model:
-        return extended(template_token_ids)
+        return rendering
     if eos is None or eos not in prefix:
         raise TrajectoryError(
             "no_turn_end", f"the rendered conversation holds no end-of-turn token {eos}"
@@ -80,16 +91,11 @@ def replace_prefix_tokens(
             f"the conversation was sent with {_short(sent[at:])} where the model's continues with "
             f"{_short(own[at:])}; start a new one for an edited history",
         )
-    ids = [*finished[:-1], *template[seam:]]
-    images, shown = placed(model_prefix_token_ids), placed(template_token_ids)
-    kept = [one for one in shown if one.start < seam]
-    if [one.image for one in images] != [one.image for one in kept]:
+    if [one.image for one in owned.images] != [one.image for one in rendering[:seam].images]:
         raise TrajectoryError(
             "history_changed", "the conversation was sent with other images than the model's"
         )
-    moved = len(finished) - 1 - seam
-    new = [one._replace(start=one.start + moved) for one in shown[len(kept) :]]
-    return PromptIds(ids, [*images, *new]) if shown else ids
+    return owned[: len(finished) - 1] + rendering[seam:]
 
 
 def _find_turn_end(prefix: list[int], end: int, template: list[int], eos: int) -> int:

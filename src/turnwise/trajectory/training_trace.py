@@ -9,37 +9,24 @@ are images: their positions in each prompt, and their files once, in the first c
 
 import json
 import math
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import fields, replace
-from itertools import compress, groupby
 from pathlib import Path
+
+import numpy as np
 
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, TrajectoryError, translate_unwritable
 from turnwise.trajectory.allowed import sets_of
 from turnwise.trajectory.distribution import Distribution
 from turnwise.trajectory.files import read_jsonl, write_jsonl
-from turnwise.trajectory.images import (
-    Image,
-    PlacedImage,
-    PromptIds,
-    of_described,
-    placed,
-    restored,
-)
+from turnwise.trajectory.images import Image, of_described, restored
+from turnwise.trajectory.prompt import PlacedImage, Prompt
 from turnwise.trajectory.trajectory import Trajectory
+from turnwise.trajectory.turn import MASK
 
 SCHEMA_VERSION = 1
 _OURS = "turnwise"
-_SAMPLING = ("distribution", "untrained", "allowed")
-_OF_TRAJECTORY = tuple(
-    item.name
-    for item in fields(Trajectory)
-    if item.name != "turns" and not item.name.startswith("_")
-)
-_OF_TURNS = tuple(name for name in _OF_TRAJECTORY if name.startswith("turn_"))
-"""Fields with an entry for each turn, if they are not empty."""
+_SAMPLING = ("distribution", "untrained", "allowed", "streams")
 
 
 def to_training_trace(trajectory: Trajectory) -> JsonObject:
@@ -52,14 +39,11 @@ def to_training_trace(trajectory: Trajectory) -> JsonObject:
         raise InputError(f"{trajectory.problem_id} has no turns, so it is no training trace")
     tree = json.loads(trajectory.to_json(whole=True))
     turns: list[JsonObject] = []
-    for index, turn in enumerate(trajectory.turns):
-        prompt = trajectory.prompt_token_ids(index)
+    for index, (turn, plain) in enumerate(zip(trajectory.turns, tree.pop("turns"), strict=True)):
+        prompt = trajectory.prompt(index)
         names = "weight_versions finish_reason fork_reason adapter added_logprobs record"
-        plain = tree["turns"][index]
         ours: JsonObject = {name: plain[name] for name in names.split()}
-        if turn.same_call:
-            ours["same_call"] = True
-        if seen := placed(prompt):
+        if seen := prompt.images:
             ours["images"] = [[each.image.hash, each.start, each.length] for each in seen]
         ours |= {name: plain[name] for name in _SAMPLING if name in plain}
         if any(logprob > 0 for logprob in turn.logprobs):
@@ -67,20 +51,19 @@ def to_training_trace(trajectory: Trajectory) -> JsonObject:
         turns.append(
             {
                 "node_id": f"{trajectory.problem_id}/{trajectory.sample_index}/{index}",
-                "prompt_token_ids": prompt,
+                "prompt_token_ids": prompt.tolist(),
                 "completion_token_ids": turn.completion_token_ids,
                 "per_token_logps": [min(logprob, 0.0) for logprob in turn.logprobs],
-                "loss_mask": [0] * len(prompt)
-                + [int(not turn.untrained)] * len(turn.completion_token_ids),
+                "loss_mask": [0] * len(prompt) + turn.trainable(),
                 "request": {"messages": plain["messages"]} if turn.messages else {},
                 "response": {},
                 "metadata": {_OURS: ours},
             }
         )
     first = turns[0]["metadata"][_OURS]
-    first["trajectory"] = {name: tree[name] for name in _OF_TRAJECTORY}
-    if "images" in tree:
-        first["files"] = tree["images"]
+    if (files := tree.pop("images", None)) is not None:
+        first["files"] = files
+    first["trajectory"] = tree
     return {"schema_version": SCHEMA_VERSION, "turns": turns}
 
 
@@ -89,8 +72,8 @@ def from_training_trace(
 ) -> Trajectory:
     """Return the trajectory of a training trace, also from another program.
 
-    A call whose loss mask trains no token is left out: later prompts hold its tokens as context.
-    Tokens that the mask leaves out at the ends of a completion are context too.
+    Tokens that the loss mask of a call leaves out are not trained; a call of another program of
+    which it trains none is left out.
 
     Args:
         name: The trajectory's `problem_id`, if the trace has none.
@@ -104,7 +87,6 @@ def from_training_trace(
         raise InputError(f"{name}: a training trace has schema_version {SCHEMA_VERSION} and turns")
     known: set[str] = set()
     kept: JsonObject = {}
-    trained: list[bool] = []  # of each call of the engine
     trajectory = Trajectory(name, status="completed")
     files: dict[str, Image] = {}
     for number, turn in enumerate(turns):
@@ -120,37 +102,34 @@ def from_training_trace(
             files |= of_described(ours.get("files") or {}, None)
             seen = ours.get("images", ())
             images = [PlacedImage(files[key], int(start), int(n)) for key, start, n in seen]
-            turn = {**turn, "images": images}
         except (AttributeError, LookupError, TypeError, ValueError, TrajectoryError) as error:
             raise InputError(f"{where}: its images are not those exported: {error!r}") from error
-        added = _add_turn(trajectory, turn, ours, weight_version, where)
-        if not (trained and ours.get("same_call")):
-            trained.append(added)
-        elif added and trained[-1]:
-            trajectory.turns[-1] = replace(trajectory.turns[-1], same_call=True)
-        else:
-            trained[-1] = trained[-1] or added
-    number = len(trained)
-    for field in _OF_TURNS:
-        if values := kept.get(field):
-            if not isinstance(values, list) or len(values) != number:
-                raise InputError(f"{name}: {field} must have an entry for each of {number} turns")
-            kept = kept | {field: list(compress(values, trained))}
-    for field, value in kept.items():
-        if field not in _OF_TRAJECTORY:
-            raise InputError(f"{name}: a trajectory has no {field}")
-        setattr(trajectory, field, Counter(value) if field == "events" else value)
-    trajectory.messages = restored(trajectory.messages, files)
-    for made in trajectory.turns:
-        made.messages[:] = restored(made.messages, files)
-    return trajectory
+        _add_turn(trajectory, turn, images, ours, weight_version, where)
+    try:
+        own = {"problem_id": name, "status": "completed", "events": {}, **kept}
+        made = Trajectory.from_tree({**own, "turns": []})
+    except (TypeError, ValueError) as error:
+        raise InputError(f"{name}: it does not describe a trajectory: {error}") from error
+    for field in ("turn_rewards", "turn_players"):
+        values = getattr(made, field)
+        if values and (not isinstance(values, list) or len(values) != len(turns)):
+            raise InputError(f"{name}: {field} must have an entry for each of {len(turns)} turns")
+    made.messages = restored(made.messages, files)
+    for one in trajectory.turns:
+        one.messages[:] = restored(one.messages, files)
+    made.turns, made._last = trajectory.turns, trajectory._last
+    return made
 
 
 def _add_turn(
-    trajectory: Trajectory, turn: JsonObject, ours: JsonObject, version: int, where: str
-) -> bool:
-    """Add a call to a trajectory, with the `images` of its prompt; returns False if its mask trains
-    nothing."""
+    trajectory: Trajectory,
+    turn: JsonObject,
+    images: Sequence[PlacedImage],
+    ours: JsonObject,
+    version: int,
+    where: str,
+) -> None:
+    """Add a call, whose prompt has these images, to a trajectory."""
     prompt = _ids(turn, "prompt_token_ids", where)
     completion = _ids(turn, "completion_token_ids", where)
     logprobs = ours.get("logprobs") or turn.get("per_token_logps")
@@ -169,36 +148,31 @@ def _add_turn(
     mask = mask[len(prompt) :]
     if any(type(bit) is not int or bit not in (0, 1) for bit in mask):
         raise InputError(f"{where}: loss_mask must hold 0 and 1")
-    if (untrained := str(ours.get("untrained", ""))) and not any(mask):
-        mask = [1] * len(completion)  # its turn says it
-    pieces = [bit for bit, _ in groupby(mask)].count(1)
-    if pieces > 1:
-        raise InputError(f"{where}: loss_mask trains a completion in {pieces} pieces")
-    if completion and not pieces:
-        return False
-    first = mask.index(1) if pieces else 0
-    last = first + sum(mask)
-    prompt = PromptIds([*prompt, *completion[:first]], turn["images"])
+    if completion and not ours and not any(mask):
+        return  # later prompts hold its tokens as context
     added: Sequence[float | None] | None = ours.get("added_logprobs")
-    unknown: list[float | None] = [None] * (len(prompt) - first - len(added or ()))
+    unknown: list[float | None] = [None] * (len(prompt) - len(added or ()))
     made = trajectory.add_turn(
-        prompt,
-        completion[first:last],
-        [float(logprob) for logprob in logprobs[first:last]],
-        versions[first:last],
+        Prompt(prompt, images),
+        completion,
+        [float(logprob) for logprob in logprobs],
+        versions,
         ours.get("finish_reason", "stop"),
-        None if added is None else [*unknown, *added, *logprobs[:first]],
+        None if added is None else [*unknown, *added],
         fork_reason=ours.get("fork_reason"),
         adapter=ours.get("adapter", ""),
         messages=(turn.get("request") or {}).get("messages") or () if ours else (),
         distribution=Distribution.of(ours.get("distribution")),
-        allowed=sets_of(ours.get("allowed"))[first:last],
-        untrained=untrained,
+        allowed=sets_of(ours.get("allowed")),
+        untrained=str(ours.get("untrained", "")),
     )
-    if all(mask) and "record" in ours and tuple(ours["record"]) != made.record:
+    if "record" in ours and tuple(ours["record"]) != made.record:
         why = "its images, tokens, log-probs, versions or sampling are not those exported"
         raise InputError(f"{where}: {why}")
-    return True
+    for stream, values in (ours.get("streams") or {}).items():
+        made.streams[stream] = np.asarray(values, np.float32)
+    if made.trainable() != mask and not made.untrained:
+        made.streams[MASK] = np.asarray(mask, np.float32)
 
 
 def _ids(turn: JsonObject, key: str, where: str) -> list[int]:

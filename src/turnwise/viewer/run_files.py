@@ -379,8 +379,8 @@ def summarise(tree: JsonObject) -> JsonObject:
         "metrics": tree.get("metrics", {}),
         "forks": dict(forks),
         "tools": tools,
-        "turns": sum(not turn.get("same_call") for turn in turns),
-        "tokens": sum(len(turn["completion_token_ids"]) for turn in turns),
+        "turns": sum(not turn.get("same_call") for turn in turns),  # of older files: a call's rest
+        "tokens": sum(sum(v >= 0 for v in turn["weight_versions"]) for turn in turns),
         "length": max(
             (
                 turn.get("prefix_length", 0)
@@ -390,7 +390,7 @@ def summarise(tree: JsonObject) -> JsonObject:
             ),
             default=0,
         ),
-        "versions": [min(versions), max(versions)] if versions else [],
+        "versions": [max(0, min(versions)), max(versions)] if versions else [],
         "question": said(asked)[:_EXCERPT],
         "answer": said(answered)[-_EXCERPT:],
     }

@@ -16,7 +16,7 @@ from turnwise.config.data import template_text
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, first_line
 from turnwise.trajectory import ChatTemplate, Message, Trajectory
-from turnwise.trajectory.parents import common_prefix
+from turnwise.trajectory.prompt import common_prefix
 
 TOOLS_UNKNOWN = (
     "The first prompt is taken as the engine had it, because descriptions of tools are not in the "
@@ -72,7 +72,7 @@ def comparison(tokenizer: Path | None, model: JsonObject | None = None) -> Compa
             raise IndexError(leaf)
         if trajectory.images:
             return {"error": "the comparison is of texts alone, and this trajectory has images"}
-        ids = [*trajectory.prompt_token_ids(leaf), *trajectory.turns[leaf].completion_token_ids]
+        ids = trajectory.prompt_token_ids(leaf) + trajectory.turns[leaf].completion_token_ids
         with lock:
             try:
                 template = load()

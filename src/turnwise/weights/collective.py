@@ -26,25 +26,27 @@ from turnwise.core.deadlines import deadline_error
 from turnwise.core.json_types import dtype_name
 from turnwise.errors import InputError, TurnwiseError, WeightUpdateError, text_of
 from turnwise.weights.delta import HeldWeights, held_for
-from turnwise.weights.process_group import ProcessGroup
-from turnwise.weights.transport import (
-    ANSWER_SHARE,
+from turnwise.weights.manifest import (
     Chunk,
     Manifest,
     NamedTensors,
-    ReceiverOptions,
-    SenderOptions,
     Source,
     StateDictInfo,
-    StreamReceiver,
-    StreamSender,
     TensorEntry,
-    Transport,
     check_exhausted,
     check_next,
     chunk_bytes,
     pack,
     split,
+)
+from turnwise.weights.process_group import ProcessGroup
+from turnwise.weights.transport import (
+    ANSWER_SHARE,
+    ReceiverOptions,
+    SenderOptions,
+    StreamReceiver,
+    StreamSender,
+    Transport,
 )
 
 _ACCEPT_SHARE = 0.25

@@ -23,23 +23,20 @@ import torch
 from safetensors.torch import load, save
 
 from turnwise.errors import WeightUpdateError
-from turnwise.weights.transport import (
+from turnwise.weights.manifest import (
     Delta,
     Manifest,
     NamedTensors,
-    Receiver,
-    ReceiverOptions,
     Source,
     StateDictInfo,
-    StreamSender,
     TensorEntry,
-    WeightSender,
     check_exhausted,
     check_next,
     drained,
     lay_out,
     numbers_of,
 )
+from turnwise.weights.transport import Receiver, ReceiverOptions, StreamSender, WeightSender
 
 WHOLE_EVERY = 20
 """Number of versions of which at least one is sent whole."""

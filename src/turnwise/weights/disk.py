@@ -24,17 +24,11 @@ from turnwise.core.files import numbered, put_in_place, temporary
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, WeightUpdateError, translate_unwritable
 from turnwise.weights.delta import DeltaReceiver
-from turnwise.weights.transport import (
+from turnwise.weights.manifest import (
     Chunk,
     Manifest,
     NamedTensors,
-    Receiver,
-    ReceiverOptions,
-    SenderOptions,
     Source,
-    StoredReceiver,
-    Transport,
-    WeightSender,
     check_exhausted,
     check_next,
     chunk_bytes,
@@ -42,10 +36,18 @@ from turnwise.weights.transport import (
     numbers_of,
     plan_chunks,
 )
+from turnwise.weights.transport import (
+    Receiver,
+    ReceiverOptions,
+    SenderOptions,
+    StoredReceiver,
+    Transport,
+    WeightSender,
+)
 
 SHARD_BYTES = 512 * 2**20
 """Maximum size of a file, unless a tensor is larger."""
-_KEPT = 2
+_KEPT = 2  # versions: an engine may still read the last one while the next is written
 _LOCK = "owner.lock"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _TYPES = {

@@ -10,16 +10,14 @@ import torch
 
 from turnwise.errors import WeightUpdateError
 from turnwise.internals.torch import changes_of
+from turnwise.weights.manifest import Manifest, NamedTensors, lay_out
 from turnwise.weights.transport import (
-    Manifest,
-    NamedTensors,
     Receiver,
     ReceiverOptions,
     SenderOptions,
     StoredReceiver,
     Transport,
     WeightSender,
-    lay_out,
 )
 
 _published: tuple[int, dict[str, tuple[torch.Tensor, int]]] | None = None

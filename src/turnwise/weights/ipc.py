@@ -34,20 +34,22 @@ from turnwise.core.deadlines import deadline_error
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import DeadlineError, InputError, TurnwiseError, WeightUpdateError, text_of
 from turnwise.internals.torch import open_gpu_memory, share_gpu_memory
+from turnwise.weights.manifest import (
+    Manifest,
+    NamedTensors,
+    Source,
+    StateDictInfo,
+    check_exhausted,
+    pack,
+)
 from turnwise.weights.process_group import device_name
 from turnwise.weights.shm import address_of, map_whole, mapped, open_nameless
 from turnwise.weights.transport import (
-    Manifest,
-    NamedTensors,
     ReceiverOptions,
     SenderOptions,
-    Source,
-    StateDictInfo,
     StreamReceiver,
     StreamSender,
     Transport,
-    check_exhausted,
-    pack,
 )
 
 _LINGER_MS = 1000

@@ -21,19 +21,21 @@ import torch
 
 from turnwise.errors import InputError, WeightUpdateError
 from turnwise.weights.delta import DeltaReceiver
-from turnwise.weights.transport import (
+from turnwise.weights.manifest import (
     Manifest,
     NamedTensors,
+    check_exhausted,
+    drained,
+    lay_out,
+    pack,
+)
+from turnwise.weights.transport import (
     Receiver,
     ReceiverOptions,
     SenderOptions,
     StoredReceiver,
     Transport,
     WeightSender,
-    check_exhausted,
-    drained,
-    lay_out,
-    pack,
 )
 
 _FOLDER = "/dev/shm"

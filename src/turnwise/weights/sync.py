@@ -16,10 +16,11 @@ from turnwise.config import Config, SamplingConfig
 from turnwise.config.schema import stream_mistake
 from turnwise.core.aio import task_group, together
 from turnwise.core.deadlines import StallClock, deadline
-from turnwise.engine.protocol import FORCED, Engine, InFlight, Rendezvous, Request, Route, generate
+from turnwise.engine.protocol import Engine, InFlight, Rendezvous, Request, Route, generate
 from turnwise.errors import InputError, TurnwiseError, WeightUpdateError
-from turnwise.trajectory.images import placed
-from turnwise.weights.transport import Manifest, StateDictInfo, find_transport
+from turnwise.trajectory import FORCED, Prompt, PromptLike
+from turnwise.weights.manifest import Manifest, StateDictInfo
+from turnwise.weights.transport import find_transport
 
 logger = logging.getLogger(__name__)
 
@@ -214,7 +215,7 @@ class WeightSync:
         self, published: Manifest, engines: Iterable[Engine], ends: float
     ) -> UpdateResults:
         """Have engines score the canary before their update `ends`, by the event loop's clock."""
-        if not published.prompt or (tolerance := self._tolerance) is None:
+        if not len(published.prompt) or (tolerance := self._tolerance) is None:
             return {}
         expected = (published.prompt, published.logprobs, tolerance, published.version)
         by = published.adapter
@@ -342,7 +343,7 @@ async def _beside(
 
 async def check_canary(
     engine: Engine,
-    prompt_token_ids: Sequence[int],
+    prompt: PromptLike,
     expected_logprobs: Sequence[float],
     tolerance: float,
     version: int,
@@ -358,15 +359,16 @@ async def check_canary(
         WeightUpdateError: when the largest exceeds the tolerance, or the engine samples from
             another version.
     """
-    images = placed(prompt_token_ids)
-    request = Request(prompt_token_ids, _CANARY_SAMPLING, f"canary-{version}", images=images)
-    request = request._replace(urgent=True, route=Route(adapter=adapter))  # before all that waits
+    canary, route = Prompt.of(prompt), Route(adapter=adapter)
+    # It is urgent: it is computed before all that waits.
+    name = f"canary-{version}"
+    request = Request(canary, _CANARY_SAMPLING, name, route=route, urgent=True)
     completion = await generate(engine, request)
     if others := set(completion.weight_versions) - {version, FORCED}:
         raise WeightUpdateError(
             f"after the update to version {version} the engine samples from version {others.pop()}"
         )
-    inside = {at for one in images for at in range(one.start, one.end)}
+    inside = {at for one in canary.images for at in range(one.start, one.end)}
     given = enumerate(completion.prompt_logprobs or [])
     scored = [value for at, value in given if at and at not in inside]
     if len(scored) != len(expected_logprobs):

@@ -21,8 +21,9 @@ from turnwise.engine.logits_adapter import take_failure, take_forced
 from turnwise.engine.protocol import WEIGHT_BACKEND
 from turnwise.errors import InputError, TurnwiseError, WeightUpdateError, text_of
 from turnwise.internals import vllm, vllm_cpu
+from turnwise.weights.manifest import Manifest
 from turnwise.weights.process_group import ProcessGroup, device_name
-from turnwise.weights.transport import Manifest, Receiver, ReceiverOptions, find_transport
+from turnwise.weights.transport import Receiver, ReceiverOptions, find_transport
 
 _P = ParamSpec("_P")
 logs.register_stacks()  # vLLM may start a worker's process without forking

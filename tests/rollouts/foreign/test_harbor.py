@@ -90,7 +90,7 @@ async def test_a_task_is_run_and_rewarded(
         sampling={"n": 2, "max_tokens": 16},
     )
     runner = Runner(config, tokenizer)
-    runner.server = server
+    runner.loops["agent"].server = server
 
     async def play(row: dict[str, str]) -> Group:
         problem = Problem("rows.jsonl:1", row)

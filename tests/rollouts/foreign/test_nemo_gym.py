@@ -117,7 +117,7 @@ async def test_a_session_is_seeded_used_and_verified() -> None:
         assert refused.outcome == "error"
         assert "increment_counter answered 422: count must not be negative" in refused.text
         trajectory = Trajectory("rows:1", messages=[*episode.problem, *CONVERSATION])
-        await RewardManager([]).judge(episode, trajectory, ROW)
+        await RewardManager([]).reward(episode, trajectory, ROW)
         assert trajectory.reward == 1.0
         assert await episode.metrics(trajectory) == {"calls": 2.0}
         (sent,) = counter.verified
@@ -126,7 +126,7 @@ async def test_a_session_is_seeded_used_and_verified() -> None:
             "message", "function_call", "function_call_output", "message",
         ]  # fmt: skip
         judged = Trajectory("rows:2", messages=[*other.problem])
-        await RewardManager([]).judge(other, judged, ROW)
+        await RewardManager([]).reward(other, judged, ROW)
         assert judged.reward == 0.0
 
 
@@ -219,7 +219,7 @@ async def test_a_wrong_answer_costs_its_trajectory(text: str, words: str) -> Non
     async with served(verify) as (_, address), play(address, ROW) as episode:
         trajectory = Trajectory("rows:1", messages=[*episode.problem, *CONVERSATION])
         with pytest.raises(TrajectoryError, match=words) as raised:
-            await RewardManager([]).judge(episode, trajectory, ROW)
+            await RewardManager([]).reward(episode, trajectory, ROW)
         assert raised.value.reason == "environment_reply"
         assert len(str(raised.value)) < 1_000
 
@@ -233,6 +233,6 @@ async def test_a_verifiers_numbers_are_kept_up_to_a_limit() -> None:
 
     async with served(verify) as (_, address), play(address, ROW) as episode:
         trajectory = Trajectory("rows:1", messages=[*episode.problem, *CONVERSATION])
-        await RewardManager([]).judge(episode, trajectory, ROW)
+        await RewardManager([]).reward(episode, trajectory, ROW)
         assert trajectory.reward == 1.0
         assert await episode.metrics(trajectory) == {f"metric {n}": float(n) for n in range(100)}

@@ -29,7 +29,7 @@ from turnwise.serving.colocated.host import WorkerHost, on_actors
 from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.weights import WORKER_EXTENSION
 from turnwise.weights.in_process import InProcessSender
-from turnwise.weights.transport import Manifest
+from turnwise.weights.manifest import Manifest
 
 PROMPT = list(range(5, 45))
 SHORT = SamplingConfig(max_tokens=16, ignore_eos=True)

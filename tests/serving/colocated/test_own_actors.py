@@ -19,7 +19,7 @@ from tests.plain_scoring import token_logprobs
 from turnwise.compat.verl import LLMServerManager
 from turnwise.config import Config, SamplingConfig
 from turnwise.errors import InputError, WeightUpdateError
-from turnwise.weights.transport import Manifest
+from turnwise.weights.manifest import Manifest
 
 QUESTIONS = [[{"role": "user", "content": f"What is {n} plus 30?"}] for n in range(4)]
 

@@ -53,6 +53,9 @@ def joined(text: str) -> dict[str, Any]:
             made |= {data: True} if data else {}
             continue
         tree = json.loads(data)
+        for choice in tree.get("choices") or ():  # an event may have several pieces of one call
+            if calls := choice.get("delta", {}).get("tool_calls"):
+                choice["delta"]["tool_calls"] = _merged([], calls)
         indices = [choice["index"] for choice in tree.get("choices") or ()]
         key = f"{name or 'event'} {indices} {tree.get('output_index', '')}"
         made[key] = _merged(made[key], tree) if key in made else tree

@@ -240,7 +240,7 @@ async def test_the_folder_of_an_adapter_samples_on_top_of_its_base_model(
 def test_training_refuses_adapters_that_its_updates_would_not_fit(
     make_config: Callable[..., Config], adapters: dict[str, str]
 ) -> None:
-    from turnwise.training.checks import check_adapters
+    from turnwise.run.checks import check_adapters
 
     with pytest.raises(InputError, match=r"serving.adapters: training replaces the weights"):
         check_adapters(make_config(serving={"adapters": adapters}))

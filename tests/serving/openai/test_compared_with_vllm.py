@@ -10,8 +10,9 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
+from examples.calculator.tool import TOOL_SCHEMA
 from tests.serving.openai.answers import Difference, differences, read
-from tests.serving.openai.shapes import RESPONSES, SHAPES, Shape
+from tests.serving.openai.shapes import CHAT, RESPONSES, SHAPES, USER, Shape
 from turnwise.config import Config
 from turnwise.engine.vllm_engine import VllmEngine
 from turnwise.internals.vllm_server import (
@@ -22,6 +23,7 @@ from turnwise.internals.vllm_server import (
 )
 from turnwise.serving.openai.server import OpenAIServer
 from turnwise.serving.worker_handle import WorkerHandle
+from turnwise.trajectory import ChatTemplate
 
 
 @dataclass(frozen=True)
@@ -142,6 +144,35 @@ async def compare(pair: Pair, names: list[str]) -> tuple[list[str], set[Wanted]]
 async def test_some_shapes_get_vllms_answers(pair: Pair) -> None:
     bad, _ = await compare(pair, list(SHAPES)[::16])
     assert bad == []
+
+
+CALLED = (
+    '<tool_call>\n{"name": "calculate", "arguments": {"operation": "+", "a": 12, "b": 30}}\n'
+    "</tool_call>"
+)
+WRITTEN = {
+    "a call": f"{CALLED}<|im_end|>",
+    "text and two calls": f"Let me see. {CALLED}\n{CALLED}<|im_end|>",
+    "half a call": '<tool_call>\n{"name": "calc<|im_end|>',
+    "not JSON": "<tool_call>\nplus\n</tool_call><|im_end|>",
+    "white space": "  42 \n<|im_end|>",
+    "a line break": "\n<|im_end|>",
+    "a special token": "<|im_start|>4<|im_start|>2<|im_end|>",
+    "no end": "42 and so on",
+    "other letters": "zweiundvierzig ü € 😀<|im_end|>",
+}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("tools", [None, [TOOL_SCHEMA]], ids=["no tools", "tools"])
+@pytest.mark.parametrize("text", WRITTEN.values(), ids=WRITTEN)
+async def test_what_a_model_writes_is_read_as_vllms_server_reads_it(
+    pair: Pair, template: ChatTemplate, text: str, tools: list[Any] | None, stream: bool
+) -> None:
+    ids = template.encode(text)
+    body = {"model": "model", "messages": [USER], "max_tokens": len(ids), "stream": stream}
+    body |= {"vllm_xargs": {"script": [*ids, -1]}, **({"tools": tools} if tools else {})}
+    assert unwanted(text, await pair.differences(Shape(CHAT, body))) == []
 
 
 async def test_requests_at_once_get_what_each_gets_alone(pair: Pair) -> None:

@@ -22,6 +22,10 @@ ASKED: dict[str, tuple[str, dict[str, Any]]] = {
     "chat streamed": ("/chat/completions", CHAT | {"stream": True}),
     "two chats": ("/chat/completions", CHAT | {"n": 2}),
     "responses": ("/responses", {"input": "a", "max_output_tokens": MOST}),
+    "responses streamed": (
+        "/responses",
+        {"input": "a", "max_output_tokens": MOST, "stream": True},
+    ),
     "messages": ("/messages", CHAT | {"model": "m"}),
     "completions": ("/completions", {"prompt": [5, 6, 7], "max_tokens": MOST}),
 }

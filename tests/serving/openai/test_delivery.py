@@ -15,8 +15,8 @@ from turnwise.engine.protocol import Chunk, Request
 from turnwise.serving.openai.server import OpenAIServer
 from turnwise.serving.scheduler import Scheduler
 
-ELSEWHERE = {"frequency_penalty": 0.0}
-"""An option that changes nothing and that only vLLM's application has."""
+SLOWLY = {"frequency_penalty": 0.0}
+"""An option that changes nothing and makes a request one that is not plain."""
 
 
 class Doubling(Noting):
@@ -86,7 +86,7 @@ async def test_choices_with_the_same_tokens_keep_their_own_log_probs(
     assert len({turn.logprobs[0] for turn in texts.trajectory.turns}) == 4
 
 
-@pytest.mark.parametrize("more", [{}, ELSEWHERE], ids=["direct", "by vLLM"])
+@pytest.mark.parametrize("more", [{}, SLOWLY], ids=["plain", "slowly"])
 async def test_an_answer_that_cannot_be_read_is_no_turn(
     http: httpx.AsyncClient,
     server: OpenAIServer,
@@ -112,7 +112,7 @@ async def test_an_answer_that_cannot_be_read_is_no_turn(
     assert (len(session.trajectory.turns), session.lost_turns) == (0, 1)
 
 
-@pytest.mark.parametrize("more", [{}, ELSEWHERE], ids=["direct", "by vLLM"])
+@pytest.mark.parametrize("more", [{}, SLOWLY], ids=["plain", "slowly"])
 async def test_a_client_that_left_before_the_answer_was_sent_has_no_turn(
     server: OpenAIServer, engine: Doubling, more: dict[str, Any]
 ) -> None:

@@ -29,7 +29,7 @@ from turnwise.config import Config
 from turnwise.core.untrusted import JsonCount
 from turnwise.serving.openai import bodies
 from turnwise.serving.openai.server import OpenAIServer
-from turnwise.serving.openai.vllm_app import ROUTES
+from turnwise.serving.openai.vllm_app import VLLM_ROUTES
 from turnwise.tinker.requests import BaseRequest
 from turnwise.tinker.routes import ROOT, VERBS, add_routes
 from turnwise.tinker.service import TinkerService
@@ -191,7 +191,7 @@ async def served(
 
 def test_every_route_with_a_body_is_among_the_doors(served: Any) -> None:
     doors = {door.path for door in doors_of(served[1])}
-    assert {path for path in BASES if path in ROUTES} <= doors
+    assert {path for path in BASES if path in VLLM_ROUTES} <= doors
     assert {"/sessions", "/sessions/{session_id}/reward", f"{ROOT}/asample"} <= doors
     asked = {route.partition(" ")[2] for route in VERBS if not route.startswith(("GET", "DELETE"))}
     assert {f"{ROOT}/{path}" for path in asked} <= doors

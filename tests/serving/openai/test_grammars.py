@@ -77,7 +77,7 @@ async def test_turns_of_a_grammar_are_trained_from_what_it_allowed(
         ]
         assert min(counts) < 50
     # The two answers are one trajectory's, of two branches.
-    trajectory.reward = 1.0
+    trajectory.set_outcome(reward=1.0)
     other = Trajectory("p")
     other.add_turn([1], [2], [-1.0], [0], "stop")
     batch = make_samples([Group("p", trajectories=[trajectory, other])], own_config, 0)

@@ -88,9 +88,7 @@ async def test_turns_of_an_http_client_with_images_are_those_that_are_trained(
     assert (report.first_violation, report.percent, report.bridged) == (None, 100.0, 1)
     (branch,) = trajectory.samples()
     mask = branch.response_mask
-    sample = Sample.of(
-        branch.token_ids, mask, branch.logprobs, [0] * len(mask), 1.0, 0, images=branch.images
-    )
+    sample = Sample.of(branch.ids, mask, branch.logprobs, [0] * len(mask), 1.0, 0)
     with torch.no_grad():
         columns = Columns.of([sample], "padded", torch.device("cpu"))
         found, _ = TrainerRank(config)._models.score("policy", columns)

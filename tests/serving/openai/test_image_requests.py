@@ -22,8 +22,7 @@ from turnwise.chat.template import load_template, load_tokenizer
 from turnwise.config import Config, SamplingConfig
 from turnwise.engine.protocol import Chunk, Request
 from turnwise.serving.openai.server import OpenAIServer
-from turnwise.trajectory import ChatTemplate, Trajectory, audit
-from turnwise.trajectory.images import PlacedImage, placed
+from turnwise.trajectory import ChatTemplate, PlacedImage, Prompt, Trajectory, audit
 
 FUNCTION = {"name": "zoom", "parameters": {"type": "object", "properties": {}}}
 CALL = '<tool_call>\n{"name": "zoom", "arguments": {}}\n</tool_call>'
@@ -37,7 +36,7 @@ class Seeing(Noting):
         self.asked: list[tuple[list[int], list[PlacedImage]]] = []
 
     async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
-        self.asked.append(([*request.prompt], [*request.images]))
+        self.asked.append((request.prompt.tolist(), [*request.prompt.images]))
         async for chunk in super().stream(request):
             yield chunk
 
@@ -56,7 +55,7 @@ def config(vision_path: str) -> Config:
 
 @pytest.fixture(scope="module")
 def seeing(config: Config) -> ChatTemplate:
-    return load_template(config, load_tokenizer(config))
+    return load_template(config.model, config.sampling, config.engine, load_tokenizer(config.model))
 
 
 @pytest.fixture(scope="module")
@@ -196,7 +195,7 @@ async def test_a_conversation_with_images_is_exact_by_each_client(
     sample = engine.stream
 
     def answering(request: Request) -> AsyncGenerator[Chunk, None]:
-        engine.says = seeing.encode(CALL if len(placed(request.prompt)) == 1 else "a cat")
+        engine.says = seeing.encode(CALL if len(request.prompt.images) == 1 else "a cat")
         return sample(request)
 
     engine.stream = answering  # type: ignore[method-assign]
@@ -212,14 +211,13 @@ async def test_a_conversation_with_images_is_exact_by_each_client(
     report = audit(trajectory)
     assert (report.first_violation, report.percent) == (None, 100.0)
     for index, (prompt, images) in enumerate(engine.asked):
-        assert trajectory.prompt_token_ids(index) == prompt
-        assert trajectory.images_of(index) == images
+        assert trajectory.prompt(index) == Prompt(prompt, images)
     assert [one.image.read() for one in engine.asked[2][1]] == [
         encoded(picture(seed=0)),
         encoded(picture(seed=1)),
     ]
     first = read_parts(asked("What?", picture(seed=0)), "a message")
-    assert engine.asked[0][0] == seeing.render([first])
+    assert engine.asked[0][0] == seeing.render([first]).tolist()
     results = [asked("closer:", picture(seed=1), role="tool")]
     if ask is by_anthropic:  # vLLM moves images of a result into a message of the user
         results = [{"role": "tool", "content": "closer:"}, asked(picture(seed=1))]
@@ -267,11 +265,11 @@ async def test_tokens_are_counted_as_they_would_be_sampled(
     message = read_parts(asked("What?", picture(seed=0)), "a message")
     question = {"role": "user", "content": [text("What?"), shown(0)]}
     answer = await http.post("/tokenize", json={"messages": [question]})
-    assert answer.json()["tokens"] == seeing.render([message])
+    assert answer.json()["tokens"] == seeing.render([message]).tolist()
     body = {"messages": [question], "add_generation_prompt": False}
     answer = await http.post("/tokenize", json=body)
     expected = seeing.render([message], add_generation_prompt=False)
-    assert answer.json()["tokens"] == expected
+    assert answer.json()["tokens"] == expected.tolist()
     question = {"role": "user", "content": [text("What?"), block(0)]}
     answer = await http.post(
         "/v1/messages/count_tokens", json={"model": "any", "messages": [question]}

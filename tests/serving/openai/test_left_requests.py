@@ -18,7 +18,8 @@ from turnwise.config import Config
 from turnwise.core.actor import ActorHandle
 from turnwise.engine.protocol import Engine
 from turnwise.errors import EngineError
-from turnwise.serving.front_processes import FrontProcess, FrontProcesses, Process
+from turnwise.serving.front_process import FrontProcess
+from turnwise.serving.front_processes import FrontProcesses, Process
 from turnwise.serving.openai.server import OpenAIServer
 from turnwise.serving.scheduler import Scheduler
 

@@ -13,8 +13,8 @@ from turnwise.serving.openai.server import OpenAIServer
 from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.trajectory import Trajectory, audit
 
-ELSEWHERE = {"frequency_penalty": 0.0}
-"""An option that changes nothing and that only vLLM's application has."""
+SLOWLY = {"frequency_penalty": 0.0}
+"""An option that changes nothing and makes a request one that is not plain."""
 PROMPT = [20, 21, 22, 23, 24]
 SCORES = [None, -0.021, -0.022, -0.023, -0.024]
 """Log-probs that the simulated engine gives."""
@@ -99,9 +99,7 @@ async def test_each_choice_has_its_prompt_scored(http: httpx.AsyncClient) -> Non
     assert len((await trajectory(http, "n")).turns) == 3
 
 
-@pytest.mark.parametrize(
-    "more", [{}, ELSEWHERE, {"stream": True}, {"prompt_logprobs": 2}, {"n": 2}]
-)
+@pytest.mark.parametrize("more", [{}, SLOWLY, {"stream": True}, {"prompt_logprobs": 2}, {"n": 2}])
 async def test_the_turns_of_an_agent_have_the_log_probs_of_their_prompts(
     make_config: Callable[..., Config], tokenizer: Any, more: dict[str, Any]
 ) -> None:
@@ -137,13 +135,13 @@ async def test_the_turns_of_an_agent_have_the_log_probs_of_their_prompts(
 async def test_a_prompt_that_the_engine_has_in_its_cache_is_scored_as_a_whole(
     engine: WorkerHandle, make_config: Callable[..., Config]
 ) -> None:
-    """By vLLM's application, too, in each turn."""
+    """In each turn, however its request is read."""
     server = OpenAIServer(make_config(serving={"port": 0}), engine)
     transport = httpx.ASGITransport(await server.application())
     sampling = SamplingConfig(max_tokens=4, prompt_logprobs=True)
     messages = [{"role": "user", "content": "What is 12 plus 30? " * 8}]
     async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as http:
-        for more in (ELSEWHERE, {}, ELSEWHERE):
+        for more in (SLOWLY, {}, SLOWLY):
             trajectory = Trajectory("p")
             session = server.sessions.open_private(trajectory, sampling=sampling)
             path = f"/sessions/{session.id}/v1/chat/completions"

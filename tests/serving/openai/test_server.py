@@ -14,8 +14,8 @@ from examples.calculator.tool import TOOL_SCHEMA
 from turnwise.config import Config
 from turnwise.engine.protocol import Chunk
 from turnwise.errors import InputError
+from turnwise.serving.openai.choices import engine_outputs
 from turnwise.serving.openai.server import OpenAIServer
-from turnwise.serving.openai.vllm_app import _outputs
 from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.trajectory import ChatTemplate, Trajectory, audit
 
@@ -276,7 +276,7 @@ async def test_choices_logprobs_and_stops_are_as_sampled(
 def test_a_sampled_token_may_be_among_the_likeliest_or_not() -> None:
     alternatives = [[(7, -0.1, 1), (8, -2.0, 2)], [(9, -6.0, 5), (7, -0.2, 1), (8, -2.5, 2)]]
     chunk = Chunk([7, 9], [-0.1, -6.0], [0, 0], "stop", alternatives=alternatives)
-    (output,) = _outputs("request", chunk, with_logprobs=True, scored=False)
+    (output,) = engine_outputs("request", chunk, with_logprobs=True, scored=False)
     told = output.new_logprobs
     assert told is not None
     assert told.logprob_token_ids.tolist() == [[7, 8, 7], [9, 7, 8]]

@@ -15,6 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from turnwise.config import Config
 from turnwise.serving.front_processes import FrontProcesses
+from turnwise.serving.openai.opening import make_server
 from turnwise.serving.openai.server import OpenAIServer
 from turnwise.serving.scheduler import Scheduler
 from turnwise.serving.worker_handle import WorkerHandle
@@ -32,7 +33,7 @@ async def processes(engine: WorkerHandle, make_config: Callable[..., Config]) ->
     )
     scheduler = Scheduler(config.serving, SECONDS)
     scheduler.add("worker-0", engine)
-    return FrontProcesses(config, scheduler)
+    return FrontProcesses(config, scheduler, make_server=make_server)
 
 
 @pytest.fixture(scope="module")

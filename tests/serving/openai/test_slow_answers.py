@@ -26,7 +26,7 @@ MESSAGES = CHAT | {"model": "m", "tools": [{"name": "add", "input_schema": {"typ
 RESPONSES = {"input": "Go.", "tools": [{"type": "function", "name": "add", "parameters": {}}]}
 ASKED: dict[str, tuple[str, dict[str, Any]]] = {
     "chat": ("/chat/completions", CHAT),
-    "chat, by vLLM's application": ("/chat/completions", CHAT | {"frequency_penalty": 0.0}),
+    "chat, not plain": ("/chat/completions", CHAT | {"frequency_penalty": 0.0}),
     "two chats": ("/chat/completions", CHAT | {"n": 2}),
     "messages": ("/messages", MESSAGES),
     "responses": ("/responses", RESPONSES),
@@ -91,7 +91,14 @@ async def test_a_stream_whose_pieces_take_long_goes_on_as_text(
     server: OpenAIServer, tokenizer: Any
 ) -> None:
     late: list[None] = []
-    parsing = BoundedParsing(server._config, tokenizer, lambda: late.append(None))
+    config = server._config
+    parsing = BoundedParsing(
+        config.rollout.tool_parser,
+        config.model,
+        tokenizer,
+        lambda: late.append(None),
+        reasons=bool(config.serving.reasoning_parser),
+    )
     request = vllm.ChatCompletionRequest(messages=[], tools=[TOOL], tool_choice="auto")
     usual = ParserManager.get_parser(
         tool_parser_name="glm45", reasoning_parser_name=None, enable_auto_tools=True

@@ -52,7 +52,7 @@ async def test_a_server_scores_as_the_model_itself_does(
     ids = template.render_first(CONVERSATION, None)
     first, *others = await made.score(ids)
     assert first is None
-    assert others == pytest.approx(logprobs_of(model_path, ids), abs=1e-3)
+    assert others == pytest.approx(logprobs_of(model_path, ids.tolist()), abs=1e-3)
 
 
 async def test_a_policy_with_another_tokenizer_is_refused_with_the_first_token(

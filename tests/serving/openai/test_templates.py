@@ -22,8 +22,8 @@ from turnwise.trajectory import ChatTemplate
 QUICK = Latency(prefill_token=0.0, step=1e-4, step_request=0.0)
 HELLO = [{"role": "user", "content": "What is 12 plus 30?"}]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-ELSEWHERE = {"frequency_penalty": 0.0}
-"""An option that changes nothing and that only vLLM's application has."""
+SLOWLY = {"frequency_penalty": 0.0}
+"""An option that changes nothing and makes a request one that is not plain."""
 
 
 class Noting(SimulatedEngine):
@@ -34,7 +34,7 @@ class Noting(SimulatedEngine):
         self.prompts: list[list[int]] = []
 
     def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
-        self.prompts.append(list(request.prompt))
+        self.prompts.append(request.prompt.tolist())
         return super().stream(request)
 
 
@@ -65,11 +65,10 @@ def serve(make_config: Callable[..., Config], model_path: str, tokenizer: Any) -
 
 
 async def test_prompts_are_those_of_the_configured_template(serve: Serve, tokenizer: Any) -> None:
-    """Answered by us and by vLLM's application alike."""
     for chat_template in ("hermes", "{{ '-' + messages[0].content + '<|im_end|>' }}"):
         ours = ChatTemplate(tokenizer, chat_template=template_text(chat_template))
         async with serve(chat_template=chat_template) as (http, _, engine):
-            for more in ({}, ELSEWHERE):
+            for more in ({}, SLOWLY):
                 answer = await http.post(CHAT, json={"messages": HELLO, **more})
                 assert answer.status_code == 200, answer.text
             assert engine.prompts == [ours.render(HELLO)] * 2
@@ -85,13 +84,13 @@ async def test_tools_that_are_left_out_are_logged_once_and_refused_where_turns_a
     asked = {"messages": HELLO, "tools": [TOOL_SCHEMA]}
     async with serve(chat_template="chatml") as (http, server, engine):
         with caplog.at_level(logging.WARNING, logger="turnwise"):
-            for more in ({}, {}, ELSEWHERE):
+            for more in ({}, {}, SLOWLY):
                 assert (await http.post(CHAT, json={**asked, **more})).status_code == 200
         assert (
             caplog.text.count("a request has tools, and the chat template leaves out the to") == 1
         )
         session = server.sessions.open(training=True)
-        for more in ({}, ELSEWHERE):
+        for more in ({}, SLOWLY):
             answer = await http.post(f"/sessions/{session.id}{CHAT}", json={**asked, **more})
             assert answer.status_code == 400, answer.text
             error = answer.json()["error"]
@@ -116,7 +115,7 @@ async def test_a_model_without_a_template_completes_texts_and_refuses_chats(
         assert engine.prompts == [plain, [5, 6, 7]]
         for path, body in (
             (CHAT, {"messages": HELLO}),
-            (CHAT, {"messages": HELLO, **ELSEWHERE}),
+            (CHAT, {"messages": HELLO, **SLOWLY}),
             ("/v1/responses", {"input": "Hello."}),
             ("/v1/messages", {"messages": HELLO, "max_tokens": 4, "model": "any"}),
         ):
@@ -124,3 +123,25 @@ async def test_a_model_without_a_template_completes_texts_and_refuses_chats(
             assert answer.status_code == 400, (path, answer.text)
             assert "has no chat template" in answer.text, path
         assert len(engine.prompts) == 2
+
+
+@pytest.mark.parametrize("in_parts", [False, True])
+async def test_claude_codes_line_for_its_bills_is_no_part_of_a_conversation(
+    serve: Serve, in_parts: bool
+) -> None:
+    """It differs in each request, and would make each a conversation of its own."""
+
+    def system(number: int) -> dict[str, Any]:
+        text = f"x-anthropic-billing-header: cch={number};\nBe brief."
+        return {"role": "system", "content": [{"type": "text", "text": text}] if in_parts else text}
+
+    messages = list(HELLO)
+    async with serve() as (http, server, _):
+        for number in (1, 2, 3):
+            asked = {"messages": [system(number), *messages]}
+            answer = await http.post(f"/sessions/bills{CHAT}", json=asked)
+            assert answer.status_code == 200, answer.text
+            messages += [answer.json()["choices"][0]["message"], {"role": "user", "content": "?"}]
+        session = server.sessions.get("bills")
+        assert session is not None
+        assert [turn.fork_reason for turn in session.trajectory.turns] == [None] * 3

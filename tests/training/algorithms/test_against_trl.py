@@ -154,7 +154,7 @@ def tables() -> Tables:
     groups = [Group(f"p{number}") for number in range(len(REWARDS))]
     for row, (first, second) in enumerate(TURNS):
         made = Trajectory(f"p{row // 4}", row % 4)
-        made.reward = REWARDS[row // 4][row % 4]
+        made.set_outcome(reward=REWARDS[row // 4][row % 4])
         ids, start = [100 + row, 1, 2], PROMPT
         for turn, count in enumerate((first, second) if second else (first,)):
             end = start + count

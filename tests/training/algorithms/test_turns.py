@@ -75,8 +75,8 @@ def played(index: int, rewards: list[float], final: float = 0.0) -> Trajectory:
         sampled = [10 + turn, 20 + index]
         trajectory.add_turn(ids, sampled, [-0.5, -0.5], [0, 0], "stop")
         ids = [*ids, *sampled, 3]
-    trajectory.reward = sum(rewards) + final
-    trajectory.turn_rewards = rewards if any(rewards) else []
+    trajectory.set_outcome(reward=sum(rewards) + final)
+    trajectory.set_outcome(turns=rewards if any(rewards) else [])
     trajectory.status = "completed"
     return trajectory
 
@@ -143,7 +143,7 @@ def forced(index: int, versions: list[int], rewards: list[float]) -> Trajectory:
     trajectory, said = Trajectory("rows:1", index, status="completed"), [10 + index, 11, 12, 13, 14]
     trajectory.add_turn([1, 2], said, [-0.5] * 5, versions, "stop")
     trajectory.add_turn([1, 2, *said, 7], [20 + index, 21], [-0.5] * 2, [0] * 2, "stop")
-    trajectory.turn_rewards, trajectory.reward = rewards, sum(rewards)
+    trajectory.set_outcome(reward=sum(rewards), turns=rewards)
     return trajectory
 
 
@@ -191,13 +191,12 @@ def test_forced_tokens_change_the_advantage_of_no_call(
 @pytest.mark.parametrize("versions", CALLS.values(), ids=CALLS)
 def test_rewards_of_turns_are_one_for_each_call(versions: list[int]) -> None:
     trajectory = forced(0, versions, [])
-    assert len(trajectory.calls()) == 2
+    assert len(trajectory.turns) == 2
     assert read_rewards(Rewards(1.0, turns=[0.1, 0.7]), "env", trajectory).turns == [0.1, 0.7]
     with pytest.raises(TrajectoryError, match="gave 3 turn rewards for 2 turns"):
         read_rewards(Rewards(1.0, turns=[0.1, 0.7, 0.2]), "env", trajectory)
     again = Trajectory.from_json(trajectory.to_json())
-    assert again.calls() == trajectory.calls()
-    assert from_training_trace(to_training_trace(trajectory)).calls() == trajectory.calls()
+    assert again == from_training_trace(to_training_trace(trajectory)) == trajectory
 
 
 @pytest.mark.parametrize("versions", CALLS.values(), ids=CALLS)

@@ -44,6 +44,7 @@ from turnwise.core.optional import Foreign
 from turnwise.engine.protocol import Generator
 from turnwise.errors import InputError
 from turnwise.rollouts import Group, Problem, Runner, check_failures
+from turnwise.serving.seats import trajectories_at_once
 from turnwise.training import checkpoint
 from turnwise.training.model import ModelName
 from turnwise.trajectory import ChatTemplate, Trajectory
@@ -411,7 +412,7 @@ class VLLMModule(Module):
         """Return the seconds that `count` groups may take together."""
         rollout = self.config.rollout
         trajectories = count * max(self.config.sampling.n, self.config.eval.sampling.n)
-        rounds = math.ceil(trajectories / rollout.concurrency) * (1 + rollout.retries)
+        rounds = math.ceil(trajectories / trajectories_at_once(self.config)) * (1 + rollout.retries)
         return rounds * rollout.trajectory_timeout + self.config.engine.request_timeout
 
     def _sampling(self, is_eval: bool) -> SamplingConfig:

@@ -16,13 +16,13 @@ from typing import Any
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollouts import Group
 from turnwise.rollouts.environment import read_reward
-from turnwise.trajectory import MAX_REWARD, Branch, ChatTemplate, Trajectory
+from turnwise.trajectory import MAX_REWARD, Branch, ChatTemplate, Prompt, Trajectory
 
 Outputs = dict[str, Any]
 """Lists with an entry for each trajectory, by their names: the outputs of a `forward_step`."""
 Data = Mapping[str, Any]
 """Outputs that another module reads."""
-_NO_TURNS = Branch(leaf=-1, token_ids=[], response_mask=[], logprobs=[], weight_versions=[])
+_NO_TURNS = Branch(leaf=-1, ids=Prompt(), response_mask=[], logprobs=[], weight_versions=[])
 
 
 class Logprob(float):
@@ -193,7 +193,7 @@ def rewarded_groups(outputs: Mapping[str, object]) -> list[Group]:
             f"rewards must be one finite number for each of {len(trajectories)} trajectories, "
             f"±{MAX_REWARD:g} at most, not {len(given)}: {repr(given)[:80]}"
         )
-    made: list[tuple[float, dict[str, float]]] = []
+    made: list[tuple[float, Mapping[str, float]]] = []
     for trajectory, given_one, numbers in zip(trajectories, given, read, strict=True):
         players, reward = trajectory.player_rewards, sum(numbers.values()) / len(numbers)
         if isinstance(given_one, Mapping):
@@ -206,5 +206,5 @@ def rewarded_groups(outputs: Mapping[str, object]) -> list[Group]:
         made.append((reward, players))
     if made != [(trajectory.reward, trajectory.player_rewards) for trajectory in trajectories]:
         for trajectory, (reward, players) in zip(trajectories, made, strict=True):
-            trajectory.set_reward(reward, players=players)
+            trajectory.set_outcome(reward=reward, parts={}, turns=[], players=players)
     return list(groups)

@@ -34,9 +34,9 @@ from turnwise.errors import InputError
 from turnwise.observe.metrics import StepMetrics, mean
 from turnwise.rollouts import Group, Runner, check_failures
 from turnwise.rollouts.data import load_heldout, load_training
+from turnwise.run.checks import check_sampled
 from turnwise.run.runtime import Runtime, TrainingStep, open_runtime
 from turnwise.training import checkpoint
-from turnwise.training.checks import check_sampled
 from turnwise.training.loading import missing_model
 from turnwise.training.model import ModelName
 from turnwise.training.trainer_group import TrainerGroup

@@ -13,7 +13,7 @@ from turnwise.core.optional import Foreign
 from turnwise.errors import InputError, describe_error
 from turnwise.rollouts import Problem, RolloutContext
 from turnwise.rollouts.loops import SingleTurnLoop
-from turnwise.trajectory import ChatTemplate, Message, Trajectory
+from turnwise.trajectory import ChatTemplate, Message, PromptLike, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,7 @@ class ConversationProblem(Problem):
 class PromptLoop(SingleTurnLoop):
     """A loop that answers exactly the row's `input_ids`."""
 
-    async def prompt(self, context: RolloutContext) -> list[int]:
+    async def prompt(self, context: RolloutContext) -> PromptLike:
         return list(context.row["input_ids"])
 
 
@@ -200,7 +200,7 @@ class ProblemBuilder:
 
     def _render(self, name: str, messages: list[Message]) -> list[int]:
         try:
-            return self._template.render(messages)
+            return self._template.render(messages).tolist()
         except InputError as error:  # there is no template
             raise InputError(f"{name}: {error}") from error
         except Exception as error:  # a template may raise anything

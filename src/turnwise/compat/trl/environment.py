@@ -31,7 +31,7 @@ from turnwise.rollouts.loops import SingleTurnLoop
 from turnwise.rollouts.problems import Row
 from turnwise.rollouts.rewards import UserCall
 from turnwise.tools import ToolFunction
-from turnwise.trajectory import Message, Trajectory
+from turnwise.trajectory import Message, PromptLike, Trajectory
 from turnwise.trajectory.images import image_parts, replaced
 
 RewardFunction = Callable[..., object]
@@ -225,7 +225,7 @@ class TextLoop(SingleTurnLoop):
         decode = context.template.tokenizer.decode
         return str(decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
-    async def prompt(self, context: RolloutContext) -> list[int]:
+    async def prompt(self, context: RolloutContext) -> PromptLike:
         """Return the ids of the row's `prompt`, after those that begin any text."""
         return await context.encode(str(context.row["prompt"]), add_special_tokens=True)
 
@@ -264,7 +264,7 @@ def _shown(result: object) -> object:
     return result
 
 
-async def judge_group(
+async def call_trl_function(
     function: RewardFunction,
     max_steps: int,
     files: RunFiles | None,
@@ -309,7 +309,8 @@ async def judge_group(
     values = await call(partial(function, **arguments))
     for name, numbers in metrics.items():
         for trajectory in trajectories:
-            trajectory.metrics[name] = sum(numbers) / len(numbers)
+            own = {name: sum(numbers) / len(numbers)}
+            trajectory.set_outcome(metrics={**trajectory.metrics, **own})
     if any(extra) and files is not None:
         await call(partial(write, files))
     return values
@@ -339,8 +340,8 @@ def _arguments(
         ids: list[int] = []
         if turns:  # all ids after the first prompt, tool results included
             last = len(turns) - 1
-            ids = [*trajectory.prompt_token_ids(last), *turns[last].completion_token_ids]
-            ids = ids[len(trajectory.prompt_token_ids(0)) :]
+            whole = trajectory.prompt(last) + turns[last].completion_token_ids
+            ids = whole.tolist()[turns[0].prompt_length :]
         completion_ids.append(ids)
     steps = max(map(_newest_version, trajectories))  # in the newest weights that sampled them
     state = SimpleNamespace(global_step=steps, max_steps=max_steps)

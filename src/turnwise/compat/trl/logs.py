@@ -24,95 +24,107 @@ _OF_TRAINING = ("staleness_max", "train_tokens_per_s")
 """Metrics that every record has, and that mean nothing in an evaluation."""
 
 
-def log_history(records: Sequence[JsonObject], config: Config, rows: int) -> list[JsonObject]:
-    """Return a record for each training step and each evaluation of a run, in their order.
+class TrlNames:
+    """TRL's names of what a run of a configuration reports."""
 
-    Args:
-        records: Lines of metrics.jsonl.
-        rows: Rows of the training data.
-    """
-    history: list[JsonObject] = []
-    # In TRL, a step whose rewards are all equal has a loss, too.
-    silent = {"loss": 0.0, "grad_norm": 0.0, "learning_rate": config.training.learning_rate}
-    for record in records:
-        step = record["step"]
-        place: JsonObject = {
-            "step": step * config.training.optimizer_steps,
-            "epoch": step * config.rollout.prompts_per_step / rows,
+    def __init__(self, config: Config) -> None:
+        self._config = config
+
+    def log_history(self, records: Sequence[JsonObject], rows: int) -> list[JsonObject]:
+        """Return a record for each training step and each evaluation of a run, in their order.
+
+        Args:
+            records: Lines of metrics.jsonl.
+            rows: Rows of the training data.
+        """
+        history: list[JsonObject] = []
+        # In TRL, a step whose rewards are all equal has a loss, too.
+        silent = {
+            "loss": 0.0,
+            "grad_norm": 0.0,
+            "learning_rate": self._config.training.learning_rate,
         }
-        if step:
-            silent["learning_rate"] = record.get("learning_rate") or silent["learning_rate"]
-            history.append({**silent, **trl_names(record, config), **place})
-        if heldout := record.get("heldout"):
-            sets = {f"{of}_": each for of, each in (record.get("heldout_sets") or {}).items()}
-            measured = {
-                f"eval_{of}{name}": value
-                for of, each in {"": heldout, **sets}.items()
-                for name, value in {**each, "reward": each["reward_mean"]}.items()
+        for record in records:
+            step = record["step"]
+            place: JsonObject = {
+                "step": step * self._config.training.optimizer_steps,
+                "epoch": step * self._config.rollout.prompts_per_step / rows,
             }
-            history.append({**measured, **place})
-    return history
+            if step:
+                silent["learning_rate"] = record.get("learning_rate") or silent["learning_rate"]
+                history.append({**silent, **self.names(record), **place})
+            if heldout := record.get("heldout"):
+                sets = {f"{of}_": each for of, each in (record.get("heldout_sets") or {}).items()}
+                measured = {
+                    f"eval_{of}{name}": value
+                    for of, each in {"": heldout, **sets}.items()
+                    for name, value in {**each, "reward": each["reward_mean"]}.items()
+                }
+                history.append({**measured, **place})
+        return history
 
+    def names(self, record: JsonObject) -> JsonObject:
+        """Return a record of metrics under our names, with TRL's beside them.
 
-def trl_names(record: JsonObject, config: Config) -> JsonObject:
-    """Return a record of metrics under our names, with TRL's beside them.
+        Means of what reward functions log (`log_metric`) have their own names, as in TRL.
+        """
+        named: JsonObject = {"reward": record["reward_mean"]}
+        for name, values in (("mean", "reward_parts"), ("std", "reward_parts_std")):
+            for part, value in (record.get(values) or {}).items():
+                named[f"rewards/{part}/{name}"] = value
+        tokens = record.get("completion_tokens") or {}
+        for name in ("mean", "min", "max") if tokens else ():
+            named[f"completions/{name}_length"] = tokens[name]
+            named[f"completions/{name}_terminated_length"] = tokens.get(f"ended_{name}", 0.0)
+        if (equal := record.get("groups_without_signal")) is not None:
+            named["frac_reward_zero_std"] = equal / self._config.rollout.prompts_per_step
+        if trajectories := record.get("trajectories"):
+            ended = (record.get("statuses") or {}).get("completed", 0)
+            named["completions/clipped_ratio"] = 1 - ended / trajectories
+            if self._config.rollout.max_turns > 1:
+                events = record.get("events") or {}
+                calls = events.get("tool_call", 0)
+                # Others of this kind are failures, but for what is no call.
+                no_failures = calls + events.get("tool_malformed", 0)
+                failed = sum(n for k, n in events.items() if k.startswith("tool_")) - no_failures
+                named["tools/call_frequency"] = calls / trajectories
+                named["tools/failure_frequency"] = failed / calls if calls else 0.0
+        clipped = "cispo_clip_ratio" if self._config.algorithm.loss.name == "cispo" else _CLIPPED
+        measured = {**(record.get("loss_metrics") or {}), **record}
+        for ours, theirs in {**_NAMES, "clip_fraction": clipped}.items():
+            if measured.get(ours) is not None:
+                named[theirs] = measured[ours]
+        return {**(record.get("env") or {}), **record, **named}
 
-    Means of what reward functions log (`log_metric`) have their own names, as in TRL.
-    """
-    named: JsonObject = {"reward": record["reward_mean"]}
-    for name, values in (("mean", "reward_parts"), ("std", "reward_parts_std")):
-        for part, value in (record.get(values) or {}).items():
-            named[f"rewards/{part}/{name}"] = value
-    tokens = record.get("completion_tokens") or {}
-    for name in ("mean", "min", "max") if tokens else ():
-        named[f"completions/{name}_length"] = tokens[name]
-        named[f"completions/{name}_terminated_length"] = tokens.get(f"ended_{name}", 0.0)
-    if (equal := record.get("groups_without_signal")) is not None:
-        named["frac_reward_zero_std"] = equal / config.rollout.prompts_per_step
-    if trajectories := record.get("trajectories"):
-        ended = (record.get("statuses") or {}).get("completed", 0)
-        named["completions/clipped_ratio"] = 1 - ended / trajectories
-        if config.rollout.max_turns > 1:
-            events = record.get("events") or {}
-            calls = events.get("tool_call", 0)
-            # Others of this kind are failures, but for what is no call.
-            no_failures = calls + events.get("tool_malformed", 0)
-            failed = sum(n for k, n in events.items() if k.startswith("tool_")) - no_failures
-            named["tools/call_frequency"] = calls / trajectories
-            named["tools/failure_frequency"] = failed / calls if calls else 0.0
-    clipped = "cispo_clip_ratio" if config.algorithm.loss.name == "cispo" else _CLIPPED
-    measured = {**(record.get("loss_metrics") or {}), **record}
-    for ours, theirs in {**_NAMES, "clip_fraction": clipped}.items():
-        if measured.get(ours) is not None:
-            named[theirs] = measured[ours]
-    return {**(record.get("env") or {}), **record, **named}
+    def of_evaluation(self, trajectories: Sequence[Trajectory]) -> JsonObject:
+        """Return TRL's metrics of an evaluation's trajectories, `loss` included."""
+        metrics = StepMetrics(loss=self.evaluation_loss(trajectories))
+        metrics.add_trajectories(trajectories)
+        named = self.names(metrics.to_json())
+        return {
+            name: value
+            for name, value in named.items()
+            if isinstance(value, int | float) and name not in _OF_TRAINING
+        }
 
+    def evaluation_loss(self, trajectories: Sequence[Trajectory]) -> float:
+        """Return the policy's loss on its own answers, which TRL calls an evaluation's loss: minus
+        the advantages, since every ratio is 1, reduced as in training, without KL and entropy."""
+        from turnwise.training.samples import make_samples  # imports torch
 
-def evaluation_names(trajectories: Sequence[Trajectory], config: Config) -> JsonObject:
-    """Return TRL's metrics of an evaluation's trajectories, `loss` included."""
-    metrics = StepMetrics(loss=evaluation_loss(trajectories, config))
-    metrics.add_trajectories(trajectories)
-    named = trl_names(metrics.to_json(), config)
-    return {
-        name: value
-        for name, value in named.items()
-        if isinstance(value, int | float) and name not in _OF_TRAINING
-    }
-
-
-def evaluation_loss(trajectories: Sequence[Trajectory], config: Config) -> float:
-    """Return the policy's loss on its own answers, which TRL calls an evaluation's loss: minus the
-    advantages, since every ratio is 1, reduced as in training. KL and entropy are left out."""
-    from turnwise.training.samples import make_samples  # imports torch
-
-    groups = defaultdict[str, list[Trajectory]](list)
-    for trajectory in trajectories:
-        groups[trajectory.problem_id].append(trajectory)
-    batch = make_samples([Group(name, found) for name, found in groups.items()], config, 0)
-    sums = count = 0.0
-    reduction, longest = config.algorithm.reduction, config.rollout.max_response_tokens
-    constant = longest or config.sampling.max_tokens * config.rollout.max_turns
-    for sample in batch.samples:
-        sums -= sample.advantage * (1 if reduction == "sequence_mean" else sample.trained)
-        count += {"token_mean": sample.trained, "constant": constant}.get(reduction, 1)
-    return sums / count if count else 0.0
+        groups = defaultdict[str, list[Trajectory]](list)
+        for trajectory in trajectories:
+            groups[trajectory.problem_id].append(trajectory)
+        batch = make_samples(
+            [Group(name, found) for name, found in groups.items()], self._config, 0
+        )
+        sums = count = 0.0
+        reduction, longest = (
+            self._config.algorithm.reduction,
+            self._config.rollout.max_response_tokens,
+        )
+        constant = longest or self._config.sampling.max_tokens * self._config.rollout.max_turns
+        for sample in batch.samples:
+            sums -= sample.advantage * (1 if reduction == "sequence_mean" else sample.trained)
+            count += {"token_mean": sample.trained, "constant": constant}.get(reduction, 1)
+        return sums / count if count else 0.0

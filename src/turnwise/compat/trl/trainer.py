@@ -18,7 +18,7 @@ from rich.console import Console
 from turnwise.compat.trl import inputs
 from turnwise.compat.trl.config import GRPOConfig, lora_settings, settings
 from turnwise.compat.trl.environment import TextLoop, TrlEnvironments, methods_of
-from turnwise.compat.trl.logs import evaluation_names, log_history
+from turnwise.compat.trl.logs import TrlNames
 from turnwise.compat.trl.policy import Policy, lora_of
 from turnwise.compat.trl.refusals import as_value_error, refuse_argument
 from turnwise.config import Config, make_config
@@ -209,7 +209,7 @@ class GRPOTrainer:
         if self._tokenizer is None:
             from turnwise.chat.template import load_tokenizer
 
-            self._tokenizer = load_tokenizer(self._config)
+            self._tokenizer = load_tokenizer(self._config.model)
         return self._tokenizer
 
     @property
@@ -273,7 +273,7 @@ class GRPOTrainer:
         losses = [record["loss"] for record in trained if record.get("loss") is not None]
         loss, seconds = sum(losses) / len(losses) if losses else 0.0, time.perf_counter() - started
         state, rows = self.state, len(self._inputs.rows or [None])
-        state.log_history = history = log_history(result.metrics, config, rows)
+        state.log_history = history = TrlNames(config).log_history(result.metrics, rows)
         last = {name: history[-1][name] if history else 0 for name in ("epoch", "step")}
         state.global_step, state.epoch = last["step"], last["epoch"]
         metrics = {
@@ -328,7 +328,7 @@ class GRPOTrainer:
         for of, summary in sets.items():
             # The problems of a set are named by it, "NAME/eval_data:1".
             found = [t for t in trajectories if t.problem_id.rpartition("/")[0] == of]
-            measured = {**evaluation_names(found, config), **summary, "runtime": seconds}
+            measured = {**TrlNames(config).of_evaluation(found), **summary, "runtime": seconds}
             prefix = f"{metric_key_prefix}_{of}" if of else metric_key_prefix
             results |= {f"{prefix}_{name}": float(value) for name, value in measured.items()}
         place = {"epoch": self.state.epoch, "step": self.state.global_step}

@@ -27,7 +27,7 @@ from turnwise.config import EngineConfig
 from turnwise.errors import EngineError, InputError
 from turnwise.internals.torch import OwnGroups, default_group_apart, groups_now, use_groups
 from turnwise.weights.in_process import InProcessSender
-from turnwise.weights.transport import Manifest, NamedTensors
+from turnwise.weights.manifest import Manifest, NamedTensors
 
 if TYPE_CHECKING:
     from turnwise.internals import vllm

@@ -5,6 +5,7 @@ import socket
 from contextlib import suppress
 
 from turnwise.config import Config
+from turnwise.config.serving import ServingConfig
 from turnwise.errors import InputError
 
 QUEUE = 2_048  # maximum number of connections waiting to be accepted
@@ -52,11 +53,11 @@ def reachable(host: str) -> str:
     return "::1" if ":" in host else "127.0.0.1"
 
 
-def api_key(config: Config) -> str | None:
+def api_key(serving: ServingConfig) -> str | None:
     """Return the key that clients must send (`serving.api_key` or TURNWISE_API_KEY), or None."""
-    return config.serving.api_key or os.environ.get("TURNWISE_API_KEY") or None  # it may be empty
+    return serving.api_key or os.environ.get("TURNWISE_API_KEY") or None  # it may be empty
 
 
 def with_api_key(config: Config) -> Config:
     """Return the configuration for servers on any node, where the environment is not known."""
-    return config.changed({"serving": {"api_key": api_key(config)}})
+    return config.changed({"serving": {"api_key": api_key(config.serving)}})

@@ -14,10 +14,9 @@ from typing import NoReturn
 
 from turnwise.chat.prompts import RefusedParameter
 from turnwise.chat.session import AS_CONFIGURED, Session, TurnSampling
-from turnwise.config import Config, SamplingConfig
+from turnwise.config import SamplingConfig
 from turnwise.core.json_types import JsonObject
 from turnwise.engine.logits_processors import written
-from turnwise.errors import InputError
 from turnwise.trajectory import Distribution
 
 logger = logging.getLogger(__name__)
@@ -50,11 +49,14 @@ class Decision:
 
 
 class AgentSampling:
-    """Decides for each request, and tells once what the run's own sampling replaces."""
+    """Decides for each request, and tells once what the run's own sampling replaces.
 
-    def __init__(self, config: Config) -> None:
-        # Engines and servers of teachers give log-probs under one distribution.
-        self._exact = all(teacher.in_ranks for teacher in config.teachers().values())
+    Args:
+        exact: Whether a trainer can score a turn by its own distribution.
+    """
+
+    def __init__(self, *, exact: bool) -> None:
+        self._exact = exact
         self._named: set[str] = set()
 
     def decide(self, asked: Mapping[str, object], session: Session) -> Decision:
@@ -102,22 +104,6 @@ class AgentSampling:
         events += ("own_sampling",) if distribution is not None else ()
         events += ("own_grammar",) if grammars - replaced else ()
         return Decision(TurnSampling(distribution, "", events), frozenset(replaced))
-
-    def of_plain(
-        self, changes: JsonObject, session: Session
-    ) -> tuple[TurnSampling, JsonObject] | None:
-        """Return what is the turn's own of a plain request's parameters, and those that apply; None
-        if vLLM's application has to answer it, or to word the refusal."""
-        own = session.sampling
-        asked = {} if own is None else {k: v for k, v in changes.items() if getattr(own, k) != v}
-        if not asked.keys() <= {*EXACT}:  # a plain request has no grammar
-            return None
-        try:
-            decision = self.decide(asked, session)
-        except InputError:
-            return None
-        kept = {name: value for name, value in changes.items() if name not in decision.replaced}
-        return decision.turn, kept
 
     def _tell(self, names: set[str], rule: str) -> None:
         for name in sorted(names - self._named):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from turnwise.chat.parsing_process import Parsed
 from turnwise.chat.template import load_tokenizer
 from turnwise.chat.tool_parser import ToolParser
-from turnwise.config import Config
+from turnwise.config import ModelConfig
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
 from turnwise.errors import InputError
@@ -33,18 +33,28 @@ class BoundedParsing:
     """The time and the outcome of parses of long answers, for vLLM's parsers.
 
     Args:
-        config: Configuration, which names vLLM's parsers.
+        name: vLLM's parser of tool calls.
+        model: The model, whose tokenizer is loaded again in a process that parses.
+        reasons: Whether another parser of vLLM's takes reasoning off first.
         tokenizer: The model's.
         late: Function that is called when an answer is not parsed, because that takes too long.
     """
 
-    def __init__(self, config: Config, tokenizer: "Tokenizer", late: Callable[[], None]) -> None:
-        self._reasons, self._late = bool(config.serving.reasoning_parser), late
+    def __init__(
+        self,
+        name: str,
+        model: ModelConfig,
+        tokenizer: "Tokenizer",
+        late: Callable[[], None],
+        *,
+        reasons: bool,
+    ) -> None:
+        self._reasons, self._late = reasons, late
         self._known: dict[int, Parsed | None] = {}
         """Outcomes by the hash of the text; None if it is parsed quickly."""
         try:
             self._parser: ToolParser | None = ToolParser(
-                config.rollout.tool_parser, tokenizer, partial(load_tokenizer, config)
+                name, tokenizer, partial(load_tokenizer, model)
             )
         except InputError:  # one that reads calls by their tokens, each once
             self._parser = None

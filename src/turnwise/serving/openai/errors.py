@@ -54,7 +54,11 @@ def errors_of(error: RequestValidationError | ValidationError) -> list[JsonObjec
     """Return what pydantic says is wrong, without the values that are."""
     if isinstance(error, ValidationError):
         return list(map(dict, error.errors(include_url=False, include_input=False)))
-    return list(map(dict, error.errors()))
+    said = error.errors()  # vLLM's own checks give sentences
+    return [
+        {"loc": (), "type": "", "msg": each} if isinstance(each, str) else dict(each)
+        for each in said
+    ]
 
 
 def explain(errors: Sequence[JsonObject], body: object) -> tuple[str, str]:

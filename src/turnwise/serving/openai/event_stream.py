@@ -1,18 +1,57 @@
-"""The server-sent events of a streamed chat, as vLLM's application writes them."""
+"""The server-sent events of a streamed chat, as vLLM's server writes them."""
 
+import json
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import msgspec
 
-from turnwise.chat.messages import Answer
-from turnwise.chat.messages import answer as canonical_answer
 from turnwise.core.json_types import JsonObject
-
-if TYPE_CHECKING:
-    from turnwise.internals import vllm_server as vllm
+from turnwise.internals import vllm_server as vllm
+from turnwise.serving.openai.choices import Piece
 
 DONE = "data: [DONE]\n\n"
+
+
+@dataclass(slots=True)
+class StreamedChoice:
+    """One choice of a streamed answer, as its client has got it so far."""
+
+    request: vllm.SamplingRequest
+    prompt: list[int]
+    parser: "vllm.Parser | None"
+    """Parser of its reasoning and calls; None if it may have none."""
+    content: str = ""
+    calls: dict[int, list[str]] = field(default_factory=dict)
+    """Name and arguments of each call."""
+    sampled: list[int] = field(default_factory=list)
+
+    def read(self, piece: Piece) -> vllm.DeltaMessage | None:
+        """Return what the client gets for the next tokens by the parser; None for nothing, and
+        without a parser, where it gets the text."""
+        self.sampled += piece.token_ids
+        if self.parser is None:
+            self.content += piece.text
+            return None
+        delta = self.parser.parse_delta(
+            delta_text=piece.text,
+            delta_token_ids=piece.token_ids,
+            request=self.request,
+            prompt_token_ids=self.prompt,
+            finished=piece.finish_reason is not None,
+        )
+        if delta is None:
+            return None
+        if self.request.parallel_tool_calls is False and delta.tool_calls:
+            delta.tool_calls = [part for part in delta.tool_calls if part.index == 0]
+        self.content += delta.content or ""
+        for part in delta.tool_calls:
+            call = self.calls.setdefault(part.index, ["", ""])
+            if part.function is not None:
+                call[0] += part.function.name or ""
+                call[1] += part.function.arguments or ""
+        return delta
 
 
 class EventStream:
@@ -20,97 +59,141 @@ class EventStream:
 
     Args:
         name: The answer's id.
-        chat: vLLM's service of chats, which knows the names of the model and of itself.
-        parser: vLLM's parser of its calls; None if it may have none.
-        request: vLLM's request, for the parser.
+        chat: vLLM's service of chats, which knows its own name, and writes log-probs.
+        model: Name of the model or of the adapter that answers.
+        request: vLLM's request.
+        role: Role of the answer.
         prompt: Ids of the prompt.
-        usage: Whether the client wants an event with the numbers of tokens at the end.
+        prompt_text: Text of the prompt, if the client wants it.
+        echo: Text that comes before the answer's own.
+        choices: The choices, in their order.
+        reasons: Whether numbers of tokens tell those of reasoning.
     """
 
     def __init__(
         self,
         name: str,
-        chat: "vllm.OpenAIServingChat",
-        parser: "vllm.Parser | None",
-        request: "vllm.ChatCompletionRequest",
+        chat: vllm.OpenAIServingChat,
+        model: str,
+        request: vllm.ChatCompletionRequest,
+        *,
+        role: str,
         prompt: list[int],
-        usage: bool,
+        prompt_text: str | None,
+        echo: str,
+        choices: Sequence[StreamedChoice],
+        reasons: bool,
     ) -> None:
         self._head = {
             "id": name,
             "object": "chat.completion.chunk",
             "created": int(time.time()),
-            "model": chat.models.model_name(None),
+            "model": model,
         }
-        begin = msgspec.json.encode(self._head).decode()[:-1]
-        self._begin = f'data: {begin},"choices":[{{"index":0,"delta":'
-        self._parser, self._request, self._prompt = parser, request, prompt
-        self._fingerprint, self._usage = chat.system_fingerprint, usage
-        self._content, self._sampled = "", 0
-        self._calls: dict[int, list[str]] = {}
+        self._begin = f'data: {msgspec.json.encode(self._head).decode()[:-1]},"choices":[{{"index":'
+        self._chat, self._request, self._role, self._echo = chat, request, role, echo
+        self._prompt, self._prompt_text = prompt, prompt_text
+        options, self._reasons = request.stream_options, reasons
+        self._usage = bool(options and options.include_usage)
+        self._counts = self._usage and bool(getattr(options, "continuous_usage_stats", False))
+        self._choices = choices
 
-    @property
-    def answer(self) -> Answer:
-        """The answer so far, as the client will send it back: where a call is malformed, that may
-        differ from the whole text parsed at once."""
-        return canonical_answer(
-            self._content, [(name, text) for name, text in self._calls.values()]
-        )
+    def first(self) -> list[str]:
+        """Return the events that come before the first token's."""
+        ids = self._prompt if self._request.return_token_ids else None
+        more: JsonObject = {"prompt_token_ids": ids, "prompt_text": self._prompt_text}
+        delta = _encoded({"role": self._role, "content": ""})
+        rest = '"logprobs":null,"finish_reason":null}'
+        events = [
+            self._event(index, delta, rest, {**more, **self._so_far(0)})
+            for index in range(len(self._choices))
+        ]
+        if self._echo:
+            delta = _encoded({"content": self._echo})
+            events += [
+                self._event(index, delta, rest, self._so_far(0))
+                for index in range(len(self._choices))
+            ]
+        return events
 
-    def first(self) -> str:
-        """Return the event that comes before the first token's."""
-        return (
-            f'{self._begin}{{"role":"assistant","content":""}},"logprobs":null,'
-            '"finish_reason":null}],"prompt_token_ids":null,"prompt_text":null}\n\n'
-        )
-
-    def following(
-        self, text: str, token_ids: list[int], finish: str | None, stop_reason: int | str | None
-    ) -> str:
-        """Return the event of the next tokens and their text; "" if they need none. With the last
-        comes the reason why there are no more."""
-        self._sampled += len(token_ids)
-        delta = self._delta(text, token_ids, finish is not None)
+    def following(self, index: int, piece: Piece) -> str:
+        """Return the event of a choice's next tokens; "" if they need none. With the last comes the
+        reason why there are no more."""
+        choice, request, finish = self._choices[index], self._request, piece.finish_reason
+        if not (piece.text or piece.token_ids or choice.sampled or finish):
+            return ""
+        made = choice.read(piece)
+        if choice.parser is None:  # most pieces are nothing but text
+            delta = f'{{"content":{_encoded(piece.text)}}}'
+        else:
+            delta = "" if made is None else made.model_dump_json(exclude_unset=True)
+        hidden = not request.include_reasoning  # ids and log-probs would tell it
+        logprobs: object = None
+        if piece.logprobs is not None and not hidden:
+            found = vllm.chat_logprobs(self._chat, request, piece.token_ids, piece.logprobs)
+            logprobs = found.model_dump(exclude_unset=True)
+        ids = piece.token_ids if request.return_token_ids and not hidden else None
         if finish is None:
-            rest = '"logprobs":null,"finish_reason":null,"token_ids":null}]}\n\n'
-            return f"{self._begin}{delta},{rest}" if delta else ""
-        reason = "tool_calls" if self._calls and finish == "stop" else finish
-        ended = {"logprobs": None, "finish_reason": reason, "stop_reason": stop_reason}
-        tail = msgspec.json.encode({**ended, "token_ids": None}).decode()[1:]
-        mark = "" if self._usage or self._fingerprint is None else self._fingerprint
-        more = f',"system_fingerprint":{msgspec.json.encode(mark).decode()}' if mark else ""
-        return f"{self._begin}{delta or '{}'},{tail}]{more}}}\n\n"
+            if logprobs is None and ids is None:
+                if not delta:
+                    return ""
+                rest = '"logprobs":null,"finish_reason":null,"token_ids":null}'
+                return self._event(index, delta, rest, self._so_far(index))
+            fields = {"logprobs": logprobs, "finish_reason": None, "token_ids": ids}
+            rest = _encoded(fields)[1:]
+            return self._event(index, delta or "{}", rest, self._so_far(index))
+        named = isinstance(request.tool_choice, vllm.ChatCompletionNamedToolChoiceParam)
+        called = choice.calls and not named and finish == "stop"
+        ended = {
+            "logprobs": logprobs,
+            "finish_reason": "tool_calls" if called else finish,
+            "stop_reason": piece.stop_reason,
+            "token_ids": ids,
+        }
+        more, mark = self._so_far(index), self._chat.system_fingerprint
+        if mark is not None and not self._usage:
+            more = {**more, "system_fingerprint": mark}
+        return self._event(index, delta or "{}", _encoded(ended)[1:], more)
 
     def last(self) -> str:
         """Return the event with the numbers of tokens; "" if the client did not ask for it."""
         if not self._usage:
             return ""
-        prompt, sampled = len(self._prompt), self._sampled
-        numbers: JsonObject = {"prompt_tokens": prompt, "total_tokens": prompt + sampled}
-        tree: JsonObject = {**self._head, "choices": []}
-        tree["usage"] = {**numbers, "completion_tokens": sampled}
-        if self._fingerprint is not None:
-            tree["system_fingerprint"] = self._fingerprint
-        return f"data: {msgspec.json.encode(tree).decode()}\n\n"
+        usage = self._numbers(self._choices)
+        usage = {name: value for name, value in usage.items() if value is not None}
+        tree: JsonObject = {**self._head, "choices": [], "usage": usage}
+        if (mark := self._chat.system_fingerprint) is not None:
+            tree["system_fingerprint"] = mark
+        return f"data: {_encoded(tree)}\n\n"
 
-    def _delta(self, text: str, token_ids: list[int], finished: bool) -> str:
-        if self._parser is None:
-            self._content += text
-            return f'{{"content":{msgspec.json.encode(text).decode()}}}'
-        delta = self._parser.parse_delta(
-            delta_text=text,
-            delta_token_ids=token_ids,
-            request=self._request,
-            prompt_token_ids=self._prompt,
-            finished=finished,
-        )
-        if delta is None:
-            return ""
-        self._content += delta.content or ""
-        for piece in delta.tool_calls:
-            call = self._calls.setdefault(piece.index, ["", ""])
-            if piece.function is not None:
-                call[0] += piece.function.name or ""
-                call[1] += piece.function.arguments or ""
-        written: str = delta.model_dump_json(exclude_unset=True)
-        return written
+    def _event(self, index: int, delta: str, rest: str, more: JsonObject) -> str:
+        tail = "," + _encoded(more)[1:] if more else "}"
+        return f'{self._begin}{index},"delta":{delta},{rest}]{tail}\n\n'
+
+    def _so_far(self, index: int) -> JsonObject:
+        """Return the numbers of tokens of one choice, if each event has them."""
+        return {"usage": self._numbers([self._choices[index]])} if self._counts else {}
+
+    def _numbers(self, choices: Sequence[StreamedChoice]) -> JsonObject:
+        prompt, sampled = len(self._prompt), sum(len(choice.sampled) for choice in choices)
+        details = None
+        if self._reasons:
+            reasoning = sum(
+                choice.parser.count_reasoning_tokens(tuple(choice.sampled))
+                for choice in choices
+                if choice.parser is not None and choice.sampled
+            )
+            details = {"reasoning_tokens": reasoning}
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": sampled,
+            "total_tokens": prompt + sampled,
+            "completion_tokens_details": details,
+        }
+
+
+def _encoded(value: object) -> str:
+    try:
+        return msgspec.json.encode(value).decode()
+    except ValueError:  # a lone surrogate, which JSON writes as an escape
+        return json.dumps(value)

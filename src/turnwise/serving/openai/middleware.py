@@ -1,8 +1,8 @@
 """The layer between the gate and vLLM's application: finds the session of each request.
 
-The chat service answers the chats that it can plan; all other requests are the application's. A
-request of a session that another process serves is redirected to it. A client's retry gets the
-answer of the request that it repeats. Each chat of a batch is answered as one that is sent alone.
+The chat service answers chats; all other requests are the application's. A request of a session
+that another process serves is redirected to it. A client's retry gets the answer of the request
+that it repeats. Each chat of a batch is answered as one that is sent alone.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ from turnwise.errors import InputError
 from turnwise.serving.openai.bodies import TREE, Tree, decoded
 from turnwise.serving.openai.errors import refusal
 from turnwise.serving.openai.protection import TICKET, ticket
-from turnwise.serving.openai.requests import MAX_COMPLETIONS
+from turnwise.serving.openai.request_sampling import MAX_COMPLETIONS
 
 if TYPE_CHECKING:
     from turnwise.chat.session import Session
@@ -39,8 +39,9 @@ _REPEATABLE = "turnwise.repeatable"
 """Key of the scope for a request that may be a retry, or be retried: its key, whether it is one,
 and the request in flight."""
 _CHAT = "/v1/chat/completions"
-GENERATING = (_CHAT, "/v1/completions", "/v1/responses", "/v1/messages")
-"""Paths of the requests that sample, which belong to sessions."""
+IN_SESSIONS = (_CHAT, "/v1/completions", "/v1/responses", "/v1/messages")
+"""Paths of the requests that are served within a session, whose `RequestContext` is then the
+current one; their answers are counted, and their bodies read before the application gets them."""
 _BATCH = "/v1/chat/completions/batch"
 """Path of a request with several chats; `messages` is a list of conversations."""
 _INVOCATIONS = "/invocations"
@@ -96,7 +97,7 @@ class SessionMiddleware:
         # Equal requests that name neither may be two clients', each for a sample of its own.
         named = bool(name) or conversation is not None
         shared = idempotent is not None or (count is not None and named)
-        whole = shared or path in (*GENERATING, _BATCH, _INVOCATIONS)
+        whole = shared or path in (*IN_SESSIONS, _BATCH, _INVOCATIONS)
         # Of a redirected request, too: a connection whose body comes after the answer would have
         # no deadline from then on.
         body: bytes | None = None
@@ -173,7 +174,7 @@ class SessionMiddleware:
         elif own == name:
             own = None
         scope[SESSION_NAME] = name
-        if path not in GENERATING or body is None:
+        if path not in IN_SESSIONS or body is None:
             await self._app(scope, receive if body is None else _replaying(body, receive), send)
             return
         with ExitStack() as held:
@@ -211,7 +212,7 @@ class SessionMiddleware:
             headers["x-session-id"] = context.session.id
             trace = {each: headers[each] for each in TRACE_HEADERS if headers.get(each)}
             held.enter_context(within_trace(trace or context.session.trace))
-            is_json = headers.get("content-type", "").startswith("application/json")
+            is_json = headers.get("content-type", "").lower().startswith("application/json")
             if TREE not in scope:
                 with suppress(ValueError):  # the application refuses what is no JSON
                     scope[TREE] = decoded(body)
@@ -229,17 +230,20 @@ class SessionMiddleware:
                         refused = refusal(400, f"{place}: should be a valid dictionary", place)
                         await refused(scope, noticed, counted)
                         return
-            if path == _CHAT and is_json and tree.standard and _OWN_HEADERS not in headers:
-                value, planned = await self._chats.plan_body(tree.value, context)
-                scope[TREE] = tree._replace(value=value)
-                if isinstance(planned, AsyncGenerator):
-                    await _unless_gone(_send_events(planned, counted), noticed)
-                    return
-                if planned is not None:
-                    answer = await _unless_gone(self._chats.respond(planned), noticed)
-                    if answer is not None:
-                        await answer(scope, noticed, counted)
-                    return
+            # All other chats are read by vLLM's route, and arrive at `ChatService.answer_for_vllm`.
+            if (
+                path == _CHAT
+                and is_json
+                and tree.standard
+                and isinstance(tree.value, dict)
+                and _OWN_HEADERS not in headers
+            ):
+                answer = await _unless_gone(self._chats.answer_http(tree.value, context), noticed)
+                if isinstance(answer, AsyncGenerator):
+                    await _unless_gone(_send_events(answer, counted), noticed)
+                elif answer is not None:
+                    await answer(scope, noticed, counted)
+                return
             await self._app(scope, _replaying(body, noticed), counted)
 
     async def _repeat(self, scope: Scope, session: "Session", send: Send) -> bool:

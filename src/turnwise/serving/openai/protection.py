@@ -33,7 +33,6 @@ from turnwise.serving.openai.address import EVERYWHERE, reachable
 from turnwise.serving.openai.errors import refusal
 
 ANY = "*"  # entry of `serving.allowed_hosts` or `serving.cors_origins` that stands for all
-FILES = "/api/v1/files/"  # beginning of the paths of links to files, which end in a secret
 TICKET = "ticket"  # parameter of a URL with the `ticket` of its session
 _HEAD_SECONDS = 30.0
 _BODY_SECONDS = 120.0  # time for a whole body: any network transfers serving.max_body_mb faster
@@ -162,9 +161,29 @@ class Connection(HttpToolsProtocol):
         self.transport.close()
 
 
-def guarded(app: ASGIApp, serving: ServingConfig, key: str | None, store: SessionStore) -> ASGIApp:
+class Access:
+    """The place of the server's key in requests, and the requests that need none."""
+
+    def is_open(self, path: str) -> bool:
+        """Return whether requests to a path need no key."""
+        return path in ("/health", "/ping")
+
+    def authorization(self, path: str, headers: Headers) -> str:
+        """Return the key of a request as its `Authorization` header has it, "Bearer KEY"."""
+        if "/v1/messages" in path and (own := headers.get("x-api-key")):
+            return f"Bearer {own}"  # the header of Anthropic's clients
+        return headers.get("authorization", "")
+
+
+def guarded(
+    app: ASGIApp,
+    serving: ServingConfig,
+    key: str | None,
+    store: SessionStore,
+    access: Access | None = None,
+) -> ASGIApp:
     """Return an application behind a `Gate`, and with CORS for `serving.cors_origins`."""
-    app = Gate(app, serving, key, store)
+    app = Gate(app, serving, key, store, access or Access())
     if not serving.cors_origins:
         return app
     return CORSMiddleware(
@@ -176,13 +195,6 @@ def guarded(app: ASGIApp, serving: ServingConfig, key: str | None, store: Sessio
     )
 
 
-def key_in(token: str) -> str:
-    """Return the key in a token of Tinker's clients, HEADER.CLAIMS.KEY: what proves who sends it. A
-    key is returned as it is."""
-    parts = token.split(".", 2)
-    return parts[2] if len(parts) == 3 and token.startswith("eyJ") else token
-
-
 class Gate:
     """Refuses what is not meant for the server, may not be asked, or is too large.
 
@@ -190,8 +202,8 @@ class Gate:
       loopback names, the machine's own name if it listens on all addresses, and
       `serving.allowed_hosts`. A request without a `Host`, which no browser sends, may have any.
     - 415 and 403: a POST request without JSON, or of a page of another site.
-    - 401: no API key. Every route but /health and /ping needs it. Sessions of rollouts need none:
-      their paths are random secrets, known only to their agents; likewise links to files.
+    - 401: no API key. Every route but /health and /ping needs it (see `Access`). Sessions of
+      rollouts need none: their paths are random secrets, known only to their agents.
     - 413 and 503: a body that is too large, or all bodies in flight are: in bytes, and in what they
       become (`bodies`).
 
@@ -199,8 +211,14 @@ class Gate:
     """
 
     def __init__(
-        self, app: ASGIApp, serving: ServingConfig, key: str | None, store: SessionStore
+        self,
+        app: ASGIApp,
+        serving: ServingConfig,
+        key: str | None,
+        store: SessionStore,
+        access: Access,
     ) -> None:
+        self._access = access
         names = ["localhost", serving.host, reachable(serving.host), *serving.allowed_hosts]
         if serving.host in EVERYWHERE:
             names.append(socket.gethostname())
@@ -304,13 +322,9 @@ class Gate:
     def _open(self, scope: Scope, headers: Headers) -> bool:
         """Return whether a request has the key, or needs none."""
         path: str = scope["path"]
-        if self._key is None or path in ("/health", "/ping") or path.startswith(FILES):
+        if self._key is None or self._access.is_open(path):
             return True
-        sent = headers.get("authorization", "")
-        takes_header = "/v1/messages" in path or path.startswith("/api/v1/")
-        if takes_header and (own := headers.get("x-api-key")):
-            sent = f"Bearer {key_in(own)}"  # the header of Anthropic's clients, and of Tinker's
-        if _equal(sent, f"Bearer {self._key}"):
+        if _equal(self._access.authorization(path, headers), f"Bearer {self._key}"):
             return True
         if not path.startswith("/sessions/"):
             return False

@@ -37,8 +37,8 @@ from turnwise.serving.openai.address import QUEUE, api_key, listen, reachable
 from turnwise.serving.openai.bodies import read_once
 from turnwise.serving.openai.errors import answer_error
 from turnwise.serving.openai.metrics import EngineMetrics, metrics_text
-from turnwise.serving.openai.middleware import GENERATING, SESSION_NAME, SessionMiddleware
-from turnwise.serving.openai.protection import Connection, guarded, most_connections
+from turnwise.serving.openai.middleware import IN_SESSIONS, SESSION_NAME, SessionMiddleware
+from turnwise.serving.openai.protection import Access, Connection, guarded, most_connections
 from turnwise.serving.openai.vllm_app import build
 from turnwise.trajectory import MAX_REWARD
 
@@ -58,7 +58,7 @@ class OpenAIServer:
 
     The `port` is serving.port by default, and 0 takes a free one. `processes` serve the sessions
     that clients open; they are started and stopped with the server. `extend` gets the application,
-    may add routes and middleware to it, and returns it.
+    may add routes and middleware to it, and returns it. `access` knows where requests have the key.
     """
 
     def __init__(
@@ -68,9 +68,11 @@ class OpenAIServer:
         port: int | None = None,
         processes: "FrontProcesses | None" = None,
         extend: Callable[[FastAPI], FastAPI] | None = None,
+        access: Access | None = None,
     ) -> None:
         serving = config.serving
-        self.sessions = SessionStore.from_config(config) if processes is None else processes.store
+        own = SessionStore.of(config.sampling, serving) if processes is None else processes.store
+        self.sessions = own
         self.base_url = ""  # including /v1
         path = config.model.adapter or config.model.path
         self.model_name = serving.served_model_name or Path(path).name or Path(path).resolve().name
@@ -84,7 +86,7 @@ class OpenAIServer:
         """Set once the server serves no more."""
         self._config = config
         self._generator = generator
-        self._extend = extend
+        self._extend, self._access = extend, access
         self.engines = EngineMetrics(generator)
         self._port = serving.port if port is None else port
         self._listening: socket.socket | None = None
@@ -104,7 +106,7 @@ class OpenAIServer:
         serving = self._config.serving
         self._listening = listening = listen(serving.host, self._port, serving.ports)
         host, port = listening.getsockname()[:2]
-        if api_key(self._config) is None and not ipaddress.ip_address(host).is_loopback:
+        if api_key(self._config.serving) is None and not ipaddress.ip_address(host).is_loopback:
             logger.warning(
                 "the OpenAI server at %s:%d is open to everybody who can reach this address: set "
                 "serving.api_key, or leave serving.host at 127.0.0.1",
@@ -167,7 +169,7 @@ class OpenAIServer:
 
     async def application(self) -> ASGIApp:
         """Return the ASGI application with its layers."""
-        serving, key = self._config.serving, api_key(self._config)
+        serving, key = self._config.serving, api_key(self._config.serving)
         # model.path is also a name, unless another was configured
         names = [self.model_name, *([] if serving.served_model_name else [self._config.model.path])]
         app = await build(self._config, self._generator, self.sessions, names)
@@ -182,7 +184,7 @@ class OpenAIServer:
         app.middleware_stack = None  # vLLM has built one, and then none could be added
         extended = app
         if self._extend is not None:
-            hook, timeout = "_setup_vllm_openai_api_server", "engine.start_timeout"
+            hook, timeout = self._extend.__name__, "engine.start_timeout"
             seconds = self._config.engine.start_timeout
             returned: object = await call_user_code(
                 self._extend, app, name=hook, seconds=seconds, key=timeout
@@ -201,7 +203,7 @@ class OpenAIServer:
         layers: ASGIApp = SessionMiddleware(extended, chats, self.requests, self.processes, key)
         for kind, arguments, options in reversed(added):
             layers = kind(layers, *arguments, **options)
-        return guarded(layers, serving, key, self.sessions)
+        return guarded(layers, serving, key, self.sessions, self._access)
 
     async def stop(self) -> None:
         """Close the connections and stop listening; end the processes."""
@@ -290,7 +292,7 @@ async def get_index(server: _Server) -> JsonObject:
         "anthropic_base_url": server.base_url.removesuffix("/v1"),
         "workers": server.workers(),
         "session_processes": {} if server.processes is None else server.processes.base_urls,
-        "routes": [*GENERATING, "/v1/models", "/sessions", "/health", "/metrics", "/docs"],
+        "routes": [*IN_SESSIONS, "/v1/models", "/sessions", "/health", "/metrics", "/docs"],
         "reference": "/docs",
     }
 
@@ -399,7 +401,7 @@ async def get_session(session_id: str, server: _Server) -> JsonObject:
 @router.post("/sessions/{session_id}/reward")
 async def give_reward(session_id: str, server: _Server, reward: _Reward) -> JsonObject:
     """Set the session's reward."""
-    _managed(server, session_id).trajectory.reward = reward.reward
+    _managed(server, session_id).trajectory.set_outcome(reward=reward.reward)
     return {"id": session_id, "reward": reward.reward}
 
 

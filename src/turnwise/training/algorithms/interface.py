@@ -1,15 +1,19 @@
 """The base classes of advantages and losses, and the per-token tensors that a loss gets and gives.
 
-Independent of trajectories, models and ranks.
+Independent of models and ranks.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
+import numpy as np
 import torch
 
 from turnwise.config import OtherModel
+
+if TYPE_CHECKING:
+    from turnwise.trajectory import Trajectory
 
 MAX_LOG_RATIO = 20.0
 
@@ -148,9 +152,9 @@ class Advantage:
 
     Your own class overrides `of_group`, or `of_groups` if advantages depend on the whole step; or,
     with `per_turn`, `of_turns`; with `multi_objective`, `of_objectives`; with a value model, also
-    `of_tokens` and `value_loss`. Select it in the configuration with
-    `algorithm.advantage.name: package.module:Class`; all keys except `name` are passed to its
-    constructor.
+    `of_tokens` and `value_loss`. `annotate` gives each token an advantage of its own. Select it in
+    the configuration with `algorithm.advantage.name: package.module:Class`; all keys except `name`
+    are passed to its constructor.
 
     Example:
         class Best(Advantage):
@@ -211,6 +215,18 @@ class Advantage:
                 of the whole trajectory.
         """
         raise NotImplementedError(f"{type(self).__name__} sets per_turn and defines no of_turns")
+
+    def annotate(self, trajectory: "Trajectory", advantages: Sequence[float]) -> None:
+        """Write the stream `advantage` of each turn: the advantage of each of its `N` completion
+        tokens, [N]; by default that of the turn. Other streams that it writes are the loss's
+        (`Tokens.streams`). Not called with a value model.
+
+        Args:
+            advantages: That of each turn, as `of_turns` returned it, or of the trajectory.
+        """
+        for turn, advantage in zip(trajectory.turns, advantages, strict=True):
+            size = len(turn.completion_token_ids)
+            turn.streams["advantage"] = np.full(size, advantage, np.float32)
 
     def of_tokens(
         self, rewards_T: torch.Tensor, values_T: torch.Tensor

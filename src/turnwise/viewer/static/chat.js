@@ -129,7 +129,7 @@ export function messageCard(message, notes, picture) {
 }
 
 function turnNote(turn) {
-  const versions = [...new Set(turn.weight_versions)];
+  const versions = [...new Set(turn.weight_versions.filter((version) => version >= 0))];
   const first = Math.min(...versions);
   const last = Math.max(...versions);
   const parts = [counted(turn.completion_token_ids.length, "token", "tokens"), `weights v${first}${last > first ? `–${last}` : ""}`,

@@ -27,9 +27,9 @@ export function tokensOf(trajectory, path, texts, values) {
     const turn = trajectory.turns[index];
     const added = turn.added_token_ids.length;
     for (let i = 0; i < length; i++) {
-      const sampled = i >= added;
       const at = i - added;
-      const id = sampled ? turn.completion_token_ids[at] : turn.added_token_ids[i];
+      const sampled = at >= 0 && turn.weight_versions[at] >= 0;  // a forced token is context
+      const id = at >= 0 ? turn.completion_token_ids[at] : turn.added_token_ids[i];
       const [text, bytes, special] = texts[id] ?? [`⟨${id}⟩`, null, false];
       const token = { id, text, bytes, special, turn: index, at, sampled, position: tokens.length,
         logprob: sampled ? turn.logprobs[at] : turn.added_logprobs?.[i] ?? undefined,

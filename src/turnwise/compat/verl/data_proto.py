@@ -212,12 +212,13 @@ def take_rows(trajectory: Trajectory, made: "DataProto", given: Collection[str] 
                 raise
             trajectory.events["retokenised_rows"] += len(rows)
         if (scores := batch.get("rm_scores", None)) is not None and len(scores):
-            trajectory.reward = float(scores.float().sum(dim=-1).mean())
+            trajectory.set_outcome(reward=float(scores.float().sum(dim=-1).mean()))
     for name, column in made.non_tensor_batch.items():
         numbers = [float(v) for v in column if isinstance(v, int | float | np.number | np.bool_)]
         finite = len(numbers) == len(column) and all(map(math.isfinite, numbers))
         if numbers and finite and name not in given:
-            trajectory.metrics[name] = sum(numbers) / len(numbers)
+            own = {name: sum(numbers) / len(numbers)}
+            trajectory.set_outcome(metrics={**trajectory.metrics, **own})
 
 
 def _padded(rows: Sequence[Sequence[float]], fill: float, *, left: bool = False) -> "torch.Tensor":

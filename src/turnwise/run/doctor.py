@@ -305,7 +305,7 @@ class ConfigChecks:
     def _tokenizer(self) -> "PreTrainedTokenizerBase":
         from turnwise.chat.template import load_tokenizer
 
-        return load_tokenizer(self.config)
+        return load_tokenizer(self.config.model)
 
     def template(self) -> Finding:
         """Check how the bridge works with the model's chat template, and what it leaves out."""
@@ -313,7 +313,9 @@ class ConfigChecks:
         from turnwise.trajectory.check_template import TOOLS, VERDICTS, check_template
         from turnwise.trajectory.left_out import left_out
 
-        template = load_template(self.config, self._tokenizer)
+        template = load_template(
+            self.config.model, self.config.sampling, self.config.engine, self._tokenizer
+        )
         if template.missing:
             return Finding("chat template", "warning", template.missing)
         results = check_template(template)
@@ -322,7 +324,7 @@ class ConfigChecks:
         said = f"{len(results)} kinds of conversation: {said}"
         if hidden := left_out(template, TOOLS):
             said += f"; it leaves out {', '.join(hidden)}"
-        if stop := missing_stop(self.config, template):
+        if stop := missing_stop(self.config.model, self.config.sampling, template):
             return Finding("chat template", "warning", said, stop)
         if not counts["forks"] and not counts["refuses"]:
             return Finding("chat template", "ok", said)
@@ -347,7 +349,7 @@ class ConfigChecks:
         return Finding("environment", "ok", "; ".join(said))
 
     def algorithm(self) -> Finding:
-        from turnwise.training.checks import check_trainable
+        from turnwise.run.checks import check_trainable
 
         parts, n = self.config.algorithm, self.config.sampling.n
         check_trainable(self.config)
@@ -382,12 +384,16 @@ class ConfigChecks:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         room = torch.cuda.mem_get_info()[0] if device.type == "cuda" else _LARGEST
         room = min(room, psutil.virtual_memory().available) // 2
-        needed = model_size(self.config).parameters * dtype_of(self.config, POLICY).itemsize
+        needed = (
+            model_size(self.config.model).parameters * dtype_of(self.config.model, POLICY).itemsize
+        )
         if needed > room:
             said = f"not checked here: {size(needed)} of weights, and {size(room)} is the limit"
             return Finding("log-probs", "ok", f"{said}; each run checks them before it trains")
         check = check_policy(self.config, device)
-        possible = possible_layouts(self.config)
+        possible = possible_layouts(
+            self.config.training, replays_routing=self.config.engine.routing_replay
+        )
         agreed, _ = agreed_layouts([check], self.config.training, possible)
         layouts: tuple[Layout, ...] = ("padded", "packed", "shared")
         found = ", ".join(

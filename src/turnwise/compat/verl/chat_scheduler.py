@@ -21,13 +21,14 @@ import numpy as np
 
 from turnwise.chat.session import NAME_RULE, Session, valid_name
 from turnwise.chat.session_store import SessionStore
+from turnwise.compat.verl.data_proto import DataProto
+from turnwise.compat.verl.keys import ROOT, VERL_KEYS
 from turnwise.config import AgentSamplingRule, Config, SamplingConfig
-from turnwise.config.verl_keys import ROOT, VERL_KEYS
+from turnwise.core.admission import Admission, Place
 from turnwise.core.aio import run_in_thread, together
 from turnwise.core.deadlines import StallClock, trajectory_limits
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
-from turnwise.core.slots import Slots
 from turnwise.core.user_code import call_user_code, describe_user_error, user_errors
 from turnwise.engine.protocol import Generator, TurnTimes
 from turnwise.errors import (
@@ -38,8 +39,7 @@ from turnwise.errors import (
     TurnwiseError,
     first_line,
 )
-from turnwise.serving.data_proto import DataProto
-from turnwise.serving.scheduler import Scheduler
+from turnwise.serving.seats import limits_of
 from turnwise.trajectory import Message, Trajectory
 
 if TYPE_CHECKING:
@@ -209,15 +209,14 @@ class ChatBackend:
         config: Config,
         generator: Generator,
         scheduler: type[ChatCompletionScheduler] = ChatCompletionScheduler,
+        admission: Admission | None = None,
     ) -> None:
         self.config = config
         self.model_name = config.serving.served_model_name or config.model.path
-        self.sessions = SessionStore.from_config(config)
+        self.sessions = SessionStore.of(config.sampling, config.serving)
         self._scheduler = scheduler
         self._generator = generator
-        self._slots = Slots(config.rollout.concurrency)
-        if isinstance(generator, Scheduler):
-            generator.grow(self._slots)
+        self._admission = admission or Admission(limits_of(config))
 
     async def start(self) -> None:
         """Build vLLM's application, and the conductor; raise `InputError` when vLLM refuses the
@@ -276,7 +275,7 @@ class ChatBackend:
         """Answer a request as verl's server actor does: yield a status of HTTP and a server-sent
         event ("data: ..."), for the whole answer, for each chunk of a stream, or for an error."""
         from turnwise.internals.vllm_server import create_error_response
-        from turnwise.serving.openai.chat_service import client_error
+        from turnwise.serving.openai.vllm_errors import client_error
 
         try:
             with _own_errors():
@@ -338,6 +337,7 @@ class ChatBackend:
         group: str = "",
         sampling_params: Mapping[str, object] | None = None,
         clock: StallClock | None = None,
+        place: Place | None = None,
         calls: list[TurnTimes] | None = None,
     ) -> DataProto | None:
         """Run one conversation, a batch of one, and return the batch that the scheduler makes of
@@ -356,7 +356,7 @@ class ChatBackend:
             max_turns=self.config.rollout.max_turns,
             calls=calls,
         )
-        session.clock = clock
+        session.clock, session.place = clock, place or session.place
         conductor, name = self.conductor, self._who
         made: DataProto | None = None
 
@@ -393,7 +393,7 @@ class ChatBackend:
         self, prompts: DataProto | Sequence[Sequence[Message]], **sampling_params: object
     ) -> DataProto:
         """Run `sampling.n` conversations for each prompt (a list of messages, or a row of
-        `raw_prompt`), at most `rollout.concurrency` at once. `sampling_params` change the
+        `raw_prompt`), as many at once as `rollout.concurrency` says. `sampling_params` change the
         configuration's `sampling`, by its keys or OpenAI's.
 
         There is a row for each conversation (or for each of its branches), in the prompts' order,
@@ -420,10 +420,14 @@ class ChatBackend:
             trajectory, row = Trajectory(str(index), number), prompts.row(index)
             limits = trajectory_limits(rollout.trajectory_timeout, rollout.stall_timeout)
             try:
-                async with self._slots.taken(), limits as clock:
-                    made = await self.converse(
-                        trajectory, row, sampling, sampling_params=params, clock=clock
-                    )
+                async with self._admission.admitted() as place, limits as clock:
+                    with place.idle():  # but for its requests
+                        made = await self.converse(
+                            *(trajectory, row, sampling),
+                            sampling_params=params,
+                            clock=clock,
+                            place=place,
+                        )
             except (TrajectoryError, EngineError, DeadlineError) as error:
                 failures.append(error)
                 return None
@@ -487,7 +491,7 @@ class ChatBackend:
                 )
             whole: JsonObject | None = None
             with self._chats.serving(name, previous) as context:
-                answer = await self._chats.answer(tree, context)
+                answer = await self._chats.answer_here(tree, context)
                 if isinstance(answer, dict):
                     whole = answer
                     if not whole.get("error"):

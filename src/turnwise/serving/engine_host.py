@@ -1,4 +1,4 @@
-"""The actor around one engine, and the mailboxes through which the fleet uses it.
+"""The actor that hosts one engine, and the mailboxes through which the fleet uses it.
 
 Other processes use it through `WorkerHandle`, each with a channel and a mailbox of its own. A
 message brings several requests, and one for each step of the engine returns the chunks of all.
@@ -8,10 +8,9 @@ The fork server imports this module, without Ray.
 import asyncio
 import os
 import pickle
-import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from turnwise import errors
@@ -20,22 +19,13 @@ from turnwise.core import logs
 from turnwise.core.aio import freeze_gc
 from turnwise.core.json_types import JsonObject
 from turnwise.engine.protocol import Chunk, Request
-from turnwise.errors import EngineError, InputError, TurnwiseError
+from turnwise.errors import EngineError, TurnwiseError
 from turnwise.serving.channel import Address, Channel, listen
 from turnwise.serving.hand_over import RunningTurns
-from turnwise.serving.openai import import_server
-from turnwise.serving.routing import Supervisor
-from turnwise.serving.scheduler import Scheduler
 from turnwise.weights import WORKER_EXTENSION
 
 if TYPE_CHECKING:
-    import uvicorn
-    from fastapi import FastAPI
-
-    from turnwise.core.optional import Foreign
     from turnwise.internals.vllm import AsyncLLM
-    from turnwise.serving.chat_scheduler import ChatBackend
-    from turnwise.serving.openai import OpenAIServer
 
 HEARTBEAT_SECONDS = 10.0
 """Time between messages without a chunk, which show that the worker is alive."""
@@ -97,10 +87,8 @@ class Mailbox:
             task.cancel()
 
 
-class EngineWorker:
-    """An actor's class: one `VllmEngine`, with its own OpenAI server if the configuration says so.
-
-    A subclass may override `_create_engine`, and what begins with `_setup_vllm`.
+class EngineHost:
+    """An actor's class: one `VllmEngine`, which other processes use through `WorkerHandle`.
 
     Args:
         bundle_indices: Bundles of this actor's placement group, one for each device of the
@@ -118,25 +106,17 @@ class EngineWorker:
         seed: int | None = None,
         name: str = "worker-0",
     ) -> None:
-        self.llm: AsyncLLM | None = None
-        """vLLM's engine, once it has started."""
-        self.server_thread: threading.Thread | None = None
-        self.base_url: str | None = None
-        """Base URL of this worker's own OpenAI server; None without one."""
-        self.http_server: uvicorn.Server | None = None
         self._config = config
         self._seed = config.seed if seed is None else seed
         self._name = name
         self._share = fraction_of_gpus
-        self._metrics = False
         self._address: Address | None = None
-        self._server: OpenAIServer | None = None
-        self._chats: asyncio.Task[ChatBackend] | None = None
         self._bundle_indices = bundle_indices
         self._running = RunningTurns()
 
-    async def post_init_async(self) -> int:
-        """Build the engine, which takes seconds; returns this process's id."""
+    async def start(self) -> tuple[int, str | None]:
+        """Build the engine, which takes seconds; return this process's id, and the base URL of its
+        own OpenAI server, None without one."""
         from turnwise.engine.adapters import EngineAdapters
         from turnwise.engine.vllm_engine import VllmEngine
         from turnwise.internals import vllm
@@ -157,14 +137,6 @@ class EngineWorker:
         served = config.serving.worker_servers or config.metrics.port is not None
         if engine.metrics is None and served:
             changes["metrics"] = True
-
-        def start(_: str, llm_kwargs: JsonObject, metrics: bool) -> "AsyncLLM":
-            self._metrics = metrics
-            self._create_engine(llm_kwargs)
-            if self.llm is None:
-                raise InputError("_create_engine must set self.llm, as the one it overrides does")
-            return self.llm
-
         self._engine = VllmEngine(
             config.model,
             engine.model_copy(update=changes),
@@ -173,97 +145,29 @@ class EngineWorker:
             adapters=EngineAdapters.of(config),
             worker_extension=WORKER_EXTENSION,
             name=self._name,
-            start=start,
+            start=self._start_llm,
         )
         vllm.enable_envs_cache()  # or vLLM reads environment variables for each token
         await self._engine.load_adapters()
-        if config.serving.worker_servers:
-            make, extend = await import_server(), self._setup_vllm_openai_api_server
-            self._server = make(self._server_config(), self._turns, port=0, extend=extend)
-            self.server_thread, self.base_url, self.http_server = self._setup_vllm_server()
-            if self._server.base_url:  # else a subclass has a server of its own
-                await self._server.serve()
+        base_url = await self._serve()
         freeze_gc()
-        return os.getpid()
+        return os.getpid(), base_url
 
-    @cached_property
-    def _turns(self) -> Scheduler:
-        """The engine for requests that come from no fleet: those that an update or a sleep ends
-        early go on after it, as a fleet's do."""
-        turns = Scheduler(self._config.serving, self._config.engine.request_timeout)
-        failed = Supervisor(lambda why: turns.restore(self._name), lambda: None)
-        turns.add(self._name, self._engine, failed)
-        return turns
-
-    def _create_engine(self, llm_kwargs: JsonObject) -> None:
-        """Start vLLM's engine as `self.llm`; a hook for subclasses that change the arguments of
-        vLLM's AsyncEngineArgs, or start it themselves."""
+    def _start_llm(self, path: str, llm_kwargs: JsonObject, metrics: bool) -> "AsyncLLM":
+        """Start vLLM; a hook for subclasses, as `_serve` is."""
         from turnwise.engine.vllm_start import start_llm
 
-        self.llm = start_llm(self._config.model.path, llm_kwargs, self._metrics)
+        return start_llm(path, llm_kwargs, metrics)
 
-    def _setup_vllm_server(self) -> tuple[threading.Thread, str, "uvicorn.Server"]:
-        """Open this worker's OpenAI server, which answers once this has returned; a hook.
-
-        Returns a thread that ends when the server does, the base URL, and uvicorn's server, which
-        ends when its `should_exit` is set. It runs on the engine's event loop, because vLLM's
-        sockets are not safe across threads: join the thread in another one only.
-        """
-        assert self._server is not None
-        server = self._server.listen()
-        thread = threading.Thread(target=self._server.ended.wait, daemon=True)
-        thread.start()
-        return thread, self._server.base_url, server
-
-    def _setup_vllm_openai_api_server(self, app: "FastAPI") -> "FastAPI":
-        """Return the server's application, which has all routes; a hook for subclasses that add
-        routes and middleware.
-
-        Middleware runs around all requests that have the server's key. It and coroutines run on the
-        engine's event loop, which they must not block; other routes run in threads.
-        """
-        return app
-
-    def _server_config(self) -> Config:
-        return self._config
-
-    async def report_dp_openai_server_base_url(self) -> str | None:
-        """Return the base URL of this worker's own OpenAI server; None without one."""
-        return self.base_url
-
-    async def chat_completion_generator(self, request: "Foreign") -> AsyncIterator[tuple[int, str]]:
-        """Answer a chat request without HTTP, as verl's server actor does.
-
-        Args:
-            request: vLLM's `ChatCompletionRequest`, or a dictionary of its keys.
-
-        Yields:
-            A status of HTTP and a server-sent event, "data: ..." and an empty line: one with the
-            answer, with `stream` one for each chunk and "[DONE]", or one with the error.
-        """
-        tree = request if isinstance(request, dict) else request.model_dump(exclude_unset=True)
-        if self._chats is None:
-            self._chats = asyncio.create_task(self._start_chats())
-        chats = await asyncio.shield(self._chats)
-        async with aclosing(chats.events(tree)) as events:
-            async for event in events:
-                yield event
-
-    async def _start_chats(self) -> "ChatBackend":
-        from turnwise.serving.chat_scheduler import ChatBackend
-
-        chats = ChatBackend(self._config, self._turns)
-        await chats.start()
-        return chats
+    async def _serve(self) -> str | None:
+        """Open the host's own server, and return its base URL; this class has none."""
+        return None
 
     async def shutdown(self, exit_after: float | None = None) -> bool:
-        """End the server and the engine, and return True. The owner kills the actor, or, if Ray's
-        head is gone, the process ends by itself after `exit_after` seconds."""
+        """End the engine, and return True. The owner kills the actor, or, if Ray's head is gone,
+        the process ends by itself after `exit_after` seconds."""
         if exit_after is not None:
             asyncio.get_running_loop().call_later(exit_after, os._exit, 0)
-        if self._server is not None and self.http_server is not None:
-            self.http_server.should_exit = True
-            await self._server.stop()
         await self._engine.shutdown()
         return True
 

@@ -19,8 +19,8 @@ from tests.conftest import ROOT, command_environment, python
 from tests.training.architectures import tiny
 from turnwise.cli import app
 from turnwise.config import Config, parse_config
-from turnwise.observe import doctor
-from turnwise.observe.doctor import (
+from turnwise.run import doctor
+from turnwise.run.doctor import (
     Check,
     ConfigChecks,
     Finding,
@@ -32,7 +32,7 @@ from turnwise.observe.doctor import (
     size,
     spread,
 )
-from turnwise.trajectory import Trajectory, check_template
+from turnwise.trajectory import Outcome, Trajectory, check_template
 
 LEFT = "34159-tp:0-[0-1]-cpushm_0"
 
@@ -292,7 +292,7 @@ def test_servers_that_a_configuration_needs_are_asked(tmp_path: Path) -> None:
 
 
 def played(problem: str, reward: float) -> Trajectory:
-    return Trajectory(problem, reward=reward)
+    return Trajectory(problem, outcome=Outcome(reward))
 
 
 def test_equal_rewards_within_every_problem_are_a_warning() -> None:

@@ -1,8 +1,8 @@
 """verl's server manager behind plain calls: engines, and chats and batches on them."""
 
 import asyncio
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import ExitStack, aclosing, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import NoReturn, Self
@@ -11,6 +11,9 @@ from urllib.parse import urlsplit
 import ray
 from ray.actor import ActorHandle as RayActor
 
+from turnwise.compat.verl.chat_scheduler import Callback, ChatBackend, ChatCompletionScheduler
+from turnwise.compat.verl.data_proto import DataProto
+from turnwise.compat.verl.loop import ChatSchedulerLoop, import_chat_scheduler
 from turnwise.config import NO_DEADLINE, Config, load_config
 from turnwise.config.base import NEEDED_KEYS
 from turnwise.core.json_types import Args, JsonObject, Kwargs
@@ -18,16 +21,72 @@ from turnwise.core.loop_thread import EventLoopThread
 from turnwise.core.optional import Foreign
 from turnwise.core.user_code import call_user_code
 from turnwise.errors import InputError
-from turnwise.run.fleet import open_manager
-from turnwise.serving.chat_scheduler import Callback
-from turnwise.serving.chat_scheduler import ChatCompletionScheduler as ChatCompletionScheduler
-from turnwise.serving.data_proto import DataProto
+from turnwise.run.display import SILENT, Display
+from turnwise.run.fleet import open_fleet
+from turnwise.serving.manager import AsyncLLMServerManager
+from turnwise.serving.openai.serving_host import ServingHost
+from turnwise.serving.seats import engine_admission
 from turnwise.trajectory import Message
+from turnwise.weights.manifest import Manifest
 from turnwise.weights.sync import WeightSync
-from turnwise.weights.transport import Manifest, find_transport
+from turnwise.weights.transport import find_transport
 
 _START_SECONDS = 120.0  # deadline of the work before the engines start: imports and Ray
 _GRACE_SECONDS = 20.0  # time after the engines' own deadline, whose error is more specific
+
+
+class ChatHost(ServingHost):
+    """An actor's class that answers chats without HTTP, too, as verl's server actor does."""
+
+    _chats: "asyncio.Task[ChatBackend] | None" = None
+
+    async def chat_completion_generator(self, request: Foreign) -> AsyncIterator[tuple[int, str]]:
+        """Answer a chat request.
+
+        Args:
+            request: vLLM's `ChatCompletionRequest`, or a dictionary of its keys.
+
+        Yields:
+            A status of HTTP and a server-sent event, "data: ..." and an empty line: one with the
+            answer, with `stream` one for each chunk and "[DONE]", or one with the error.
+        """
+        tree = request if isinstance(request, dict) else request.model_dump(exclude_unset=True)
+        if self._chats is None:
+            self._chats = asyncio.create_task(self._start_chats())
+        chats = await asyncio.shield(self._chats)
+        async with aclosing(chats.events(tree)) as events:
+            async for event in events:
+                yield event
+
+    async def _start_chats(self) -> ChatBackend:
+        chats = ChatBackend(self._config, self.turns)
+        await chats.start()
+        return chats
+
+
+@asynccontextmanager
+async def open_manager(
+    config: Config,
+    progress: Display = SILENT,
+    hosts: Mapping[str, RayActor] | None = None,
+) -> AsyncIterator[tuple[AsyncLLMServerManager, ChatBackend]]:
+    """Start Ray, the workers, and a chat backend in front of them; stop them all on exit. With
+    `hosts`, the workers' models are in these actors, in the Ray that the program has joined."""
+    async with open_fleet(
+        config,
+        progress,
+        ChatSchedulerLoop.front,
+        partial(import_chat_scheduler, config),
+        lambda chat_scheduler, manager: ChatBackend(
+            config,
+            manager.scheduler,
+            chat_scheduler,
+            engine_admission(config, manager.scheduler),
+        ),
+        hosts,
+        ChatHost,
+    ) as opened:
+        yield opened
 
 
 class LLMServerManager:

@@ -1,0 +1,13 @@
+"""Answers to the configuration keys of other systems, for errors about unknown keys."""
+
+from turnwise.compat.verl.keys import VERL_KEYS, verl_answer
+
+
+def answer(key: str) -> str | None:
+    """Return the key here, or a sentence, for another system's key or one below it, or None."""
+    return verl_answer(key)
+
+
+def is_section(key: str) -> bool:
+    """Return whether another system has keys below this one."""
+    return any(name.startswith((f"{key}.", f"actor_rollout_ref.{key}.")) for name in VERL_KEYS)

@@ -1,0 +1,103 @@
+"""One request on its way to the engine and back, and the context variable that has it."""
+
+import asyncio
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from turnwise.chat import prompts
+from turnwise.chat.messages import Answer, Conversation
+from turnwise.chat.messages import answer as canonical_answer
+from turnwise.chat.session import AS_CONFIGURED, Session, TurnSampling
+from turnwise.chat.tool_parser import is_object
+from turnwise.engine.protocol import Completion
+from turnwise.errors import InputError
+from turnwise.trajectory.prompt import PlacedImage, Prompt
+
+if TYPE_CHECKING:
+    from turnwise.internals import vllm_server as vllm
+
+ChoiceKey = tuple[str, int]
+"""Identity of one completion of a request: vLLM's id of its prompt, and the index of the choice."""
+
+
+@dataclass(slots=True)
+class RequestContext:
+    """One request on its way to the engine and back."""
+
+    session: Session
+    held: ExitStack  # closed at the end of the request
+    request: "vllm.SamplingRequest | None" = None
+    """The request as parsed by vLLM; None before rendering."""
+    conversation: Conversation = field(default_factory=Conversation)
+    """Messages and tools of a chat; empty for other requests."""
+    next_prompt: prompts.NextPrompt = field(default_factory=lambda: prompts.NextPrompt(None))
+    finished: dict[ChoiceKey, Completion] = field(default_factory=dict)
+    texts: dict[ChoiceKey, str] = field(default_factory=dict)
+    undelivered: list[Callable[[], None]] = field(default_factory=list)
+    """For each completion that the client has not got, a function that records it as a turn."""
+    answers: dict[int, Answer] = field(default_factory=dict)
+    """Answers to a chat as the client got them, by the index of the choice (`note`)."""
+    objects: bool = False
+    """Whether the client holds arguments of calls as objects, as those of Anthropic's Messages do,
+    so that arguments which are no JSON object are an empty one."""
+    adapter: str = ""
+    sampling: TurnSampling = AS_CONFIGURED
+    """The turn's own sampling parameters."""
+    began: float = field(default_factory=time.time)
+    """Time when the request came, in seconds since the epoch."""
+
+    @property
+    def images(self) -> Sequence[PlacedImage]:
+        """Images of a chat's prompt, of which vLLM's application passes on the ids alone."""
+        prompt = self.next_prompt.token_ids
+        return () if prompt is None else prompt.images
+
+    @property
+    def trained(self) -> bool:
+        """Whether what is sampled is trained, and with it the ids that a grammar allowed."""
+        return self.session.sampling is not None and not self.sampling.untrained
+
+    def score_prompt(self, params: "vllm.SamplingParams") -> None:
+        """Let an engine give the log-probs of the prompt's tokens, if the session records them."""
+        own = self.session.sampling
+        if own is not None and own.prompt_logprobs:
+            params.prompt_logprobs = params.prompt_logprobs or 0
+            params.skip_reading_prefix_cache = True  # which leaves prompts unscored
+
+    def within(self, prompt: Prompt, most: int) -> int:
+        """Return how many of `most` tokens may follow a prompt; InputError, and the session is full
+        (`context_full`), if none may."""
+        room = self.session.room(prompt, self.next_prompt.fork_reason)
+        most = most if room is None else min(most, room)
+        if most <= 0:
+            self.session.context_full = True
+            raise InputError(
+                f"the conversation has used up its {self.session.max_response_tokens} tokens "
+                "(rollout.max_response_tokens)"
+            )
+        return most
+
+    def note(self, index: int, content: str | None, calls: Iterable[Sequence[str]]) -> None:
+        """Note a finished choice as its client will send it back: where a call is malformed, that
+        may differ from the whole text parsed again. `calls` have names and arguments."""
+        given = [
+            (name, arguments if not self.objects or is_object(arguments) else "{}")
+            for name, arguments in calls
+        ]
+        self.answers[index] = canonical_answer(content, given)
+
+    async def deliver(self) -> None:
+        """Record the finished completions, before the client gets the bytes that have their end: it
+        can leave as soon as it has read these, or send the next request."""
+        while self.undelivered:
+            self.undelivered.pop(0)()
+            if self.undelivered:  # of a thousand prompts, say: others' requests come between
+                await asyncio.sleep(0)
+
+
+CURRENT: ContextVar[RequestContext | None] = ContextVar("request", default=None)
+"""The request that the current task serves; None outside requests that sample."""

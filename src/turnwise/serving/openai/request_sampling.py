@@ -1,0 +1,166 @@
+"""The sampling parameters that requests may have.
+
+The configuration's values are the defaults. What requests of a training session may change is
+decided in `agent_sampling`.
+"""
+
+from typing import TYPE_CHECKING
+
+from turnwise.chat.prompts import RefusedParameter
+from turnwise.chat.session import Session, TurnSampling
+from turnwise.config import SamplingConfig
+from turnwise.core.optional import Foreign
+from turnwise.engine.logits_processors import EXTRA_ARG, plain_calls, written
+from turnwise.errors import InputError
+from turnwise.serving.openai.agent_sampling import DISTRIBUTION, STRICT, AgentSampling, Decision
+
+if TYPE_CHECKING:
+    from turnwise.internals.vllm_server import SamplingRequest
+
+MAX_CHOICES = 128
+MAX_COMPLETIONS = 1_024
+LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
+"""Limits of the tokens of an answer; the first that a request has counts."""
+OWN_NAMES = (*DISTRIBUTION, "min_tokens", "ignore_eos")
+"""Sampling parameters that the configuration calls by the same names."""
+_CONFIGURED = (*DISTRIBUTION, "stop", "stop_token_ids")
+"""Parameters that are the configured ones where a request does not set them."""
+_NEUTRAL: dict[str, object] = {
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "repetition_detection": None,
+    "watermarking": None,
+    "logit_bias": None,
+    "bad_words": [],
+    "allowed_token_ids": None,
+    "structured_outputs": None,
+    "use_beam_search": False,
+    "thinking_token_budget": None,
+}
+
+
+class RequestSampling:
+    """Settles by which parameters requests are sampled.
+
+    Args:
+        sampling: The configured parameters, of sessions without their own.
+        max_length: Tokens of the context.
+        processors: Pattern of the logits processors that clients may choose; None for none.
+        exact: As in `AgentSampling`.
+    """
+
+    def __init__(
+        self, sampling: SamplingConfig, *, max_length: int, processors: str | None, exact: bool
+    ) -> None:
+        self._sampling, self._max_length, self._processors = sampling, max_length, processors
+        self._agents = AgentSampling(exact=exact)
+
+    def settle(self, request: "SamplingRequest", session: Session) -> TurnSampling:
+        """Set the sampling parameters that a request does not set to the configured ones, but for
+        `n`, and lower limits of tokens to the context, as vLLM does to what the prompt leaves.
+        Refuse those that cannot be served; return what is the turn's own, in a training session."""
+        # A model's own attributes take ten times as long, and warn of those that OpenAI gave up.
+        own, values, given = session.sampling, request.__dict__, request.model_fields_set
+        n, listed = values.get("n") or 1, values.get("prompt")
+        prompts = 1
+        if isinstance(listed, list) and listed and not isinstance(listed[0], int):
+            prompts = len(listed)
+        if n > MAX_CHOICES:
+            raise RefusedParameter("n", f"n={n} is more than {MAX_CHOICES}: ask several times")
+        if n * prompts > MAX_COMPLETIONS:
+            raise RefusedParameter(
+                "prompt",
+                f"{prompts} prompts with n={n} are more than {MAX_COMPLETIONS} completions: ask "
+                "several times",
+            )
+        decision = Decision()
+        if own is not None:
+            decision = self._agents.decide(_asked(request, own), session)
+            for name in decision.replaced:
+                _replace(request, name)
+        sampling = own or self._sampling
+
+        def sets(name: str) -> bool:
+            return name in given and values[name] not in (None, [])
+
+        if "vllm_xargs" in values:  # logits processors move to where the engine expects them
+            arguments = dict(values["vllm_xargs"] or {})
+            if not isinstance(arguments.pop(EXTRA_ARG, {}), dict):  # only ours is a dictionary
+                raise RefusedParameter(
+                    "vllm_xargs", f"vllm_xargs.{EXTRA_ARG} cannot be set by clients"
+                )
+            if not sets("vllm_xargs"):
+                arguments = dict(sampling.logits_processor_args)
+            chosen = (request.model_extra or {}).get("logits_processors")
+            chosen = written(sampling) if chosen is None else chosen
+            try:
+                calls = plain_calls(chosen, self._processors)
+            except InputError as error:
+                raise RefusedParameter("logits_processors", str(error)) from error
+            if calls:
+                arguments[EXTRA_ARG] = {"processors": calls}
+            values["vllm_xargs"] = arguments or None
+        for name in _CONFIGURED:
+            if name in values and not sets(name):
+                values[name] = getattr(sampling, name)
+        limits = [name for name in LIMITS if name in values]
+        asked = {name: values[name] for name in limits if sets(name)}
+        for name, limit in (asked or dict.fromkeys(limits, sampling.max_tokens)).items():
+            values[name] = min(limit, self._max_length)
+        return decision.turn
+
+
+def _asked(request: "SamplingRequest", sampling: SamplingConfig) -> dict[str, object]:
+    """Return the parameters by which a request is sampled otherwise than by `sampling`."""
+    wanted: dict[str, object] = {
+        "logits_processors": written(sampling),
+        "vllm_xargs": sampling.logits_processor_args or None,
+        **{name: getattr(sampling, name) for name in OWN_NAMES},
+        **_NEUTRAL,
+    }
+    asked = {
+        name: value
+        for name, wants in wanted.items()
+        if name in request.model_fields_set
+        and (value := getattr(request, name)) not in (None, wants)
+    }
+    if asked.get("top_k") == -1:  # all of them, as 0
+        asked["top_k"] = 0
+        if sampling.top_k == 0:
+            del asked["top_k"]
+    for name in ("response_format", "text"):  # the second is Responses'
+        grammar = getattr(request, name, None)
+        grammar = getattr(grammar, "format", grammar)
+        if getattr(grammar, "type", "text") != "text":
+            asked[name] = grammar
+    if tools := getattr(request, "tools", None):
+        if getattr(request, "parallel_tool_calls", True) is False:
+            asked["parallel_tool_calls"] = False
+        if request.tool_choice not in (None, "auto", "none"):
+            asked["tool_choice"] = request.tool_choice
+        if any(getattr(_function_of(tool), "strict", None) for tool in tools):
+            asked[STRICT] = True
+    return asked
+
+
+def _function_of(tool: Foreign) -> Foreign:
+    """Return what has the attribute `strict` of a tool: itself, in Responses."""
+    return getattr(tool, "function", tool)
+
+
+def _replace(request: "SamplingRequest", name: str) -> None:
+    """Take a parameter of a request back, so that the configured value applies."""
+    if name == STRICT:
+        for tool in request.tools or ():
+            if getattr(_function_of(tool), "strict", None):
+                _function_of(tool).strict = False
+        return
+    fields = type(request).model_fields
+    if name not in fields:
+        (request.model_extra or {}).pop(name, None)
+    else:
+        default = fields[name].get_default(call_default_factory=True)
+        setattr(request, name, "auto" if name == "tool_choice" else default)
+    if name != "tool_choice":
+        request.model_fields_set.discard(name)

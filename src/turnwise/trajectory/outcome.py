@@ -1,0 +1,29 @@
+"""The outcome of a trajectory: what its judges say of it, after it has ended."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from turnwise.core.json_types import JsonObject
+
+MAX_REWARD = 1e6
+"""Largest absolute reward, so that squares and sums of rewards cannot overflow."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A reward and all that it consists of; `Trajectory.set_outcome` makes a new one with some
+    values changed."""
+
+    reward: float | None = None
+    """Weighted sum of the parts; None until the trajectory has been judged."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Value of each part of the reward, before its weight."""
+    turns: Sequence[float] = field(default_factory=list)
+    """Share of the reward that each turn earned; empty if none did. The end earned the rest."""
+    players: Mapping[str, float] = field(default_factory=dict)
+    """Reward of each player of a game; `reward` is their mean."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Numbers that the environment or an agent reported, by name."""
+    verdicts: Sequence[JsonObject] = field(default_factory=list)
+    """Verdicts of judges: the `judge`, its `score` from 0 to 1, `why` in its words, and the key of
+    the `request` in the run's judge.jsonl."""

@@ -1,0 +1,153 @@
+"""Provenance: which call of an engine a prompt continues, and which calls sampled a sequence.
+
+The ids of all calls are a tree, in which the first call that has an id owns it. A search reads only
+ids that the prompt has too.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from turnwise.trajectory.prompt import Prompt, common_length
+
+_Key = npt.NDArray[np.integer]
+_Sampled = Sequence[int] | npt.NDArray[np.int32]
+_Place = tuple[int | None, int]
+"""A call, or None for the beginning of all, and a position on its path."""
+
+
+class SampledPart(NamedTuple):
+    """Ids of a sequence that a call sampled, after exactly the ids before them."""
+
+    call: int
+    """The call's number, in the order in which calls were added."""
+    start: int
+    """Position of the first: the length of the call's prompt."""
+    length: int
+    """Number of ids; a call may have sampled more."""
+
+
+def without_overlap(parts: Iterable[SampledPart]) -> list[SampledPart]:
+    """Return parts of a sequence in their order, each up to where a later call's begins that goes
+    further; those that go no further than earlier ones are left out."""
+    kept = list[SampledPart]()
+    for part in parts:
+        before = kept[-1] if kept else SampledPart(part.call, part.start, 0)
+        if before.start + before.length < part.start + part.length:
+            if before.start + before.length > part.start:
+                kept[-1] = before._replace(length=part.start - before.start)
+            kept.append(part)
+    return kept
+
+
+class Provenance:
+    """The calls of engines, by the ids that they had and sampled.
+
+    Args:
+        images: Whether prompts with other images differ; else the ids alone count.
+
+    Example:
+        >>> calls = Provenance()
+        >>> calls.add(Prompt([11, 12]), [7, 2]), calls.add(Prompt([11, 12, 7, 2, 13]), [8, 9])
+        (0, 1)
+        >>> calls.attribute(Prompt([11, 12, 7, 2, 13, 8]))
+        [SampledPart(call=0, start=2, length=2), SampledPart(call=1, start=5, length=1)]
+    """
+
+    def __init__(self, *, images: bool = True) -> None:
+        self._images = images
+        self._keys: list[_Key] = []
+        """The ids of each call from `_starts` on."""
+        self._starts: list[int] = []
+        self._prompts: list[int] = []
+        """Length of each call's prompt."""
+        self._sampled: list[_Sampled] = []
+        self._begins: list[_Place] = []
+        """The place where each call's path leaves those of earlier calls; it owns what follows."""
+        self._next: dict[tuple[int | None, int, int], int] = {}
+        """The call that leaves a path at a position with an id."""
+        self._ends: defaultdict[int | None, list[int]] = defaultdict(list)
+        """The calls whose prompts end with an id that a call owns."""
+        self._uses = Counter[int]()
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def add(
+        self, prompt: Prompt, sampled: _Sampled, parent: int | None = None, start: int = 0
+    ) -> int:
+        """Add a call, and return its number. Only what its prompt has from position `start` on need
+        be given, where it begins as the path of an earlier call, `parent`, does."""
+        number, key = len(self._keys), self._key(prompt + sampled)
+        node, at = begin = self._walk(self._owner(parent, start), key, start)[-1]
+        self._keys.append(key[at - start :].copy() if at > start else key)
+        self._starts.append(at)
+        self._prompts.append(start + len(prompt))
+        self._sampled.append(sampled)
+        self._begins.append(begin)
+        if at < start + len(key):
+            self._next[node, at, int(key[at - start])] = number
+        self._ends[self._owner(number, self._prompts[number])[0]].append(number)
+        return number
+
+    def find(self, prompt: Prompt, after: int | None = None, shared: int = 0) -> _Place:
+        """Return the first call that has the longest beginning in common with a prompt, and its
+        length; None and 0 if none has any. `shared` is that length for the call `after`, if it is
+        known."""
+        return self._walk(self._owner(after, shared), self._key(prompt), 0)[-1]
+
+    def attribute(
+        self, ids: Prompt, among: Callable[[int], bool] = lambda call: True
+    ) -> list[SampledPart]:
+        """Return what calls sampled of a sequence, in its order: each id is the latest call's that
+        sampled it after exactly the ids before it. Of equal calls each is named in turn."""
+        found = [part for part in self.matches(ids) if among(part.call)]
+        found.sort(key=lambda part: (part.start, -part.length, self._uses[part.call], part.call))
+        parts = without_overlap(found)
+        self._uses.update(part.call for part in parts)
+        return parts
+
+    def matches(self, ids: Prompt) -> Iterator[SampledPart]:
+        """Yield what each call sampled of a sequence that begins with its prompt."""
+        key = self._key(ids)
+        for node, end in self._walk((None, 0), key, 0):
+            for call in self._ends.get(node, ()):
+                if (start := self._prompts[call]) <= end:
+                    sampled = np.asarray(self._sampled[call], np.int64)
+                    if count := common_length(sampled, key[start:]):
+                        yield SampledPart(call, start, count)
+
+    def after(self, place: _Place) -> int | None:
+        """Return an id that a call has where a prompt left its path; None if all paths end
+        there."""
+        node, at = place
+        if node is not None and at - self._starts[node] < len(self._keys[node]):
+            return int(self._keys[node][at - self._starts[node]])
+        return next((token for owner, where, token in self._next if (owner, where) == place), None)
+
+    def _key(self, prompt: Prompt) -> _Key:
+        return prompt.key if self._images else prompt.ids
+
+    def _owner(self, call: int | None, position: int) -> _Place:
+        """Return a position on a call's path, with the owner of the id before it."""
+        while call is not None and position <= self._begins[call][1]:
+            call = self._begins[call][0]
+        return call, position
+
+    def _walk(self, place: _Place, key: _Key, start: int) -> list[_Place]:
+        """Return the places where ids, the first of which is at position `start`, leave the paths
+        of their owners; the last is where they leave the tree. They are known up to `place`."""
+        node, at = place
+        places = list[_Place]()
+        while True:
+            if node is not None:
+                rest = self._keys[node][at - self._starts[node] :]
+                at += common_length(key[at - start : at - start + len(rest)], rest)
+            places.append((node, at))
+            step = node, at, int(key[at - start]) if at < start + len(key) else -1
+            if at == start + len(key) or step not in self._next:
+                return places
+            node = self._next[step]

@@ -1,0 +1,246 @@
+"""The manifest of a weight update: which tensors it has, and where their bytes are.
+
+Senders lay out the trainer's tensors, and pack them in the manifest's order; receivers find them by
+it. `Source` is the trainer's side: tensors that are gathered one after another.
+"""
+
+import ctypes
+import math
+import random
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from turnwise.core.json_types import JsonObject, dtype_name
+from turnwise.errors import WeightUpdateError
+from turnwise.trajectory import Prompt
+
+_ALIGNMENT = 256
+
+NamedTensors = Iterable[tuple[str, torch.Tensor]]
+Source = Iterator[tuple[str, torch.Tensor]]
+"""Named tensors that are consumed once, in order. A trainer may gather each from its ranks' shards
+only when it is reached, so every rank consumes all of them, and none holds two whole ones."""
+StateDictInfo = Mapping[str, tuple[tuple[int, ...], str]]
+"""Shape and torch's name of the type, by tensor name."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """Location of one tensor in its buffer or file: `nbytes` from byte `offset`."""
+
+    name: str
+    dtype: str
+    """torch's name of the type, such as `float32`."""
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+    def in_bytes(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Return the tensor in a flat tensor of bytes on any device, without a copy."""
+        flat = buffer[self.offset : self.offset + self.nbytes].view(getattr(torch, self.dtype))
+        return flat.view(self.shape)
+
+
+Chunk = tuple[TensorEntry, ...]
+"""Tensors that share one buffer or file; offsets count from its start."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """The changes from one version of the weights, whose checksum is `base`, to a later one. Its
+    `path` is as in `Manifest`; "" in a stream."""
+
+    base: int
+    nbytes: int
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """One update that a trainer has prepared: the location of its bytes, and their tensors.
+
+    Our own processes exchange it as an object; `to_dict` is for vLLM's calls and for messages.
+    """
+
+    version: int
+    transport: str
+    """Name under which `find_transport` finds the transport."""
+    path: str
+    """shm: the buffer. disk: the folder of the version. ipc: the trainer's address, or "" for the
+    device's."""
+    nbytes: int
+    tensors: tuple[TensorEntry, ...]
+    """Tensors in order; the offsets of a stream count through all chunks, see `chunks`."""
+    buffer_bytes: int = 0
+    """Maximum size of a chunk of a stream; 0 if the tensors are not sent in chunks."""
+    prompt: Prompt = field(default_factory=Prompt)
+    """The canary, a fixed prompt, maybe with an image; empty if the trainer scores none."""
+    logprobs: Sequence[float] = ()
+    """The log-probs that the trainer gives to the canary's tokens 1..T-1, but for those of images,
+    in nats."""
+    adapter: str = ""
+    """Name of the adapter that scores the canary; "" for the policy."""
+    checksum: int | None = None
+    """Checksum of all tensors (`HeldWeights.sum`); None without `weights.delta`."""
+    deltas: tuple[Delta, ...] = ()
+    """Deltas that lead to this version, one after the other from the last that was whole, which is
+    at `path`; a stream sends the last one. Without any, all tensors travel."""
+    changed: float | None = None
+    """Share of the values that differ from the version before; None if it was not measured."""
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that an engine reads which has the version before."""
+        return self.deltas[-1].nbytes if self.deltas else self.nbytes
+
+    @property
+    def chunks(self) -> tuple[Chunk, ...]:
+        """The tensors of a stream, by chunk."""
+        return split(self.tensors, self.buffer_bytes)
+
+    @property
+    def info(self) -> StateDictInfo:
+        return {entry.name: (entry.shape, entry.dtype) for entry in self.tensors}
+
+    def to_dict(self) -> JsonObject:
+        """Return all but the canary, which no engine needs, as plain values."""
+        tree = _plain(self)  # not by asdict, which copies every value, and takes ten times as long
+        del tree["prompt"], tree["logprobs"], tree["adapter"]
+        tree["tensors"] = tuple(map(_plain, self.tensors))
+        tree["deltas"] = tuple(map(_plain, self.deltas))
+        return tree
+
+    @classmethod
+    def from_dict(cls, tree: JsonObject) -> "Manifest":
+        tensors = (TensorEntry(**{**one, "shape": tuple(one["shape"])}) for one in tree["tensors"])
+        deltas = tuple(Delta(**one) for one in tree.get("deltas", ()))
+        return cls(**{**tree, "tensors": tuple(tensors), "deltas": deltas})
+
+    def mismatch(self, expected: StateDictInfo | None) -> str:
+        """Describe the first tensor that is not as expected; "" when all are.
+
+        If nothing is `expected`, any tensors are right, each once.
+        """
+        seen = set()
+        for entry in self.tensors:
+            what = f"{entry.name} of version {self.version}"
+            if entry.name in seen:
+                return f"{entry.name} is listed twice in the manifest of version {self.version}"
+            seen.add(entry.name)
+            if expected is None:
+                continue
+            if entry.name not in expected:
+                return f"{what} was not expected"
+            shape, dtype = expected[entry.name]
+            if entry.shape != tuple(shape):
+                return f"{what} is {entry.shape}, not {tuple(shape)}"
+            if entry.dtype != dtype:
+                return f"{what} is {entry.dtype}, not {dtype}"
+        if missing := next((name for name in expected or () if name not in seen), None):
+            return f"{missing} is missing from version {self.version}"
+        return ""
+
+
+def _plain(value: TensorEntry | Delta | Manifest) -> JsonObject:
+    return {field.name: getattr(value, field.name) for field in fields(value)}
+
+
+def canary_prompt(vocab_size: int) -> list[int]:
+    """Return 32 token ids, the same in every run with this size of vocabulary."""
+    generator = random.Random(vocab_size)
+    return [generator.randrange(vocab_size) for _ in range(32)]
+
+
+def lay_out(
+    tensors: NamedTensors, dtype: torch.dtype | None, alignment: int = _ALIGNMENT
+) -> tuple[tuple[TensorEntry, ...], int]:
+    """Return consecutive, aligned entries for named tensors, and their total size in bytes.
+
+    They are all of `dtype`, or each has its own.
+    """
+    entries, offset = [], 0
+    for name, tensor in tensors:
+        kind = dtype or tensor.dtype
+        nbytes = tensor.numel() * kind.itemsize
+        entries.append(TensorEntry(name, dtype_name(kind), tuple(tensor.shape), offset, nbytes))
+        offset += -(-nbytes // alignment) * alignment
+    return tuple(entries), offset
+
+
+def plan_chunks(
+    tensors: NamedTensors, dtype: torch.dtype | None, buffer_bytes: int, alignment: int = _ALIGNMENT
+) -> tuple[Chunk, ...]:
+    """Lay out named tensors, and `split` them into chunks."""
+    return split(lay_out(tensors, dtype, alignment)[0], buffer_bytes)
+
+
+def split(
+    entries: tuple[TensorEntry, ...], buffer_bytes: int, alone: float = math.inf
+) -> tuple[Chunk, ...]:
+    """Divide entries, in order, into chunks of at most `buffer_bytes`, or of one larger tensor; an
+    entry of at least `alone` bytes gets a chunk of its own."""
+    chunks: list[list[TensorEntry]] = []
+    start = 0
+    for entry in entries:
+        full = chunks and entry.offset + entry.nbytes - start > buffer_bytes
+        if not chunks or full or max(entry.nbytes, chunks[-1][-1].nbytes) >= alone:
+            chunks.append([])
+            start = entry.offset
+        chunks[-1].append(replace(entry, offset=entry.offset - start))
+    return tuple(map(tuple, chunks))
+
+
+def chunk_bytes(chunk: Chunk) -> int:
+    return chunk[-1].offset + chunk[-1].nbytes
+
+
+@contextmanager
+def drained(tensors: NamedTensors) -> Iterator[Source]:
+    """Consume named tensors to the end, even after an error: each rank has to take part in
+    gathering every tensor, or the others would wait for it."""
+    source = iter(tensors)
+    try:
+        yield source
+    finally:
+        deque(source, maxlen=0)
+
+
+def pack(chunk: Chunk, buffer: torch.Tensor, source: Source) -> None:
+    """Copy the next tensors of a source, which must be those of the chunk, into a buffer."""
+    for entry in chunk:
+        tensor = check_next(entry, source)
+        entry.in_bytes(buffer).copy_(tensor)
+        del tensor  # before the next one is gathered
+
+
+def check_next(entry: TensorEntry, source: Source) -> torch.Tensor:
+    """Take the next tensor of a source, which must be the entry's."""
+    name, tensor = next(source, ("nothing", None))
+    if tensor is None or name != entry.name:
+        raise WeightUpdateError(f"the model's tensors changed: got {name} instead of {entry.name}")
+    if tuple(tensor.shape) != entry.shape:
+        raise WeightUpdateError(f"the shape of {entry.name} changed")
+    return tensor.detach()
+
+
+Numbers = NDArray[np.unsignedinteger]
+"""Values of a flat tensor, as bits."""
+
+
+def numbers_of(flat: torch.Tensor) -> Numbers:
+    """Return the values of a flat tensor on the CPU, which must outlive them, as bits."""
+    # Not by Tensor.numpy: a storage that it has accessed can no longer be resized.
+    memory = memoryview((ctypes.c_char * flat.nbytes).from_address(flat.data_ptr()))
+    return np.frombuffer(memory, np.dtype(f"u{flat.itemsize}"))
+
+
+def check_exhausted(source: Source) -> None:
+    """Raise `WeightUpdateError` when the source has a tensor left."""
+    for name, _ in source:
+        raise WeightUpdateError(f"the model's tensors changed: {name} came after the last")
