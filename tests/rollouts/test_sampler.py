@@ -98,7 +98,7 @@ class OneBadRow:
 
     async def run(self, environment: Any, context: Any) -> None:
         if context.row["answer"] == 2:
-            await context.sample(await context.first_prompt(list(context.problem)))
+            await asyncio.sleep(0.05)  # the other rows sample, and none of them has finished
             raise InputError("this row cannot be used")
         await context.sample(await context.first_prompt(list(context.problem)))
 
@@ -109,7 +109,7 @@ async def test_an_error_ends_all_other_rows(
     latency = Latency(prefill_token=0.0, step=0.01, step_request=0.0)
     llm = SimulatedEngine(vocab_size=len(tokenizer), latency=latency, mean_tokens=10**9)
     loop = f"{__name__}:OneBadRow"
-    config = make_config(rollout={"loop": loop}, sampling={"n": 2, "max_tokens": 12})
+    config = make_config(rollout={"loop": loop}, sampling={"n": 2, "max_tokens": 2000})
     sampler = TrajectorySampler(llm, ROWS * 5, config=config, tokenizer=tokenizer)
     before = asyncio.all_tasks()
     with pytest.raises(InputError, match="this row cannot be used"):

@@ -148,9 +148,10 @@ def choose_adapters(serving: OpenAIServingCompletion, choose: Callable[..., obje
     serving._maybe_get_adapters = choose
 
 
-def keep_clients_mistakes_out_of_the_log() -> None:
+def keep_requests_out_of_the_log() -> None:
     """Drop the tracebacks that routes log of requests which they refuse: the client has got the
-    reason, and a client that repeats its mistake would fill the log."""
+    reason, and a client that repeats its mistake would fill the log. Bodies of Messages, which are
+    logged at debug level, are dropped too: a body with half a character would be refused there."""
 
     def is_ours(record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
@@ -160,6 +161,7 @@ def keep_clients_mistakes_out_of_the_log() -> None:
     for name in [*logging.root.manager.loggerDict]:
         if name.startswith("vllm.entrypoints."):
             logging.getLogger(name).addFilter(is_ours)
+    logging.getLogger("vllm.entrypoints.anthropic.serving").setLevel(logging.INFO)
 
 
 internal(OpenAIServingChat, "_effective_chat_template_kwargs", "self", "request")

@@ -2,6 +2,7 @@
 client sends back continues the turn."""
 
 import json
+import logging
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -144,7 +145,9 @@ async def test_what_a_client_sends_back_continues_the_turn(
     name: str,
     ask: Callable[..., Any],
     stream: bool,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    caplog.set_level(logging.DEBUG, "vllm")  # vLLM writes bodies to its log, which may fail
     text, one, calls = WRITTEN[name]
     session = f"noted-{ask.__name__}-{stream}-{[*WRITTEN].index(name)}"
 

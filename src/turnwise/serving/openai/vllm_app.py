@@ -88,7 +88,7 @@ async def build(
             for handler, own in handlers:
                 handler.setLevel(own)
         await vllm.init_app_state(client, app.state, args, EngineClient.tasks)
-        vllm.keep_clients_mistakes_out_of_the_log()
+        vllm.keep_requests_out_of_the_log()
     except (ValueError, TypeError, KeyError, OSError) as error:
         raise InputError(f"vLLM cannot serve {config.model.path}: {error}") from error
     app.router.routes[:] = [r for r in app.router.routes if getattr(r, "path", "") in VLLM_ROUTES]
