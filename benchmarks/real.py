@@ -79,7 +79,7 @@ def grpo_claim(path: Path) -> Claim:
         limits = {
             "--turns": config.rollout.max_turns,
             "--turn-tokens": config.sampling.max_tokens,
-            "--learning-rate": config.training.learning_rate,
+            "--learning-rate": config.learning_rate,
             "--micro-batch": ROWS,
         }
         more = [word for limit in limits.items() for word in limit]

@@ -176,7 +176,7 @@ def measure_trl(name: str, path: Path, count: int, rounds: int, budget: int = BU
         ours.append(time.perf_counter() - started)
 
     rows = trl_training.ROWS * budget // BUDGET
-    rate = config.training.learning_rate
+    rate = config.learning_rate
     theirs = trl_training.train(path, steps, rate, GROUP, train, rows)
     tokens = [sum(sample.length for sample in samples) for samples in steps]
     # The first round warms up.
@@ -211,7 +211,7 @@ def measure_sft(name: str, path: Path, count: int, rounds: int, budget: int = BU
         ours.append(time.perf_counter() - started)
 
     rows = trl_training.ROWS * budget // BUDGET
-    theirs = trl_sft.train(path, steps, config.training.learning_rate, train, rows)
+    theirs = trl_sft.train(path, steps, config.learning_rate, train, rows)
     tokens = [sum(sample.length for sample in samples) for samples in steps]
     # The first round warms up.
     rates = [

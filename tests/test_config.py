@@ -455,7 +455,7 @@ def test_plain_values_are_read_where_nothing_is_lost(file: Path) -> None:
     assert config.training.activation_checkpointing is True
     assert load_config(file, ["training.activation_checkpointing=1"]).training == (
         config.training.model_copy(
-            update={"steps": 100, "learning_rate": 1e-6, "activation_checkpointing": 1}
+            update={"steps": 100, "learning_rate": None, "activation_checkpointing": 1}
         )
     )
     for lossy in ("training.steps=2.5", "data.shuffle=2", "eval.every=many"):
@@ -547,7 +547,7 @@ def test_a_key_of_several_kinds_prints_each_with_its_meaning() -> None:
     assert "  #   cispo: Clipped importance weights" in text
     meaning = known_keys()["algorithm.loss.name"]
     assert all(f"{name}: " in meaning for name in ("ppo_clip", "gspo", "cispo", "dpo"))
-    assert "# Precision of the weights, in the engine and in the trainer. Values: float32" in text
+    assert "or debug if this is debug. Values: debug, info, warning, error." in text
 
 
 def test_the_reference_has_types_with_bounds_and_the_defaults_of_each_kind() -> None:

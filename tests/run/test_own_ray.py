@@ -93,8 +93,8 @@ async def test_the_last_of_several_runs_shuts_down_the_ray_that_the_first_starte
     fake: FakeRay, make_config: Callable[..., Config]
 ) -> None:
     config = make_config()
-    async with ray_running(config, SILENT) as gpus:
-        assert gpus == 2.0
+    async with ray_running(config, SILENT) as (known, gpus):
+        assert (known.model.dtype, gpus) == ("float32", 2.0)  # that of the model's files
         assert not goes_on()
         async with ray_running(config, SILENT):
             assert goes_on()

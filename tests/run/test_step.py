@@ -25,7 +25,7 @@ class Fleet:
 
 
 class Trainer:
-    version = 0
+    version, dtype = 0, "float32"
 
     async def forward(self, *_: Any) -> list[list[float]]:
         raise InputError("there is no value model")
@@ -54,7 +54,7 @@ async def test_weights_are_sent_only_where_something_was_trained(
     """Or where others were loaded, or the last transfer failed."""
 
     class Learner:
-        version = 0
+        version, dtype = 0, "float32"
 
         async def train(self, *_: Any) -> dict[str, Any]:
             self.version += 1
@@ -105,7 +105,7 @@ async def test_training_that_takes_no_optimizer_step_sends_nothing_and_gives_mem
     """All updates are skipped, or train the value model alone; of a failure nobody knows."""
 
     class Learner:
-        version, fails = 7, False
+        version, dtype, fails = 7, "float32", False
         calls: ClassVar[list[str]] = []
 
         async def train(self, *_: Any) -> dict[str, Any]:

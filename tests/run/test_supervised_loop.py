@@ -198,8 +198,8 @@ async def test_the_command_goes_on_after_the_trainer_died(
             return await super().call(method, *arguments, **more)
 
     @asynccontextmanager
-    async def opened(*_: object) -> AsyncIterator[float]:
-        yield 0.0
+    async def opened(*given: object) -> AsyncIterator[tuple[object, float]]:
+        yield given[0], 0.0
 
     async def started(config: Config, folder: Path, *_: object) -> TrainerGroup:
         return local_group(config, folder)

@@ -270,7 +270,7 @@ async def test_a_step_scores_what_no_teacher_has_scored(server: Server, tokenize
     """Groups of pipelines, and of a checkpoint of a run without a teacher."""
     made, teachers = scored_by(server, tokenizer)
     runtime: Any = SimpleNamespace(
-        manager=None, policy=SimpleNamespace(version=5), teachers=teachers
+        manager=None, policy=SimpleNamespace(version=5, dtype="float32"), teachers=teachers
     )
     batch = await TrainingStep(made, runtime).make_samples([group(1.0)])
     (sample,) = batch.samples

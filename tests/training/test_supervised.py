@@ -65,6 +65,19 @@ def test_only_what_rows_need_is_kept_of_a_configuration(
     assert supervised_config(made) == made, "as when a run is resumed"
 
 
+@pytest.mark.parametrize(("rank", "rates"), [(0, (1e-6, 1e-5)), (8, (1e-5, 1e-4))])
+def test_the_learning_rate_follows_the_method_unless_it_is_set(
+    make_config: Callable[..., Config], rank: int, rates: tuple[float, float]
+) -> None:
+    model = {"path": "m", "max_length": 8, "lora": {"rank": rank}}
+    config = make_config(model=model, training={"learning_rate": None})
+    supervised = supervised_config(config)
+    assert (config.learning_rate, supervised.learning_rate) == pytest.approx(rates)
+    assert supervised_config(supervised) == supervised, "as when a run is resumed"
+    chosen = make_config(model=model, training={"learning_rate": 0.5})
+    assert chosen.learning_rate == supervised_config(chosen).learning_rate == 0.5
+
+
 def test_masks_are_those_of_a_search_in_the_calculators_template(
     reader: RowReader, tokenizer: Any
 ) -> None:

@@ -77,8 +77,9 @@ class ModelConfig(Section):
     """Chat template in place of the tokenizer's, also in exported models: hermes (ChatML with
     tools), chatml (without), a Jinja file, or its text. The run keeps the text of a file. null uses
     the tokenizer's."""
-    dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision of the weights, in the engine and in the trainer."""
+    dtype: Literal["float32", "bfloat16"] | None = None
+    """Precision of the weights, in the engine and in the trainer. null is float32 on CPUs and, on
+    GPUs, the precision of the model's files (bfloat16 for float16), which the run prints."""
     max_length: PositiveInt = 4096
     """Context length in tokens: the prompt plus everything sampled after it."""
     trust_remote_code: bool = False

@@ -226,6 +226,11 @@ class Config(Section):
         return self.training.optimizer_steps * len(self.policies)
 
     @property
+    def learning_rate(self) -> float:
+        """`training.learning_rate`, or what null stands for in reinforcement learning."""
+        return self.training.learning_rate or (1e-5 if self.model.lora.rank else 1e-6)
+
+    @property
     def loops(self) -> set[str]:
         """Agent loops of the run: those of its environments."""
         return {part.rollout.loop for part in self.parts().values()}

@@ -66,8 +66,9 @@ class TrainingConfig(Section):
     """Optimizer of all weights that learn: AdamW (adamw); Muon for the matrices of the layers and
     AdamW for embeddings, heads and vectors, at AdamW's rates (muon); or torchao's AdamW with
     moments of 8 bits (adamw_8bit, extra torchao)."""
-    learning_rate: PositiveFloat = 1e-6
-    """The optimizer's learning rate after warm-up."""
+    learning_rate: PositiveFloat | None = None
+    """The optimizer's learning rate after warm-up. null is 1e-6 for all weights and 1e-5 for
+    adapters (model.lora.rank), and ten times as much in `turnwise sft`; the run prints it."""
     warmup_steps: NonNegativeInt = 0
     """Number of optimizer steps over which the learning rate rises linearly."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"

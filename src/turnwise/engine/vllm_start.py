@@ -88,7 +88,7 @@ def engine_arguments(
     arguments: JsonObject = {
         "model": resolve_model(model.path),
         "tokenizer": resolve_tokenizer(model),
-        "dtype": model.dtype,
+        "dtype": model.dtype or "float32",  # see `core.precision`
         "trust_remote_code": model.trust_remote_code,
         "tensor_parallel_size": engine.tensor_parallel_size,
         "pipeline_parallel_size": engine.pipeline_parallel_size,

@@ -20,6 +20,7 @@ from turnwise.config.base import NEEDED_KEYS
 from turnwise.config.serving import CPU_KV_CACHE_GIB
 from turnwise.core.actor import CPU_SHARE
 from turnwise.core.gguf import resolve_model
+from turnwise.core.precision import with_precision
 from turnwise.core.sources import check_model
 from turnwise.errors import InputError
 from turnwise.serving.engine_host import GPU_MEMORY
@@ -120,6 +121,7 @@ def expected_length(config: Config, prompt_tokens: int | None = None) -> int:
 
 
 def make_plan(config: Config, machine: Machine, prompt_tokens: int | None = None) -> Plan:
+    config = with_precision(config, machine.gpus > 0)
     share = gpu_share(config, machine.gpus, training=True)
     engine, token_bytes = _engine(config, machine, share)
     rank = _rank(config, machine.gpus > 0, expected_length(config, prompt_tokens))
@@ -218,7 +220,7 @@ def _rank(config: Config, on_gpu: bool, length: int) -> Holding:
         return activation_bytes(
             resolve_model(model.path),
             model.trust_remote_code,
-            model.dtype,
+            model.dtype or "float32",
             ranks > 1 or kept < 4,
             math.ceil(tokens / training.context_parallel),
             math.ceil(length / training.context_parallel),

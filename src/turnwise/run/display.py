@@ -139,6 +139,10 @@ class Display:
             for trajectory in trajectories:
                 self._console.print(conversation(trajectory, label), end="", soft_wrap=True)
 
+    def note(self, text: str) -> None:
+        """Show a fact about the run that its configuration leaves open."""
+        self._print(text)
+
     def warn(self, text: str) -> None:
         """Show an urgent message; may be called from any thread."""
         self._print(text, style="yellow")

@@ -27,6 +27,7 @@ from turnwise.config.data import TEMPLATE_NAMES
 from turnwise.core.aio import call_within
 from turnwise.core.gguf import resolve_model, resolve_tokenizer
 from turnwise.core.optional import check_vllm
+from turnwise.core.precision import with_precision
 from turnwise.core.sources import check_data, check_model, check_tokenizer
 from turnwise.errors import InputError, TurnwiseError, describe_error, visible
 from turnwise.observe.conversations import Overview
@@ -377,24 +378,21 @@ class ConfigChecks:
         from transformers.utils.logging import disable_progress_bar
 
         from turnwise.training.layout_check import agreed_layouts, check_policy, possible_layouts
-        from turnwise.training.loading import POLICY, dtype_of
+        from turnwise.training.loading import dtype_of
         from turnwise.training.memory import model_size
 
         disable_progress_bar()  # that of the weights would cut the table
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         room = torch.cuda.mem_get_info()[0] if device.type == "cuda" else _LARGEST
         room = min(room, psutil.virtual_memory().available) // 2
-        needed = (
-            model_size(self.config.model).parameters * dtype_of(self.config.model, POLICY).itemsize
-        )
+        config = with_precision(self.config, device.type == "cuda")
+        needed = model_size(config.model).parameters * dtype_of(config.model).itemsize
         if needed > room:
             said = f"not checked here: {size(needed)} of weights, and {size(room)} is the limit"
             return Finding("log-probs", "ok", f"{said}; each run checks them before it trains")
-        check = check_policy(self.config, device)
-        possible = possible_layouts(
-            self.config.training, replays_routing=self.config.engine.routing_replay
-        )
-        agreed, _ = agreed_layouts([check], self.config.training, possible)
+        check = check_policy(config, device)
+        possible = possible_layouts(config.training, replays_routing=config.engine.routing_replay)
+        agreed, _ = agreed_layouts([check], config.training, possible)
         layouts: tuple[Layout, ...] = ("padded", "packed", "shared")
         found = ", ".join(
             f"{layout} {check.compare_and_choose_attention(layout)}" for layout in layouts

@@ -17,6 +17,7 @@ from turnwise.config import Config
 from turnwise.core import fork_server
 from turnwise.core.aio import run_in_thread, task_group
 from turnwise.core.optional import check_vllm
+from turnwise.core.precision import with_precision
 from turnwise.core.ray import leave_ray, start_ray, watching_ray
 from turnwise.run.display import SILENT, Display, show_part
 from turnwise.run.scaling import scaling
@@ -81,7 +82,7 @@ async def open_fleet(
     async with AsyncExitStack() as stack:
         importing = asyncio.ensure_future(load())
         stack.callback(importing.cancel)
-        gpus = await stack.enter_async_context(ray_running(config, progress))
+        config, gpus = await stack.enter_async_context(ray_running(config, progress))
         share = gpu_share(config, gpus, training=False) if hosts is None else 0.0
         manager = make_manager(config, share, hosts, host=host)
         stack.push_async_callback(manager.shutdown)
@@ -97,15 +98,17 @@ async def open_fleet(
 
 
 @asynccontextmanager
-async def ray_running(config: Config, progress: Display) -> AsyncIterator[float]:
+async def ray_running(config: Config, progress: Display) -> AsyncIterator[tuple[Config, float]]:
     """Start Ray, and shut it down with all its actors on exit, or join the one that the program is
-    connected to, which goes on; yield the number of GPUs."""
+    connected to, which goes on; yield the configuration with the model's precision on its devices,
+    and the number of GPUs."""
     where = config.ray_address, config.ray_env
     starting = asyncio.ensure_future(
         show_part(progress, "starting Ray", lambda: run_in_thread(start_ray, *where))
     )
     try:
-        yield await asyncio.shield(starting)
+        gpus = await asyncio.shield(starting)
+        yield await run_in_thread(with_precision, config, gpus > 0), gpus
     finally:
         await asyncio.wait([starting])  # Ray's start cannot be cancelled
         if starting.exception() is None:

@@ -131,7 +131,7 @@ async def open_runtime(
     async with AsyncExitStack() as stack:
         parser = asyncio.ensure_future(run_in_thread(lambda: runner.tool_parser))
         stack.callback(parser.cancel)
-        gpus = await stack.enter_async_context(ray_running(config, progress))
+        config, gpus = await stack.enter_async_context(ray_running(config, progress))
         share = gpu_share(config, gpus, training=training)
         teachers = Teachers(config, runner.tokenizer, share) if training else None
         if teachers is not None:
@@ -178,6 +178,7 @@ async def start_policy(
     """Start the trainer, which the stack closes."""
     with progress.part("starting the trainer"):
         policy = await TrainerGroup.start(config, folder, num_gpus=share)
+    progress.note(f"trained in {policy.dtype}, with learning rate {config.learning_rate:g}")
     stack.push_async_callback(policy.close)
     return policy
 
@@ -229,7 +230,7 @@ class TrainingStep:
             config.weights.update_timeout,
             config.engine.start_timeout,
             self._policy.offload if config.training.offload else None,
-            config.weights.canary_tolerance or _TOLERANCE[config.model.dtype],
+            config.weights.canary_tolerance or _TOLERANCE[self._policy.dtype],
         )
 
     async def make_samples(

@@ -52,8 +52,8 @@ async def train_on_rows(
     resume: Resume | None,
 ) -> ExactnessReport:
     """Start Ray and the trainer, without engines, and train; return the audit."""
-    async with ray_running(config, progress) as gpus, AsyncExitStack() as stack:
-        policy = await start_policy(config, folder.path, min(1.0, gpus), stack, progress)
+    async with ray_running(config, progress) as (known, gpus), AsyncExitStack() as stack:
+        policy = await start_policy(known, folder.path, min(1.0, gpus), stack, progress)
         async with watching_ray(config.ray_address):
             made = partial(SupervisedLoop, config, policy, problems, heldout, folder, progress)
             loop = await run_in_thread(made, resume)

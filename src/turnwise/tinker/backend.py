@@ -82,7 +82,7 @@ async def open_tinker(
     folder = await run_in_thread(run_folder(config).absolute)
     async with AsyncExitStack() as stack:
         stack.enter_context(_alone_in(folder))
-        gpus = await stack.enter_async_context(ray_running(config, progress))
+        config, gpus = await stack.enter_async_context(ray_running(config, progress))
         share = gpu_share(config, gpus, training=True)
         manager = make_manager(config, share)
         stack.push_async_callback(manager.shutdown)

@@ -95,11 +95,12 @@ class Adapters:
         self,
         settings: ModelConfig,
         training: TrainingConfig,
+        rate: float,
         model: nn.Module,
         device: torch.device,
         folder: Path,
     ) -> None:
-        self._settings, self._training = settings, training
+        self._settings, self._training, self._rate = settings, training, rate
         self._model, self._device = model, device
         self._layers = lora.adapted_layers(model)
         self._held: dict[str, Adapter] = {}
@@ -129,8 +130,8 @@ class Adapters:
             lora.add_adapter(self._model, settings, label, targets, spec.seed)
             for _, parameter in lora.adapter_parameters(self._model, label):
                 parameter.data = parameter.data.to(self._device)
-            part, training = lora.trained_part(self._model, label), self._training
-            learner = TrainableModule(part, training, training.learning_rate, None)
+            part = lora.trained_part(self._model, label)
+            learner = TrainableModule(part, self._training, self._rate, None)
         except BaseException:  # the device may be full; nobody could remove a part of an adapter
             lora.remove_adapter(self._model, label)
             raise

@@ -94,8 +94,8 @@ def path_of(model: ModelConfig, other: OtherModel = POLICY) -> str:
 
 
 def dtype_of(model: ModelConfig, other: OtherModel = POLICY) -> torch.dtype:
-    """Return the precision of a model's forward passes."""
-    dtype: torch.dtype = getattr(torch, other.dtype or model.dtype)
+    """Return the precision of a model's forward passes; see `core.precision`."""
+    dtype: torch.dtype = getattr(torch, other.dtype or model.dtype or "float32")
     return dtype
 
 

@@ -105,8 +105,9 @@ class TrainerRank:
         self._policies = config.policies
         self._learners: dict[str, TrainableModule] = {}
         for name in self._policies:
-            learning, rate = self._models.trained(name), training.learning_rate
+            learning = self._models.trained(name)
             assert learning is not None
+            rate = config.learning_rate
             self._learners[name] = TrainableModule(learning, training, rate, updates)
         if needed is not None and (critic := self._models.trained("value")) is not None:
             self._learners["critic"] = TrainableModule(critic, training, needed.learning_rate, None)
@@ -128,7 +129,12 @@ class TrainerRank:
         self._adapters: Adapters | None = None
         if config.model.lora.rank:
             self._adapters = Adapters(
-                config.model, training, self._model, self.device, run.absolute()
+                config.model,
+                training,
+                config.learning_rate,
+                self._model,
+                self.device,
+                run.absolute(),
             )
         self._added = defaultdict[str, list[UpdateReport]](list)
         """Reports of the gradients that wait for `optim_step`, by the model's name."""

@@ -53,7 +53,8 @@ def supervised_config(config: Config) -> Config:
     loss = own if isinstance(own, OwnLoss) else CrossEntropy()
     ahead = int(not config.deterministic)  # deterministic runs are synchronous
     stops = {"stop": sampling.stop, "stop_token_ids": sampling.stop_token_ids}
-    each = config.environments.items()
+    each, rate = config.environments.items(), config.training.learning_rate
+    learning = {"learning_rate": rate or 10 * config.learning_rate}
     return config.changed(
         {
             "data": {"curriculum": False},
@@ -62,7 +63,7 @@ def supervised_config(config: Config) -> Config:
             "sampling": SamplingConfig(n=1).changed(stops),
             "eval": {"background": False, "target": None},
             "algorithm": AlgorithmConfig(loss=loss, reduction=config.algorithm.reduction),
-            "training": {"colocated": False, "offload": [], "max_staleness": ahead},
+            "training": {"colocated": False, "offload": [], "max_staleness": ahead, **learning},
             # There is no engine; others take memory or files before they send.
             "weights": {"transport": "collective", "delta": False},
         }

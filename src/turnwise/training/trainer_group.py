@@ -115,6 +115,8 @@ class TrainerGroup:
     ) -> None:
         self.pids: list[int] = []
         self.version = 0
+        self.dtype = config.model.dtype or "float32"
+        """Precision of the policy's forward passes."""
         self.layouts = Layouts()
         self.trained_tokens: list[TrainedSample] = []
         """The last step's samples, with the values of their trained tokens."""

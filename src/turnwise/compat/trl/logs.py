@@ -42,7 +42,7 @@ class TrlNames:
         silent = {
             "loss": 0.0,
             "grad_norm": 0.0,
-            "learning_rate": self._config.training.learning_rate,
+            "learning_rate": self._config.learning_rate,
         }
         for record in records:
             step = record["step"]
