@@ -17,6 +17,8 @@ sys.path.insert(0, str(ROOT / "src"))
 from turnwise.config.explain import describe_keys, known_keys  # noqa: E402
 from turnwise.config.resume import RULES  # noqa: E402
 
+_LISTED = re.compile(r"environments\.NAME\.(tools\[\]|teacher)\.")
+"""Keys of an environment that the page has under `rollout.tools` and `algorithm.teacher`."""
 _TABLE = re.compile(r"^<!-- table: (\w+) -->$", re.MULTILINE)
 _OPENAI = ROOT / "src" / "turnwise" / "serving" / "openai"
 _METHODS = ("get", "post", "delete")
@@ -68,7 +70,9 @@ def configuration() -> str:
     """Return every key of the configuration by section: its type, default and meaning."""
     lines: list[str] = []
     section = None
-    for key in describe_keys():
+    for key in describe_keys(items=True):
+        if _LISTED.match(key.name):
+            continue
         head = key.name.partition(".")[0] if "." in key.name else "The run"
         if head != section:
             section = head
@@ -111,11 +115,11 @@ def resume() -> str:
 
 
 def routes() -> str:
-    """Return the server's routes: Turnwise's own, then those of vLLM that it keeps."""
+    """Return the server's routes: Turnwise's own, then those that vLLM's server has too."""
     lines = ["| route | meaning |", "|---|---|"]
     lines += [f"| `{route}` | {_cell(meaning)} |" for route, meaning in own_routes()]
     own = {route.partition(" ")[2] for route, _ in own_routes()}
-    lines += ["", "## Served by vLLM", "", "| route | meaning |", "|---|---|"]
+    lines += ["", "## As OpenAI, Anthropic and vLLM have them", "", "| route | meaning |", "|---|---|"]
     lines += [
         f"| `{path}` | {_VLLM_ROUTES.get(path, '')} |" for path in sorted(vllm_routes() - own)
     ]

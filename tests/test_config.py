@@ -570,6 +570,18 @@ def test_the_reference_has_types_with_bounds_and_the_defaults_of_each_kind() -> 
     assert loss.default == "ppo_clip"
 
 
+def test_the_reference_has_the_keys_of_entries_and_of_sections_that_may_be_null() -> None:
+    items = {key.name: key for key in describe_keys(items=True)}
+    assert {*known_keys()} < {*items}
+    assert all(key.meaning for key in items.values())
+    page = TABLES["configuration"]()
+    for name in ("rollout.rewards[].judge.rubric", "rollout.tools[].python.timeout"):
+        assert f"| `{name}` | {items[name].type}" in page
+    assert "| `environments.NAME.data.path` |" in page
+    assert "| `algorithm.teacher.weight` | float > 0 | `1.0` |" in page
+    assert "environments.NAME.teacher.weight" not in page
+
+
 @pytest.mark.parametrize("key", ["environment", "data.path", "data.eval_path"])
 def test_a_key_that_a_caller_gives_otherwise_may_stay_unset(key: str) -> None:
     tree = minimal(eval={"target": 0.5, "every": 1})

@@ -4,8 +4,8 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from functools import cache
-from types import NoneType
-from typing import Annotated, Literal, NamedTuple, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Annotated, Literal, NamedTuple, Union, get_args, get_origin
 
 import yaml
 from pydantic import TypeAdapter
@@ -72,9 +72,15 @@ def _walk(
 
 
 def describe_keys(
-    kind: type[Section] = Config, section: Section | None = None, prefix: str = ""
+    kind: type[Section] = Config,
+    section: Section | None = None,
+    prefix: str = "",
+    *,
+    items: bool = False,
 ) -> Iterator[Key]:
-    """Yield the keys of a class of sections; the defaults are those of `section`, if given."""
+    """Yield the keys of a class of sections; the defaults are those of `section`, if given. `items`
+    adds those of sections in lists (`rollout.rewards[].weight`), in mappings
+    (`environments.NAME.weight`), and of sections that may be null."""
     for key, field, value, parts in _walk(kind, section, prefix):
         if not parts:
             default = None if field.is_required() else _as_yaml(value)
@@ -82,6 +88,8 @@ def describe_keys(
             if key in NEEDED_KEYS:
                 default, of_type = None, "str"
             yield Key(key, of_type, default, _meaning(field))
+            for where, each in _items(field.annotation) if items else ():
+                yield from describe_keys(each, None, f"{key}{where}.", items=True)
         if len(parts) > 1:
             names = " | ".join(map(_name, parts))
             meaning = f"{_meaning(field)} {'; '.join(_kinds(parts))}"
@@ -91,6 +99,18 @@ def describe_keys(
                 below = describe_keys(part, value if isinstance(value, part) else None, f"{key}.")
                 named = (k for k in below if k.name != f"{key}.name")
                 yield from (k._replace(kind=_name(part)) for k in named)
+
+
+def _items(kind: object) -> Iterator[tuple[str, type[Section]]]:
+    """Yield the sections in a key's plain value, with what follows the key in their names."""
+    if isinstance(kind, type) and issubclass(kind, Section):
+        yield "", kind
+    elif (origin := get_origin(kind)) in (list, dict):
+        place = "[]" if origin is list else ".NAME"
+        yield from ((place + where, each) for where, each in _items(get_args(kind)[-1]))
+    elif origin in (Annotated, Union, UnionType):
+        for part in get_args(kind):
+            yield from _items(part)
 
 
 def _name(section: type[Section]) -> str:
