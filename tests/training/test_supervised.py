@@ -109,6 +109,16 @@ def test_every_form_of_a_row_gives_the_same_tokens(reader: RowReader) -> None:
         assert (other.token_ids, other.response_mask) == (branch.token_ids, branch.response_mask)
 
 
+def test_parts_of_a_text_are_joined_as_in_a_chat(reader: RowReader, tokenizer: Any) -> None:
+    template = ChatTemplate(tokenizer)
+    parts = [{"type": "text", "text": part} for part in ("What is", "2 plus 2?")]
+    answer = {"role": "assistant", "content": "4"}
+    (made,) = read(reader, {"messages": [{"role": "user", "content": parts}, answer]}).turns
+    joined = {"role": "user", "content": template.between_parts.join(p["text"] for p in parts)}
+    assert template.between_parts == "\n"
+    assert made.added == template.render([joined])
+
+
 def test_rows_that_cannot_be_exact_are_refused_with_a_reason(
     reader: RowReader, make_config: Callable[..., Config], tokenizer: Any
 ) -> None:

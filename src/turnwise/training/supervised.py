@@ -178,7 +178,8 @@ def demonstrate(
             message with `weight` 0, or another flag of `row_flags`, is context; the others are
             trained. What follows the last assistant's message is left out.
     """
-    said = [_with_reasoning(template, _checked(message)) for message in messages]
+    between = template.between_parts
+    said = [_with_reasoning(template, _checked(message, between)) for message in messages]
     asked = [index for index, message in enumerate(said) if message["role"] == "assistant"]
     trained = {i for i in asked if is_trained(messages[i], f"message {i + 1}")}
     if not trained:
@@ -217,8 +218,8 @@ def demonstrate(
     return trajectory
 
 
-def _checked(message: Foreign) -> Message:
-    """Return a message as templates take it."""
+def _checked(message: Foreign, between: str) -> Message:
+    """Return a message as templates take it, with `between` two parts of text, as in chats."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise TrajectoryError("malformed", f"{repr(message)[:80]} is no message with a role")
     try:
@@ -231,7 +232,7 @@ def _checked(message: Foreign) -> Message:
     if not all(isinstance(part, str | Image) for part in shown):
         raise TrajectoryError("not_text", f"the content of a {message['role']} is not only text")
     try:
-        made = with_objects(plain(without_flags(message)))
+        made = with_objects(plain(without_flags(message), between))
         named = [call["function"]["name"] for call in made.get("tool_calls") or ()]
     except (TypeError, KeyError, ValueError):
         named = [None]
