@@ -147,3 +147,4 @@ def test_parts_of_a_text_are_joined_as_the_template_shows_them(tokenizer: Any) -
     for source, shown in ((CHATML, "Onetwo"), ("{{ messages[0].content + '!' }}", "One\ntwo")):
         template = ChatTemplate(tokenizer, chat_template=source)
         assert shown in template.render_text([plain(message, template.between_parts)])
+        assert shown in template.render_text([message])  # as an environment may write it

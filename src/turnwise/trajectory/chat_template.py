@@ -217,10 +217,15 @@ class ChatTemplate:
                     for part in content
                 ]
                 given[index] = {**message, "content": parts}
-        if self._in_parts:
-            for index, message in enumerate(given):
-                if isinstance(content := message.get("content"), str):
+        for index, message in enumerate(given):
+            content = message.get("content")
+            if self._in_parts:
+                if isinstance(content, str):
                     given[index] = {**message, "content": [{"type": "text", "text": content}]}
+            elif isinstance(content, list) and self.between_parts:
+                texts = [part.get("text") if isinstance(part, dict) else part for part in content]
+                if all(isinstance(text, str) for text in texts):
+                    given[index] = {**message, "content": self.between_parts.join(texts)}
         return str(
             self.tokenizer.apply_chat_template(
                 given,
