@@ -36,6 +36,16 @@ def test_no_file_is_longer_than_600_lines() -> None:
     assert {path: n for path, n in lengths.items() if n > MAX_LINES} == {}
 
 
+def test_no_two_classes_have_the_same_name() -> None:
+    found: dict[str, list[str]] = {}
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert len(found) > 300
+    assert {name: paths for name, paths in found.items() if len(paths) > 1} == {}
+
+
 def test_a_docstring_begins_with_a_noun_or_an_imperative() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{line}: {text[:60]}"

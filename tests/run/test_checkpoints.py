@@ -20,7 +20,7 @@ from turnwise.run.commands import TrainingResult, config_of_run, train
 from turnwise.run.run_dir import RunDir, find_resume
 from turnwise.training import checkpoint
 from turnwise.trajectory import ExactnessReport
-from turnwise.viewer.run_files import RunFiles, find_tokenizer
+from turnwise.viewer.run_files import ViewedRun, find_tokenizer
 
 
 def a_config(folder: Path, **sections: Any) -> Config:
@@ -63,7 +63,7 @@ def test_ten_thousand_and_fifty_steps_keep_the_last_checkpoints_and_the_best(
     run.metrics.close()
     assert trajectory_file(run.path).name == "step-10050.jsonl"
     assert trajectory_file(run.path, 10_049).name == "step-10049.jsonl"
-    files = [*RunFiles(run.path, "run").files()]
+    files = [*ViewedRun(run.path, "run").files()]
     assert files == ["step-10048", "step-10049", "step-10050"]
     assert find_tokenizer(run.path, {}) == (
         run.path / "checkpoints" / "step-10050" / "tokenizer.json"

@@ -29,7 +29,7 @@ from turnwise.training.rank import TrainerRank
 from turnwise.training.supervised import supervised_config
 from turnwise.training.trainer_group import TrainerGroup
 from turnwise.trajectory import read_jsonl
-from turnwise.viewer.run_files import RunFiles
+from turnwise.viewer.run_files import ViewedRun
 
 MUTE = {"messages": [{"role": "user", "content": "2 + 2?"}]}
 TIMES = ("_seconds", "_per_s", "_gib")
@@ -115,7 +115,7 @@ async def test_a_run_writes_what_the_viewer_reads_and_measures_the_loss(config: 
     assert all(row["exact_percent"] == 100.0 and row["trajectories"] == 4 for row in metrics[1:])
     assert not {"reward_mean", "ratio", "clip_fraction", "staleness"} & set(metrics[1])
     assert alarms_of_run(run) == []
-    files = RunFiles(run, "run")
+    files = ViewedRun(run, "run")
     assert list(files.files()) == ["step-0001", "step-0002", "step-0004"]
     shown = list(read_jsonl(run / "trajectories/step-0002.jsonl"))
     assert len(shown) == 4

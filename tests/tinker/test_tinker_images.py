@@ -21,7 +21,7 @@ from turnwise.training.batching import Columns
 from turnwise.training.model import score_columns
 from turnwise.training.sample import Sample
 from turnwise.trajectory import Prompt, audit, read_jsonl
-from turnwise.viewer.run_files import RunFiles
+from turnwise.viewer.run_files import ViewedRun
 
 FILE = encoded(picture())
 LENGTH = 6
@@ -147,7 +147,7 @@ async def test_trajectories_of_a_run_have_their_images(
     await client.step(2, learning_rate=1e-3)
     await client.tree(f"sessions/{client.session}/finish", {})
     folder = tmp_path / "tinker" / client.model
-    (row,) = RunFiles(folder, "client").rows()["rows"]
+    (row,) = ViewedRun(folder, "client").rows()["rows"]
     assert (row["exact_percent"], row["trajectories"]) == (100.0, 2)
     made = list(read_jsonl(folder / "trajectories" / "step-0001.jsonl"))
     assert [each.turns[0].images[0].image.read() for each in made] == [FILE, other]

@@ -21,7 +21,7 @@ from turnwise.tinker.run_log import SampleIndex
 from turnwise.tinker.service import TinkerService
 from turnwise.tinker.wire import message_classes
 from turnwise.trajectory import Prompt, audit, read_jsonl
-from turnwise.viewer.run_files import RunFiles
+from turnwise.viewer.run_files import ViewedRun
 
 IDS = [5, 6, 7, 8, 9, 10]
 SUPERVISED = {"tokens": IDS[:-1], "target_tokens": IDS[1:], "weights": [1.0] * 5}
@@ -453,7 +453,7 @@ async def test_a_client_leaves_a_run_folder_with_exact_trajectories(
     await client.train(7, data, "importance_sampling", forward_only=True)
     await client.tree(f"sessions/{client.session}/finish", {"reason": {"type": "success"}})
     folder = tmp_path / "tinker" / client.model
-    run = RunFiles(folder, "client")
+    run = ViewedRun(folder, "client")
     supervised, row = run.rows()["rows"]
     assert (supervised["step"], supervised["trained_tokens"]) == (1, 5)
     assert supervised["loss"] > 0
@@ -503,7 +503,7 @@ async def test_losses_are_divided_by_all_trained_tokens_whatever_the_log_keeps(
     await client.step(4, learning_rate=1e-3)
     assert service._sampled.trained == 0
     await client.tree(f"sessions/{client.session}/finish", {})
-    (row,) = RunFiles(tmp_path / "tinker" / client.model, "client").rows()["rows"]
+    (row,) = ViewedRun(tmp_path / "tinker" / client.model, "client").rows()["rows"]
     assert row["trained_tokens"] == 19
     assert row["loss"] == pytest.approx(sum(losses) / 19)
 

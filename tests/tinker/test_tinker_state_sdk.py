@@ -14,7 +14,7 @@ import pytest
 
 from tests.conftest import ROOT, own_environment
 from tests.tinker.test_tinker_sdk import sdk as sdk
-from turnwise.viewer.run_files import RunFiles
+from turnwise.viewer.run_files import ViewedRun
 
 FILES = ["adapter_config.json", "adapter_model.safetensors"]
 
@@ -119,5 +119,5 @@ def test_states_are_managed_and_downloaded(seen: list[dict[str, Any]]) -> None:
 @pytest.mark.timeout(900)
 def test_the_viewer_reads_the_run_of_each_model(seen: list[dict[str, Any]], folder: Path) -> None:
     runs = [path.parent for path in folder.glob("tinker/tinker/*/metrics.jsonl")]
-    steps = [[row["step"] for row in RunFiles(run, "client").rows()["rows"]] for run in runs]
+    steps = [[row["step"] for row in ViewedRun(run, "client").rows()["rows"]] for run in runs]
     assert sorted(steps) == [[1, 2, 3, 4, 5]] * 8 + [[4, 5]] * 16

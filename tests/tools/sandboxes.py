@@ -4,7 +4,7 @@ import pytest
 
 from turnwise.config.rollout import CodeToolConfig as Limits
 from turnwise.errors import InputError
-from turnwise.tools.code import Session, choose
+from turnwise.tools.code import CodeSession, choose
 from turnwise.tools.sandbox.backends import Backend
 
 BACKENDS = ("first", pytest.param("second", marks=pytest.mark.slow))
@@ -20,6 +20,6 @@ def backend(which: str) -> Backend:
         pytest.skip(str(error))
 
 
-def session(which: str, limits: Limits | None = None, *, shell: bool = False) -> Session:
+def session(which: str, limits: Limits | None = None, *, shell: bool = False) -> CodeSession:
     """Return a new session with the first or the second backend."""
-    return Session(backend(which), limits or Limits(), shell=shell)
+    return CodeSession(backend(which), limits or Limits(), shell=shell)

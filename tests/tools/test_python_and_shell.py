@@ -15,20 +15,20 @@ from turnwise.config import RolloutConfig, ToolConfig
 from turnwise.config.rollout import CodeToolConfig as Limits
 from turnwise.errors import InputError
 from turnwise.rollouts.runner import load_tools
-from turnwise.tools.code import CodeTool, Session, choose
+from turnwise.tools.code import CodeSession, CodeTool, choose
 from turnwise.tools.sandbox import backends
 from turnwise.tools.toolbox import Toolbox
 
 
 @pytest.fixture(scope="module")
-def python() -> Iterator[Session]:
+def python() -> Iterator[CodeSession]:
     opened = sandboxes.session("first", Limits(timeout=20.0))
     yield opened
     opened.close()
 
 
 @pytest.fixture(scope="module")
-def shell() -> Iterator[Session]:
+def shell() -> Iterator[CodeSession]:
     opened = sandboxes.session("first", Limits(timeout=20.0), shell=True)
     yield opened
     opened.close()
@@ -51,17 +51,17 @@ def shell() -> Iterator[Session]:
     ],
 )
 def test_a_call_returns_the_output_and_the_last_value(
-    python: Session, code: str, text: str
+    python: CodeSession, code: str, text: str
 ) -> None:
     assert python.run(code).endswith(text)
 
 
-def test_variables_modules_and_files_stay(python: Session) -> None:
+def test_variables_modules_and_files_stay(python: CodeSession) -> None:
     python.run("import math\nradius = 2\nopen('note', 'w').write('kept')")
     assert python.run("round(math.pi * radius**2, 2), open('note').read()") == "(12.57, 'kept')"
 
 
-def test_an_error_names_the_line_of_the_code_and_nothing_of_ours(python: Session) -> None:
+def test_an_error_names_the_line_of_the_code_and_nothing_of_ours(python: CodeSession) -> None:
     text = python.run("def half(x):\n    return x / 0\n\nhalf(3)")
     assert text.splitlines()[0] == "Traceback (most recent call last):"
     assert "line 2, in half" in text
@@ -71,7 +71,7 @@ def test_an_error_names_the_line_of_the_code_and_nothing_of_ours(python: Session
     assert python.run("x = = 3").startswith('  File "<call')
 
 
-def test_a_long_output_keeps_its_beginning_and_its_end(python: Session) -> None:
+def test_a_long_output_keeps_its_beginning_and_its_end(python: CodeSession) -> None:
     text = python.run("print('begin'); print('x' * 10**6); print('end')")
     assert text.startswith("begin\n")
     assert text.endswith("\nend")
@@ -91,7 +91,7 @@ def test_interrupted_code_keeps_its_variables() -> None:
         opened.close()
 
 
-def test_a_shell_keeps_directory_variables_and_functions(shell: Session) -> None:
+def test_a_shell_keeps_directory_variables_and_functions(shell: CodeSession) -> None:
     shell.run("mkdir -p sub && cd sub; X='two words'; twice() { echo \"$1 $1\"; }")
     assert shell.run('basename "$PWD"; echo $X; twice ab').split("\n") == [
         "sub", "two words", "ab ab",
@@ -192,7 +192,7 @@ def test_without_a_sandbox_the_error_says_what_to_install() -> None:
 
 
 def test_without_a_sandbox_code_has_limits_and_is_ended_by_name_only() -> None:
-    opened = Session("none", Limits(timeout=1.0, memory=256))
+    opened = CodeSession("none", Limits(timeout=1.0, memory=256))
     try:
         assert opened.run("6 * 7") == "42"
         assert "MemoryError" in opened.run("bytearray(1 << 30)")

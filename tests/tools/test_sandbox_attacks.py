@@ -19,7 +19,7 @@ import pytest
 from tests.tools import sandboxes
 from tests.tools.sandboxes import BACKENDS, session
 from turnwise.config.rollout import CodeToolConfig as Limits
-from turnwise.tools.code import Session
+from turnwise.tools.code import CodeSession
 
 SECRET = "correct-horse-battery-staple"
 LIMITS = Limits(timeout=8.0, memory=128, disk=16, processes=16)
@@ -305,7 +305,7 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
 
 
 @pytest.fixture(scope="module", params=BACKENDS)
-def sandbox(request: pytest.FixtureRequest) -> Iterator[Session]:
+def sandbox(request: pytest.FixtureRequest) -> Iterator[CodeSession]:
     opened = session(request.param, LIMITS)
     yield opened
     opened.close()
@@ -313,7 +313,7 @@ def sandbox(request: pytest.FixtureRequest) -> Iterator[Session]:
 
 @pytest.mark.parametrize("name", ATTACKS)
 def test_an_attack_fails_and_the_next_call_is_answered(
-    sandbox: Session, host: Host, name: str
+    sandbox: CodeSession, host: Host, name: str
 ) -> None:
     code, expected = ATTACKS[name]
     text = sandbox.run(host.fill(code))
@@ -382,8 +382,8 @@ def test_a_daemon_does_not_outlive_its_session(backend: str) -> None:
 DRIVER = """
 import sys, time
 from turnwise.config.rollout import CodeToolConfig as Limits
-from turnwise.tools.code import Session
-session = Session(sys.argv[1], Limits())
+from turnwise.tools.code import CodeSession
+session = CodeSession(sys.argv[1], Limits())
 print(session.run(sys.argv[2]), flush=True)
 time.sleep(600)
 """

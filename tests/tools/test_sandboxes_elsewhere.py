@@ -19,7 +19,7 @@ from examples.sandboxes.server import Server
 from tests.tools import sandboxes
 from turnwise.config.rollout import CodeToolConfig as Limits
 from turnwise.errors import InputError, TrajectoryError
-from turnwise.tools.code import CodeTool, Session, choose
+from turnwise.tools.code import CodeSession, CodeTool, choose
 from turnwise.tools.sandbox.http import KEY_VARIABLE
 from turnwise.tools.toolbox import Toolbox
 
@@ -48,7 +48,7 @@ def gone(engine: Path) -> None:
 
 
 def test_a_session_in_a_container_keeps_its_state_and_is_removed(engine: Path) -> None:
-    session = Session(choose("podman"), Limits(timeout=20.0))
+    session = CodeSession(choose("podman"), Limits(timeout=20.0))
     try:
         assert session.run("x = 41") == "[no output]"
         assert session.run("print('a' * 20000); x + 1").endswith("aaa\n42")
@@ -63,7 +63,7 @@ def test_a_container_has_no_network_and_all_limits(
     engine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DOCKER_AUTH_CONFIG", "a-secret")
-    session = Session("podman", Limits(memory=128, disk=32, processes=9, image="mine"))
+    session = CodeSession("podman", Limits(memory=128, disk=32, processes=9, image="mine"))
     try:
         session.run("1")
         assert session._process is not None
@@ -91,7 +91,7 @@ def test_a_container_has_no_network_and_all_limits(
 
 
 def test_code_that_ignores_its_deadline_ends_with_its_container(engine: Path) -> None:
-    session = Session("podman", Limits(timeout=1.0))
+    session = CodeSession("podman", Limits(timeout=1.0))
     try:
         text = session.run(
             "import signal\nsignal.signal(signal.SIGALRM, signal.SIG_IGN)\nwhile 1: 0"
@@ -105,9 +105,9 @@ def test_code_that_ignores_its_deadline_ends_with_its_container(engine: Path) ->
 
 def test_a_container_ends_with_the_process_that_began_it(engine: Path) -> None:
     code = (
-        "import os; from turnwise.tools.code import Session\n"
+        "import os; from turnwise.tools.code import CodeSession\n"
         "from turnwise.config.rollout import CodeToolConfig\n"
-        "session = Session('podman', CodeToolConfig(timeout=50.0))\n"
+        "session = CodeSession('podman', CodeToolConfig(timeout=50.0))\n"
         "session.run('1'); print('begun', flush=True)\n"
         "session.run('while True: pass')"
     )
@@ -215,7 +215,7 @@ def test_containers_of_the_real_programs(program: str) -> None:
         backend = choose(program)
     except InputError as error:
         pytest.skip(str(error))
-    session = Session(backend, Limits(timeout=5.0, memory=128))
+    session = CodeSession(backend, Limits(timeout=5.0, memory=128))
     try:
         assert session.run("x = 41") == "[no output]"
         assert session.run("x + 1") == "42"

@@ -11,11 +11,11 @@ from typer.testing import CliRunner
 from examples.calculator import recording
 from tests.conftest import ROOT
 from turnwise.cli import app as commands
-from turnwise.viewer.run_files import RECORDING, RunFiles, demo_runs, open_runs, parse
+from turnwise.viewer.run_files import RECORDING, ViewedRun, demo_runs, open_runs, parse
 from turnwise.viewer.server import view
 
 
-def check_run(run: RunFiles, steps: int) -> set[str]:
+def check_run(run: ViewedRun, steps: int) -> set[str]:
     """Everything that the viewer shows of a run is there; return the reasons of its branches."""
     rows = run.rows()["rows"]
     assert [row["step"] for row in rows] == [*range(steps + 1)]
@@ -41,7 +41,7 @@ def check_run(run: RunFiles, steps: int) -> set[str]:
     return forks
 
 
-def check_comparison(run: RunFiles) -> None:
+def check_comparison(run: ViewedRun) -> None:
     """The template renders the branches of the last step's first trajectory."""
     file = [name for name in run.files() if name.startswith("step")][-1]
     compared = run.compare_with_template(file, 0, 0)

@@ -23,7 +23,7 @@ from turnwise.training.reports import RECORDED
 from turnwise.trajectory import Outcome, Trajectory, write_jsonl
 from turnwise.viewer import server
 from turnwise.viewer.run_files import (
-    RunFiles,
+    ViewedRun,
     find_tokenizer,
     open_runs,
     read_vocabulary,
@@ -276,7 +276,7 @@ def test_the_answers_of_each_tool_are_counted() -> None:
 
 
 def test_a_file_is_scanned_once(folder: Path) -> None:
-    run = RunFiles(folder, "demo")
+    run = ViewedRun(folder, "demo")
     first = run.index("step-0001")
     assert run.line("step-0001", 2).startswith(b'{"problem_id":"rows:1"')
     assert run.index("step-0001") is first
@@ -408,11 +408,11 @@ def test_the_prompts_and_answers_of_judges_are_there(client: TestClient, folder:
 
 
 def test_a_run_that_no_process_plays_has_ended(folder: Path) -> None:
-    assert not RunFiles(folder, "demo").may_be_running()
+    assert not ViewedRun(folder, "demo").may_be_running()
     elsewhere = folder / "logs" / "stacks" / "another-host-1.txt"
     elsewhere.parent.mkdir(parents=True)
     elsewhere.write_text("driver\nstarted 5\n")
-    assert RunFiles(folder, "demo").may_be_running(), "another machine's may live"
+    assert ViewedRun(folder, "demo").may_be_running(), "another machine's may live"
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node")

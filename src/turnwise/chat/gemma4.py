@@ -79,12 +79,12 @@ def _call(text: str) -> tuple[str, JsonObject | None]:
     """Return the name of a call, and its arguments as they are written; None if they end early."""
     name, brace, rest = text.partition("{")
     try:
-        return name.strip(), _Reader(rest).members() if brace else None
+        return name.strip(), _ArgumentReader(rest).members() if brace else None
     except (IndexError, ValueError, RecursionError):
         return name.strip(), None
 
 
-class _Reader:
+class _ArgumentReader:
     """Reads arguments once from left to right; IndexError or ValueError where they are broken."""
 
     def __init__(self, text: str) -> None:

@@ -86,7 +86,7 @@ class AgentReport(TypedDict, total=False):
     error: object
 
 
-class _Answer(TypedDict):
+class _AgentAnswer(TypedDict):
     id: int
     result: NotRequired[object]
     error: NotRequired[object]
@@ -97,7 +97,7 @@ class _Tasks(TypedDict):
 
 
 _REPORT = TypeAdapter(AgentReport | None)
-_ANSWER = TypeAdapter(_Answer)
+_ANSWER = TypeAdapter(_AgentAnswer)
 _TASKS = TypeAdapter(_Tasks)
 _ANYTHING: TypeAdapter[object] = TypeAdapter(object)
 

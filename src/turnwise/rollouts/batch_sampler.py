@@ -94,7 +94,7 @@ class _Answer:
     """The calls that sampled it, in order, each with the number of its tokens that are in it."""
 
 
-class Batch(Generic[_Item, _Result]):
+class OneCall(Generic[_Item, _Result]):
     """Items that one call answers; others join until it begins.
 
     Args:
@@ -104,7 +104,7 @@ class Batch(Generic[_Item, _Result]):
 
     def __init__(
         self,
-        work: "Callable[[Batch[_Item, _Result]], Coroutine[object, object, Sequence[_Result]]]",
+        work: "Callable[[OneCall[_Item, _Result]], Coroutine[object, object, Sequence[_Result]]]",
         most: int,
     ) -> None:
         self.is_open = True
@@ -149,7 +149,7 @@ class SamplerLoop:
     once."""
 
     def __init__(self) -> None:
-        self._batch: Batch[RolloutContext, _Answer] | None = None
+        self._batch: OneCall[RolloutContext, _Answer] | None = None
         self._samplers: dict[str, Callable[..., Foreign]] = {}
 
     def load(self, config: Config) -> None:
@@ -164,7 +164,7 @@ class SamplerLoop:
         if batch is None or not batch.is_open or kind(batch.first) != kind(context):
             most = context.rollout.prompts_per_step * context.sampling.n
             # In deterministic runs nothing depends on who comes first.
-            batch = self._batch = Batch(self._sample, most if context.seed is None else 1)
+            batch = self._batch = OneCall(self._sample, most if context.seed is None else 1)
         with context.timed("agent"), waiting(context.request_id, "sampler"):
             answer = await batch.answer(context)
         trajectory, wanted = context.trajectory, answer.mask
@@ -194,7 +194,7 @@ class SamplerLoop:
         trajectory.messages = answer.messages or []
         trajectory.status = status_after(done.finish_reason)
 
-    async def _sample(self, batch: Batch[RolloutContext, _Answer]) -> list[_Answer]:
+    async def _sample(self, batch: OneCall[RolloutContext, _Answer]) -> list[_Answer]:
         joined = await batch.complete()
         contexts = sorted(joined, key=lambda one: (one.route.group, one.trajectory.sample_index))
         rollout, path = contexts[0].rollout, contexts[0].rollout.sampler or ""
@@ -273,7 +273,9 @@ def _read(returned: Foreign, count: int, path: str) -> list[_Answer]:
 
 
 def _find_calls(
-    answers: Sequence[_Answer], contexts: Sequence[RolloutContext], calls: Sequence[SampledCall]
+    answers: Sequence[_Answer],
+    contexts: Sequence[RolloutContext],
+    calls: Sequence[SampledCall],
 ) -> None:
     """Find the calls that sampled each answer, and its conversation, for people and rewards."""
     # Answers are ids, which may stand for other images: these are known from the call that an

@@ -140,7 +140,7 @@ class Failure(TypedDict):
     cause: _Text
 
 
-class _Reply(TypedDict):
+class _HostReply(TypedDict):
     id: int
     value: NotRequired[object]
     error: NotRequired[Failure]
@@ -158,7 +158,7 @@ DONE = TypeAdapter(bool)
 REWARDED = TypeAdapter(_Rewarded)
 METRICS = TypeAdapter(_Numbers)
 CLOSED = TypeAdapter(Annotated[list[Failure], Field(max_length=100)])
-_REPLY = TypeAdapter(_Reply)
+_REPLY = TypeAdapter(_HostReply)
 
 
 class EnvironmentProcesses:
@@ -254,7 +254,7 @@ class RemoteEpisode(Episode):
             await asyncio.open_connection(sock=each) for each in (talk, control)
         ]
         self._talk, self._control = asking, life
-        self._requests = Requests[_Reply]()
+        self._requests = Requests[_HostReply]()
         """Also those whose answer is waited for no more, since each may come once."""
 
         async def read_answers() -> None:
@@ -443,7 +443,7 @@ def _packed(what: object) -> bytes:
     return framed(pickle.dumps(what, protocol=pickle.HIGHEST_PROTOCOL))
 
 
-def value_of(reply: _Reply, kind: TypeAdapter[_T], *, alone: bool = False) -> _T:
+def value_of(reply: _HostReply, kind: TypeAdapter[_T], *, alone: bool = False) -> _T:
     """Return a reply's value, or raise its error, an InputError only if the process was started for
     this question (`alone`); AnswerError where the value is of another type."""
     if "error" in reply:

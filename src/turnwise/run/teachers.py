@@ -68,15 +68,15 @@ class _Logprobs(TypedDict):
     token_logprobs: list[Number | None]
 
 
-class _Choice(TypedDict):
+class _ScoreChoice(TypedDict):
     logprobs: _Logprobs | None
 
 
-class _Answer(TypedDict):
-    choices: list[_Choice]
+class _ScoreAnswer(TypedDict):
+    choices: list[_ScoreChoice]
 
 
-_ANSWER = TypeAdapter(_Answer)
+_ANSWER = TypeAdapter(_ScoreAnswer)
 _NOTHING = _Logprobs(tokens=[], token_logprobs=[])
 
 

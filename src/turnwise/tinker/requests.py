@@ -216,7 +216,7 @@ class _Sampling(BaseModel):
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
 
 
-class Sample(BaseRequest):
+class SampleRequest(BaseRequest):
     """A request for samples of one prompt."""
 
     absent = {

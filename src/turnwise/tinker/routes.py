@@ -219,7 +219,7 @@ VERBS: Mapping[str, tuple[type[requests.BaseRequest] | None, Verb]] = {
     "POST save_weights_external": _in_turn(requests.SaveWeights, _external),
     "POST load_weights": (None, load_weights),
     "POST create_sampling_session": (CreateSamplingSession, TinkerService.create_sampler),
-    "POST asample": (requests.Sample, TinkerService.sample),
+    "POST asample": (requests.SampleRequest, TinkerService.sample),
     "POST cancel_future": (Named, TinkerService.cancel),
     "GET get_server_capabilities": (None, TinkerService.capabilities),
     "GET samplers/{sampler_id}": (Named, TinkerService.get_sampler),

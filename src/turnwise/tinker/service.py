@@ -59,7 +59,7 @@ _STAND_IN = "stable_reinforce is computed as %s, its settings and provenance are
 
 
 @dataclass(slots=True, eq=False)
-class Session:
+class TinkerSession:
     """One client, until it ends or is silent for too long. All ids of what it has begin with its
     own."""
 
@@ -76,7 +76,7 @@ class Session:
 class Model:
     """An adapter in training."""
 
-    session: Session
+    session: TinkerSession
     state: Checkpoint
     """A checkpoint of it now, but for its kind and name."""
     log: RunLog
@@ -96,7 +96,7 @@ class Sampler:
     """A sampling session: the base model, or a saved adapter on it."""
 
     id: str
-    session: Session
+    session: TinkerSession
     checkpoint: Checkpoint | None = None
     seen: float = field(default_factory=time.monotonic)
     """Time of the last request."""
@@ -143,7 +143,7 @@ class TinkerService:
         self._config, self._stable = config, stable
         self._generator, self._vocabulary = generator, vocabulary
         self._trainer = AdapterTrainer(trainer, config.algorithm)
-        self._sessions: dict[str, Session] = {}
+        self._sessions: dict[str, TinkerSession] = {}
         self._held: dict[str, int] = {}
         self._files = RunFiles(folder / "tinker_sessions")
         self._sampled = SampleIndex(decode)
@@ -166,10 +166,10 @@ class TinkerService:
                         session.samplers[name] = Sampler(name, session, saved)
         self.checkpoints.tidy(held)
 
-    async def _note(self, session: Session, line: object) -> None:
+    async def _note(self, session: TinkerSession, line: object) -> None:
         await self._files.add(f"{session.id}.jsonl", json.dumps(line) + "\n")
 
-    def sessions_of(self, owner: str) -> list[Session]:
+    def sessions_of(self, owner: str) -> list[TinkerSession]:
         """Return an owner's sessions, the newest first."""
         return [each for each in reversed(self._sessions.values()) if each.owner == owner]
 
@@ -214,10 +214,10 @@ class TinkerService:
         info = f"{_HEAD}; {_STAND_IN % self._stable}" if self._stable else _HEAD
         return {"session_id": session.id, "info_message": info}
 
-    def _open(self, name: str, owner: str) -> Session:
+    def _open(self, name: str, owner: str) -> TinkerSession:
         # All have one owner where the server has a key.
         account = owner if api_key(self._config.serving) is None else name
-        session = Session(name, owner, Futures(account, self._held))
+        session = TinkerSession(name, owner, Futures(account, self._held))
         self._sessions[name] = session
         return session
 
@@ -234,7 +234,7 @@ class TinkerService:
         await self._end(self._session(asked.session_id, owner))
         return {}
 
-    def _own(self, name: str, owner: str) -> Session | None:
+    def _own(self, name: str, owner: str) -> TinkerSession | None:
         """Return an owner's session, by its id or that of something that it has."""
         session = self._sessions.get(name.partition(":")[0])
         if session is None or session.owner != owner:
@@ -242,7 +242,7 @@ class TinkerService:
         session.seen = time.monotonic()
         return session
 
-    def _session(self, name: str, owner: str) -> Session:
+    def _session(self, name: str, owner: str) -> TinkerSession:
         if (session := self._own(name, owner)) is None:
             raise Gone(
                 f"there is no session of {visible(name)[:100]}: it has ended, or the server was "
@@ -250,7 +250,7 @@ class TinkerService:
             )
         return session
 
-    async def _end(self, session: Session) -> None:
+    async def _end(self, session: TinkerSession) -> None:
         """End a session with its models and samplers; what it has saved under a name stays."""
         if self._sessions.pop(session.id, None) is None:
             return
@@ -295,7 +295,7 @@ class TinkerService:
         session.futures.begin(name, answer, 2 * tree["body_bytes"])
         return {"request_id": name, "model_id": name}
 
-    async def create(self, name: str, session: Session, asked: requests.CreateModel) -> Reply:
+    async def create(self, name: str, session: TinkerSession, asked: requests.CreateModel) -> Reply:
         self._check_base(asked.base_model)
         if asked.lora_config is None:
             raise InputError("this server trains adapters: create_model needs a lora_config")
@@ -305,7 +305,7 @@ class TinkerService:
         return {"model_id": name}
 
     async def _add_model(
-        self, session: Session, state: Checkpoint, loaded: tuple[Path, bool] | None = None
+        self, session: TinkerSession, state: Checkpoint, loaded: tuple[Path, bool] | None = None
     ) -> Model:
         """Add an adapter; `loaded` are the arguments of `Adapters.read`, if it was saved."""
         name, spec = state.run, requests.LoraSpec.model_validate(state.spec)
@@ -431,7 +431,9 @@ class TinkerService:
         model.state = replace(model.state, version=saved.version)
         return {"path": saved.address, "model_id": model.id}
 
-    async def create_from(self, name: str, session: Session, asked: requests.LoadWeights) -> Reply:
+    async def create_from(
+        self, name: str, session: TinkerSession, asked: requests.LoadWeights
+    ) -> Reply:
         saved = await self._saved(asked, session)
         new = replace(saved, run=name, kind="snapshots", created=str(expiry(0)), expires=None)
         new = replace(new, run_metadata=asked.user_metadata)
@@ -439,7 +441,7 @@ class TinkerService:
             await self._add_model(session, new, (held, asked.optimizer))
         return {"path": saved.address, "model_id": name}
 
-    async def _saved(self, asked: requests.LoadWeights, session: Session) -> Checkpoint:
+    async def _saved(self, asked: requests.LoadWeights, session: TinkerSession) -> Checkpoint:
         saved = await run_in_thread(self.checkpoints.find, asked.path, session.owner)
         for name in (asked.base_model, saved.base_model):
             self._check_base(name or saved.base_model)
@@ -531,7 +533,7 @@ class TinkerService:
         named = None if saved is None else saved.address
         return {"sampler_id": sampler.id, "base_model": self.model_name, "model_path": named}
 
-    async def sample(self, owner: str, asked: requests.Sample) -> JsonObject:
+    async def sample(self, owner: str, asked: requests.SampleRequest) -> JsonObject:
         sampler = self._sampler(asked.sampling_session_id, owner)
         name = f"{sampler.id}:{asked.seq_id}"
         work = partial(self._sample, sampler, asked, name)
@@ -539,7 +541,7 @@ class TinkerService:
         ids = [f"{name}:{number}" for number in range(asked.num_samples)]
         return {"request_id": name, "sample_sequence_ids": ids}
 
-    async def _sample(self, sampler: Sampler, asked: requests.Sample, name: str) -> Reply:
+    async def _sample(self, sampler: Sampler, asked: requests.SampleRequest, name: str) -> Reply:
         if asked.record_stability_info and not self._stable:
             raise InputError(f"record_stability_info: {NOT_STABLE}")
         ids = await run_in_thread(asked.tokens, self._vocabulary, self.joined)

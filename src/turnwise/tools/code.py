@@ -85,7 +85,7 @@ class CodeTool:
         if ":" in wanted:
             made: Callable[..., Sandbox] = load_object(wanted, "sandbox")
             return made
-        return partial(Session, choose(wanted, self.limits.interpreter, self.limits.image))
+        return partial(CodeSession, choose(wanted, self.limits.interpreter, self.limits.image))
 
     def toolset(self) -> "CodeTool":
         """Return the toolset of one trajectory; nothing is started before its first call."""
@@ -161,7 +161,7 @@ def choose(wanted: str, interpreter: str | None = None, image: str | None = None
             elif not sandlock and shutil.which({"bubblewrap": "bwrap"}.get(name, name)) is None:
                 reason = "not installed"
             else:
-                session = Session(name, CodeToolConfig.model_validate(limits))
+                session = CodeSession(name, CodeToolConfig.model_validate(limits))
                 try:
                     answer = session.run("6 * 7")
                     reason = "" if answer == "42" else f"answered {answer[:200]!r}"
@@ -177,7 +177,7 @@ def choose(wanted: str, interpreter: str | None = None, image: str | None = None
     raise InputError(f"{MISSING} ({'; '.join(tried)})")
 
 
-class Session:
+class CodeSession:
     """One interpreter, started by the first call and again after it ended."""
 
     def __init__(self, backend: Backend, limits: CodeToolConfig, *, shell: bool = False) -> None:

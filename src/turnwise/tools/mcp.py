@@ -25,7 +25,7 @@ from turnwise.errors import DeadlineError, InputError
 from turnwise.tools.tool import McpError, Tool
 
 if TYPE_CHECKING:
-    from turnwise.tools.mcp_connection import Connection
+    from turnwise.tools.mcp_connection import McpConnection
 
 _T = TypeVar("_T")
 _Listed: TypeAlias = Sequence[tuple[str, str, JsonObject]]
@@ -90,7 +90,7 @@ class McpToolset:
 
     async def open(self) -> list[Tool]:
         """Connect, and return the server's tools; McpError when they cannot be offered, otherwise
-        raises as `Connection.opened` does."""
+        raises as `McpConnection.opened` does."""
         self._pool = pool = pool_of(self._config)
 
         async def listed() -> _Listed:
@@ -142,21 +142,21 @@ def _name_of(config: McpConfig) -> str:
 class Line:
     """A connection, opened by `make`, that is replaced after it has failed."""
 
-    def __init__(self, make: "Callable[[], Awaitable[Connection]]") -> None:
+    def __init__(self, make: "Callable[[], Awaitable[McpConnection]]") -> None:
         self._make = make
-        self._connection: Connection | None = None
-        self._opening: asyncio.Task[Connection] | None = None
+        self._connection: McpConnection | None = None
+        self._opening: asyncio.Task[McpConnection] | None = None
         self.users = 0
         """Number of trajectories that have it open."""
 
-    async def connection(self) -> "Connection":
+    async def connection(self) -> "McpConnection":
         """Return the connection, or a new one if that cannot be used; raises as
-        `Connection.opened` does.
+        `McpConnection.opened` does.
 
         A start continues when the call that needs it is late or cancelled: the next finds it done.
         """
 
-        async def usable() -> "Connection":
+        async def usable() -> "McpConnection":
             if self._connection is not None and not await self._connection.usable():
                 await self._connection.close()
                 self._connection = None
@@ -169,7 +169,7 @@ class Line:
         return await asyncio.shield(self._opening)
 
     async def call(self, name: str, arguments: JsonObject, session: str) -> object:
-        """Call a tool; see `Connection.call`."""
+        """Call a tool; see `McpConnection.call`."""
         try:
             connection = await self.connection()
         except DeadlineError as error:  # not the call's own deadline
@@ -194,7 +194,7 @@ class Pool:
 
     def __init__(self, config: McpConfig) -> None:
         self._config = config
-        self._warm: list[asyncio.Task[Connection]] = []
+        self._warm: list[asyncio.Task[McpConnection]] = []
         """Connections that wait for trajectories, and that start."""
         self._users = 0
         self._idle: asyncio.TimerHandle | None = None
@@ -210,7 +210,7 @@ class Pool:
     def join(self, session: str) -> Line:
         """Return the connection of a trajectory, opened with its first use."""
 
-        async def take() -> "Connection":
+        async def take() -> "McpConnection":
             """Return a warm connection, or open one; keeps `warm` of them ready."""
             while (task := next((task for task in self._warm if task.done()), None)) is not None:
                 self._warm.remove(task)
@@ -237,7 +237,7 @@ class Pool:
         if line is not self._shared:
             await line.close()
 
-    async def listed(self, connection: "Connection") -> _Listed:
+    async def listed(self, connection: "McpConnection") -> _Listed:
         """Return the server's tools, which are asked for once, within `start_timeout`."""
         async with self._listing:
             if self._listed is None:
@@ -271,12 +271,12 @@ class Pool:
         while len(self._warm) < self._config.warm:
             self._warm.append(asyncio.create_task(self._connect("warm")))
 
-    async def _connect(self, session: str) -> "Connection":
+    async def _connect(self, session: str) -> "McpConnection":
         optional("mcp", "mcp", "an MCP server")
-        from turnwise.tools.mcp_connection import Connection  # a second to import
+        from turnwise.tools.mcp_connection import McpConnection  # a second to import
 
         async with _starting:
-            connection = Connection(_name_of(self._config), self._config, session)
+            connection = McpConnection(_name_of(self._config), self._config, session)
             await connection.opened()
         return connection
 

@@ -66,7 +66,7 @@ _GONE = ("Session terminated", "Session not found")
 """Errors of a server that has lost our MCP session, for example because it started again."""
 
 
-class Connection:
+class McpConnection:
     """A connection to the server `name`; `session` is the trajectory's, for `session_header`."""
 
     def __init__(self, name: str, config: McpConfig, session: str) -> None:

@@ -223,8 +223,9 @@ class ChatTemplate:
                 if isinstance(content, str):
                     given[index] = {**message, "content": [{"type": "text", "text": content}]}
             elif isinstance(content, list) and self.between_parts:
-                texts = [part.get("text") if isinstance(part, dict) else part for part in content]
-                if all(isinstance(text, str) for text in texts):
+                found = [part.get("text") if isinstance(part, dict) else part for part in content]
+                texts = [text for text in found if isinstance(text, str)]
+                if len(texts) == len(content):
                     given[index] = {**message, "content": self.between_parts.join(texts)}
         return str(
             self.tokenizer.apply_chat_template(

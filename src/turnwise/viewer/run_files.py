@@ -101,7 +101,7 @@ def texts_of(vocabulary: Mapping[int, tuple[bytes, bool]], ids: Iterable[int]) -
     }
 
 
-class RunFiles:
+class ViewedRun:
     """Reads one run folder, in any thread; a file, line or turn that is not there is a LookupError,
     one that cannot be read an InputError."""
 
@@ -327,14 +327,14 @@ class RunFiles:
         return compared | {"texts": texts_of(self._vocabulary, ids)}
 
 
-def open_runs(paths: Sequence[Path]) -> dict[str, RunFiles]:
+def open_runs(paths: Sequence[Path]) -> dict[str, ViewedRun]:
     """Return run folders by unique name, in their order."""
-    runs: dict[str, RunFiles] = {}
+    runs: dict[str, ViewedRun] = {}
     for path in paths:
         name, number = path.resolve().name, 2
         while name in runs:
             name, number = f"{path.resolve().name}-{number}", number + 1
-        runs[name] = RunFiles(path, name)
+        runs[name] = ViewedRun(path, name)
     return runs
 
 

@@ -32,7 +32,7 @@ from turnwise.observe.conversations import trajectory_file
 from turnwise.serving.openai.address import listen
 from turnwise.trajectory import Image, Trajectory
 from turnwise.trajectory.images import data_url
-from turnwise.viewer.run_files import RunFiles, demo_runs, open_runs, parse
+from turnwise.viewer.run_files import ViewedRun, demo_runs, open_runs, parse
 
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
 _HOST = "127.0.0.1"
@@ -60,20 +60,20 @@ _MODULES = (
 _IMPORT = re.compile(r"^import [^;]*;\n", re.MULTILINE)
 _EXPORT = re.compile(r"^export ", re.MULTILINE)
 _ANSWERS: dict[str, Callable[..., object]] = {
-    "metrics": RunFiles.rows,
-    "alarms": RunFiles.alarms,
-    "config": RunFiles.config,
-    "problem": RunFiles.files_with,
+    "metrics": ViewedRun.rows,
+    "alarms": ViewedRun.alarms,
+    "config": ViewedRun.config,
+    "problem": ViewedRun.files_with,
     "files/{file}": lambda run, file: {"trajectories": run.index(file).summaries},
-    "files/{file}/search": RunFiles.search,
-    "files/{file}/timeline": RunFiles.timeline,
-    _IMAGE: RunFiles.image,
-    "files/{file}/{index:int}": RunFiles.line,
-    "files/{file}/{index:int}/tokens": RunFiles.vocabulary,
-    "files/{file}/{index:int}/audit": RunFiles.audit,
-    "files/{file}/{index:int}/judgements": RunFiles.judgements,
-    "files/{file}/{index:int}/values": RunFiles.token_values,
-    "files/{file}/{index:int}/template/{leaf:int}": RunFiles.compare_with_template,
+    "files/{file}/search": ViewedRun.search,
+    "files/{file}/timeline": ViewedRun.timeline,
+    _IMAGE: ViewedRun.image,
+    "files/{file}/{index:int}": ViewedRun.line,
+    "files/{file}/{index:int}/tokens": ViewedRun.vocabulary,
+    "files/{file}/{index:int}/audit": ViewedRun.audit,
+    "files/{file}/{index:int}/judgements": ViewedRun.judgements,
+    "files/{file}/{index:int}/values": ViewedRun.token_values,
+    "files/{file}/{index:int}/template/{leaf:int}": ViewedRun.compare_with_template,
 }
 """The answers below /api/runs/RUN, from a run and the parts of the path; bytes are JSON already, or
 an image."""
@@ -81,7 +81,7 @@ _QUERIES = {"metrics": "offset", "problem": "name", "files/{file}/search": "q"}
 """A part of the query that is the last argument of an answer."""
 
 
-def make_app(runs: Mapping[str, RunFiles], token: str, port: int) -> ASGIApp:
+def make_app(runs: Mapping[str, ViewedRun], token: str, port: int) -> ASGIApp:
     """Return the application for those who know the token; the port names its cookie."""
     pages = static_files()
 

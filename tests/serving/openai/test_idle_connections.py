@@ -17,7 +17,7 @@ from tests.serving.openai.test_http_limits import HELLO, QUICK
 from tests.simulated import SimulatedEngine
 from turnwise.config import Config
 from turnwise.serving.openai import server as server_module
-from turnwise.serving.openai.protection import Connection
+from turnwise.serving.openai.protection import HttpConnection
 from turnwise.serving.openai.server import OpenAIServer
 
 POOL = 0.2
@@ -56,7 +56,7 @@ async def test_a_request_that_came_before_the_close_is_answered(server: OpenAISe
             assert server._server is not None
             for connection in list(server._server.server_state.connections):
                 if connection.client == client.getsockname()[:2]:  # type: ignore[union-attr]
-                    assert isinstance(connection, Connection)
+                    assert isinstance(connection, HttpConnection)
                     connection.timeout_keep_alive_handler()  # its time is over just now
             client.setblocking(False)
             async with asyncio.timeout(60):
@@ -121,7 +121,7 @@ async def test_a_connection_that_was_reset_ends_without_a_word(
         kept = [c for c in server._server.server_state.connections if c.client == name]  # type: ignore[union-attr]
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
     (connection,) = kept
-    assert isinstance(connection, Connection)
+    assert isinstance(connection, HttpConnection)
     while not connection.transport.is_closing():
         await asyncio.sleep(0.01)
     await asyncio.sleep(0.01)

@@ -28,8 +28,8 @@ from turnwise.compat.chatlearn.model_file import (
 from turnwise.compat.chatlearn.outputs import Data, Outputs, RequestOutput, request_outputs
 from turnwise.compat.chatlearn.pipeline import Module, Pipeline, log_notes
 from turnwise.compat.chatlearn.prompts import (
-    Conversation,
     ConversationProblem,
+    ConversationPrompt,
     ProblemBuilder,
     Prompt,
     PromptColumns,
@@ -168,7 +168,7 @@ class VLLMModule(Module):
     @cached_property
     def conversations(self) -> Runner:
         """Makes the trajectories of texts, messages and token ids: one turn, no tools."""
-        return self.runner.with_environment(Conversation, PromptLoop())
+        return self.runner.with_environment(ConversationPrompt, PromptLoop())
 
     @property
     def template(self) -> ChatTemplate:

@@ -23,7 +23,7 @@ from turnwise.core.optional import Foreign, load_object
 from turnwise.core.user_code import call_user_code, describe_user_error
 from turnwise.errors import InputError, TurnwiseError
 from turnwise.rollouts import Group, Problem
-from turnwise.rollouts.batch_sampler import Batch
+from turnwise.rollouts.batch_sampler import OneCall
 from turnwise.rollouts.producer import RunGroup
 from turnwise.run.runtime import Runtime, TrainingStep
 
@@ -170,9 +170,9 @@ class PolicyRun:
         most = len(made) if is_eval else rollout.prompts_per_step
         hook = "eval_forward" if is_eval else "forward_step"
         forward: Foreign = getattr(policy, hook)
-        batch: Batch[Problem, Group] | None = None
+        batch: OneCall[Problem, Group] | None = None
 
-        async def answers(own: Batch[Problem, Group]) -> list[Group]:
+        async def answers(own: OneCall[Problem, Group]) -> list[Group]:
             async with self._turn:
                 problems = await own.complete()
                 rows = [items[problem.id] for problem in problems]
@@ -196,7 +196,7 @@ class PolicyRun:
         async def run_group(problem: Problem, tag: str) -> Group:
             nonlocal batch
             if batch is None or not batch.is_open:
-                batch = Batch(answers, most)
+                batch = OneCall(answers, most)
             return await batch.answer(problem)
 
         return run_group

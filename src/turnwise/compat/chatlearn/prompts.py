@@ -61,7 +61,7 @@ def scheduled(data: Foreign, is_eval: bool) -> PromptList | PromptColumns:
     return made
 
 
-class Conversation:
+class ConversationPrompt:
     """The environment of a prompt without one: its messages, no tools, and 0 as reward.
 
     Args:

@@ -99,7 +99,7 @@ def listed(rows: Rows, name: str, most: int | None = None) -> Sequence[JsonObjec
     return found
 
 
-class Rewards:
+class TrlRewards:
     """The rewards of a script: as entries of `rollout.rewards`, and as TRL's trainer keeps them.
 
     Args:

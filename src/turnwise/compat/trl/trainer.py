@@ -137,7 +137,7 @@ class GRPOTrainer:
         asked = copy(self.args)  # without what TRL sets itself
         inputs.check_streams(self.args, train_dataset, eval_dataset)
         rows = inputs.training_rows(train_dataset, environment_factory, self.args)
-        self._rewards = rewards = inputs.Rewards(
+        self._rewards = rewards = inputs.TrlRewards(
             *(reward_funcs, self.args.reward_weights, reward_processing_classes),
             *(self._environments, folder),
         )

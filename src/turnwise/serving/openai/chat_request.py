@@ -26,14 +26,14 @@ _Count = Annotated[int, Meta(ge=0)]
 _Item = str | int | float
 
 
-class _Function(Struct, forbid_unknown_fields=True):
+class _ToolFunction(Struct, forbid_unknown_fields=True):
     name: str
     arguments: str
 
 
 class _Call(Struct, forbid_unknown_fields=True):
     id: str
-    function: _Function
+    function: _ToolFunction
     type: Literal["function"]
 
 

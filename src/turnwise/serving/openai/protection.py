@@ -1,10 +1,11 @@
 """Protection of the server: slow clients, large bodies, clients without the key, and web pages.
 
-A `Connection` limits times, headers and the number of connections, so that clients that send half a
-request, or nothing, cannot block others. The `Gate` is the outermost layer of the application. A
-page in a browser may read answers only of its own site, so an attacker lets the name of that site
-stand for the server's address (DNS rebinding); such a request has that name as its `Host`. Requests
-of other sites take effect, unread, unless they have JSON: a browser asks before it sends that.
+An `HttpConnection` limits times, headers and the number of connections, so that clients that send
+half a request, or nothing, cannot block others. The `Gate` is the outermost layer of the
+application. A page in a browser may read answers only of its own site, so an attacker lets the name
+of that site stand for the server's address (DNS rebinding); such a request has that name as its
+`Host`. Requests of other sites take effect, unread, unless they have JSON: a browser asks before it
+sends that.
 """
 
 import asyncio
@@ -61,7 +62,7 @@ def most_connections() -> int:
     return _MOST if soft == resource.RLIM_INFINITY else max(16, min(_MOST, soft // 2))
 
 
-class Connection(HttpToolsProtocol):
+class HttpConnection(HttpToolsProtocol):
     """One client's connection, with deadlines for receiving a request's header and body and for the
     client's reading of the answer. Beyond `most` connections of a server, each new one closes the
     one that has waited for its client the longest."""
@@ -80,7 +81,7 @@ class Connection(HttpToolsProtocol):
         waiting = [
             (other._waiting_since, id(other), other)
             for other in self.connections
-            if isinstance(other, Connection) and other._waiting_since is not None
+            if isinstance(other, HttpConnection) and other._waiting_since is not None
         ]
         _, _, longest = min(waiting)
         longest._end_wait()

@@ -25,11 +25,11 @@ KEY_VARIABLE = "TURNWISE_SANDBOX_KEY"
 _SECONDS = 60.0  # of the server, besides the time of the code
 
 
-class _Answer(TypedDict):
+class _HttpAnswer(TypedDict):
     output: str
 
 
-_ANSWER = TypeAdapter(_Answer)
+_ANSWER = TypeAdapter(_HttpAnswer)
 
 
 class HttpSandbox:

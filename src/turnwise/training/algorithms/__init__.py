@@ -47,7 +47,7 @@ _ADVANTAGES: dict[str, Callable[..., Advantage]] = {
     "turn_returns": lambda config: advantages.PerTurn(partial(advantages.returns_of_turns, config)),
     "mt_grpo": lambda config: advantages.PerTurn(partial(advantages.mt_grpo, config)),
     "gae": advantages.GaeAdvantage,
-    "none": lambda _: advantages.NoAdvantage(),
+    "none": lambda _: advantages.ZeroAdvantage(),
 }
 """Makers of what the short names of `algorithm.advantage.name` stand for, from its section."""
 _LOSSES: dict[str, Callable[..., Loss]] = {

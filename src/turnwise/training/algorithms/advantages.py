@@ -82,7 +82,7 @@ def grpo(rewards: Sequence[float]) -> list[float]:
     return _centred(rewards, scale=True)
 
 
-class NoAdvantage(Advantage):
+class ZeroAdvantage(Advantage):
     """0 for every trajectory, also of a group of one: a teacher or penalties train."""
 
     def of_group(self, rewards: Sequence[float]) -> list[float] | None:
