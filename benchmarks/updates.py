@@ -86,9 +86,9 @@ class Policy(WeightSync):
     in_flight: InFlight = "keep"
 
     async def update(
-        self, engines: Iterable[Engine], in_flight: InFlight, *settle: Any
+        self, engines: Iterable[Engine], in_flight: InFlight, *given: Any
     ) -> UpdateResults:
-        return await super().update(engines, self.in_flight, *settle)
+        return await super().update(engines, self.in_flight, *given)
 
 
 def configuration(path: Path) -> Config:

@@ -51,7 +51,7 @@ def record(session: Session, template: ChatTemplate, messages: list[Message]) ->
         answer=lambda: ("a cat", ()),
         prompt=prompt,
     )
-    session.settle()
+    session.read_answers()
     return ids
 
 

@@ -151,9 +151,9 @@ def said(*texts: str) -> Conversation:
     return Conversation([{"role": roles[n % 2], "content": t} for n, t in enumerate(texts)])
 
 
-@pytest.mark.parametrize("settled", [False, True])
+@pytest.mark.parametrize("read", [False, True])
 def test_a_request_continues_the_longest_turn_that_it_contains_and_the_latest_of_equals(
-    settled: bool,
+    read: bool,
 ) -> None:
     session = Session("s")
     for texts, expected in (
@@ -176,8 +176,8 @@ def test_a_request_continues_the_longest_turn_that_it_contains_and_the_latest_of
             answer=lambda: ("said", ()),
             prompt=NextPrompt(None),
         )
-        if settled:
-            session.settle()
+        if read:
+            session.read_answers()
     for opening, reason in (("a", "history_changed"), ("y", "new_conversation")):
         asked = said(opening, "other", "b")
         assert session.next_prompt(asked, None).fork_reason == reason  # type: ignore[arg-type]

@@ -144,17 +144,17 @@ def test_children_end_with_the_program_and_not_with_its_forks() -> None:
 async def test_requests_are_answered_once_or_ended() -> None:
     requests = Requests[str]()
     (one, first), (two, second), (three, third) = (requests.begin() for _ in range(3))
-    assert requests.settle(two, "b")
-    assert not requests.settle(two, "again")
-    assert requests.settle(one, TrajectoryError("agent_error", "no"))
-    assert not requests.settle(99, "nobody")
+    assert requests.resolve(two, "b")
+    assert not requests.resolve(two, "again")
+    assert requests.resolve(one, TrajectoryError("agent_error", "no"))
+    assert not requests.resolve(99, "nobody")
     assert await second == "b"
     with pytest.raises(TrajectoryError, match="no"):
         await first
     assert requests.ended is None
     over = requests.end(TrajectoryError("agent_crashed", "it ended"))
     assert requests.end(TrajectoryError("agent_crashed", "it ended again")) is over
-    assert not requests.settle(three, "late")
+    assert not requests.resolve(three, "late")
     with pytest.raises(TrajectoryError, match=r"it ended$"):
         await asyncio.wait_for(third, 60)
     with pytest.raises(TrajectoryError, match=r"it ended$"):

@@ -79,7 +79,7 @@ class Loop:
 
     async def step(self, step: int) -> StepMetrics:
         """Update the weights, evaluate if that is awaited, write the line, begin the evaluation."""
-        await self.evaluations.settle(self.asked)
+        await self.evaluations.finish(self.asked)
         self.engines.version = step
         metrics = StepMetrics(step=step)
         metrics.add_evaluation(await self.evaluations.between(step))
@@ -169,11 +169,11 @@ async def test_a_target_that_is_reached_beside_training_is_measured_again_before
         loop.engines.right = True
         await loop.step(2)
         assert loop.evaluations.accuracy is None
-        await loop.evaluations.settle(loop.asked)
+        await loop.evaluations.finish(loop.asked)
         loop.engines.right = False
         assert (await loop.step(3)).accuracy_heldout == 0.0, "the model of this step is worse"
         assert (await loop.step(4)).accuracy_heldout is None
-        await loop.evaluations.settle(loop.asked)
+        await loop.evaluations.finish(loop.asked)
         loop.engines.right = True
         assert (await loop.step(5)).accuracy_heldout is None, "one that misses it changes nothing"
         await loop.step(6)
@@ -190,7 +190,7 @@ async def test_one_that_was_cut_short_is_run_again_after_a_resume(tmp_path: Path
         await loop.step(2)
         await asyncio.sleep(0.01)
         loop.asked.set()
-        await loop.evaluations.settle(loop.asked)
+        await loop.evaluations.finish(loop.asked)
     assert loop.measured() == {0: 1.0}
     loop.folder.metrics.close()
     again = Loop(tmp_path, resumed_after=2)
@@ -227,7 +227,7 @@ async def test_a_step_that_waits_is_saved_all_the_same_and_its_own_weights_are_e
         assert again.evaluations.cut_short(3)
         again.engines.version = 3
         again.begin(3)
-        await again.evaluations.settle(again.asked)
+        await again.evaluations.finish(again.asked)
     assert again.measured() == {0: 1.0, 3: 1.0}
 
 

@@ -85,7 +85,7 @@ class _RecordedTurn:
     read: Callable[[], Answer] | None
     """Function that reads the answer; None once called, since it keeps the whole request alive."""
     answer: Answer | None = None
-    """The answer; None before it is read, and after a later turn is settled."""
+    """The answer; None before it is read, and once a later turn's answer is read."""
     _answered: bytes = b""  # what `read_answer` returned
 
     def read_answer(self) -> bytes:
@@ -185,8 +185,8 @@ class Session:
     _bare: set[tuple[bytes, bytes]] = field(default_factory=set)
     """As the keys of `_by_answer`, of turns with images, whatever these show."""
     _images: set[str] = field(default_factory=set)  # hashes of the images in `size`
-    _unsettled: list[_RecordedTurn] = field(default_factory=list)
-    """Turns recorded since the last `settle`, and the turn before them."""
+    _unread: list[_RecordedTurn] = field(default_factory=list)
+    """Turns recorded since the last `read_answers`, and the turn before them."""
     _views: dict[bytes, Message] = field(default_factory=dict)
     """Views of all messages, by digest; turns share them."""
     _sent: list[Message] = field(default_factory=list)  # views of the messages of the last turn
@@ -222,9 +222,9 @@ class Session:
         at least one message follows.
         """
         prefixes, tools, sent = asked.prefixes, asked.tools_digest, len(asked.messages)
-        # A copy: the event loop settles turns while a thread looks for one. Reading an answer takes
+        # A copy: the event loop reads answers while a thread looks for one. Reading an answer takes
         # time: only those that may fit.
-        for turn in [*self._unsettled]:
+        for turn in [*self._unread]:
             if turn.length + 1 < sent and prefixes[turn.length] == turn.prefix:
                 self._index(turn)
         # Its answer and at least one more message were sent: at most sent - 2 messages led to it.
@@ -283,7 +283,7 @@ class Session:
         prefix, bare = asked.prefixes[-1], asked.bare.prefixes[-1]
         self._last = _RecordedTurn(index, sent, prefix, asked.tools_digest, bare, answer)
         self._openings.add(asked.opening)
-        self._unsettled.append(self._last)
+        self._unread.append(self._last)
         self.size += (
             _TURN_BYTES
             + len(turn.added) * _PROMPT_TOKEN_BYTES
@@ -332,13 +332,13 @@ class Session:
         """Take back a turn that was begun and will not be recorded."""
         (self.parent or self).begun_turns -= 1
 
-    def settle(self) -> None:
+    def read_answers(self) -> None:
         """Read all unread answers, which frees their requests; keep only the text of the last."""
-        for turn in self._unsettled:
+        for turn in self._unread:
             self._index(turn)
-        for turn in self._unsettled[:-1]:
+        for turn in self._unread[:-1]:
             turn.answer = None
-        del self._unsettled[:-1]
+        del self._unread[:-1]
 
     def finish(self) -> Trajectory:
         """Return the trajectory; its view and its status are those of the last conversation of the
@@ -347,10 +347,10 @@ class Session:
             return self.parent.finish()
         trajectory = self.trajectory
         for session in (self, *self.children.values()):
-            session.settle()  # what an answer holds is counted when it is read
+            session.read_answers()  # what an answer holds is counted when it is read
         for session in (self, *reversed(self.children.values())):
             if (last := session._last) is not None:
-                assert last.answer is not None  # `settle` has read it
+                assert last.answer is not None  # `read_answers` has read it
                 trajectory.messages = [*map(dict, session._sent), answer_view(last.answer)]
                 trajectory.status = status_after(trajectory.turns[last.index].finish_reason)
                 if session.context_full:

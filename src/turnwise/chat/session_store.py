@@ -226,7 +226,7 @@ class SessionStore:
             for one in held:
                 one.requests -= 1
                 if not one.requests:
-                    one.settle()
+                    one.read_answers()
                     self._set_idle(one)
 
     def remember_completion(self, completion_id: str, session: Session) -> None:

@@ -301,14 +301,14 @@ async def as_ready(
     """Yield the results of `one(0)` to `one(count - 1)` with their numbers, as they finish; raise
     the first row's error at the end."""
 
-    async def settled(index: int) -> tuple[int, _Row | Exception]:
+    async def ended(index: int) -> tuple[int, _Row | Exception]:
         try:
             return index, await one(index)
         except Exception as error:
             return index, error
 
     failed: dict[int, Exception] = {}
-    tasks = [asyncio.create_task(settled(index)) for index in range(count)]
+    tasks = [asyncio.create_task(ended(index)) for index in range(count)]
     try:
         for ready in asyncio.as_completed(tasks):
             index, result = await ready

@@ -200,7 +200,7 @@ class Requests(Generic[_T]):
         self._asked[number] = future
         return number, future
 
-    def settle(self, number: int, answer: _T | TrajectoryError) -> bool:
+    def resolve(self, number: int, answer: _T | TrajectoryError) -> bool:
         """Pass an answer on; return whether it is the first answer to a request."""
         if (future := self._asked.pop(number, None)) is None:
             return False
@@ -216,7 +216,7 @@ class Requests(Generic[_T]):
         """End all requests with an error, and return it, or that of the first end."""
         self.ended = self.ended or error
         for number in list(self._asked):
-            self.settle(number, self.ended)
+            self.resolve(number, self.ended)
         return self.ended
 
 

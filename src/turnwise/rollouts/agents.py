@@ -224,7 +224,7 @@ class _Life:
                 await self._child.stdin.drain()
             return await answer
         except asyncio.CancelledError:
-            if self._requests.settle(number, None):  # or it has ended, or answered
+            if self._requests.resolve(number, None):  # or it has ended, or answered
                 with suppress(ConnectionError):
                     write({"method": "cancel"})
             raise
@@ -244,14 +244,14 @@ class _Life:
                     except AnswerError as error:
                         number = _BEGINNING.match(line)
                         wrong = TrajectoryError("agent_reply", f"{self._name} {error}")
-                        if number is None or not self._requests.settle(int(number[1]), wrong):
+                        if number is None or not self._requests.resolve(int(number[1]), wrong):
                             others.add(line)
                         continue
                     result: object = answer.get("result")
                     if "error" in answer:
                         why = f"{self._name}: {str(answer['error'])[:_ERROR_CHARS]}"
                         result = TrajectoryError("agent_error", why)
-                    self._requests.settle(answer["id"], result)  # unless its trajectory has ended
+                    self._requests.resolve(answer["id"], result)  # unless its trajectory has ended
             except (AnswerError, OSError) as error:
                 wrong_output = str(error)
             finally:

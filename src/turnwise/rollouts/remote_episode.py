@@ -262,7 +262,7 @@ class RemoteEpisode(Episode):
             try:
                 while True:
                     reply = read_answer(await read_frame(reader), _REPLY)
-                    if not self._requests.settle(number := reply["id"], reply):
+                    if not self._requests.resolve(number := reply["id"], reply):
                         raise AnswerError(f"answered the request {number}, which nobody waits for")
             except AnswerError as error:
                 self._end(REPLY, str(error))

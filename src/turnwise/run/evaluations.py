@@ -1,7 +1,7 @@
 """Evaluations on held-out problems during training: between two steps, or beside the next one.
 
 An evaluation measures one weight version. Beside training it runs on the engines of the rollouts,
-and is over before these get other weights: the loop calls `settle` before each update. Trajectories
+and is over before these get other weights: the loop calls `finish` before each update. Trajectories
 of other weights, as an engine that was restarted may have, are dropped and counted. None is lost:
 the last step's is awaited, and one that was cut short is run again when the run is resumed; if the
 checkpoint is that of the step after it, with the weights of that step, and in its line.
@@ -110,7 +110,7 @@ class Evaluations:
         assert not self.running
         self._running = tasks.create_task(run(), name=f"the evaluation of step {step}")
 
-    async def settle(self, asked: asyncio.Event) -> None:
+    async def finish(self, asked: asyncio.Event) -> None:
         """Wait for the evaluation beside training, if there is one; cut it short once the run is
         `asked` to end."""
         if (running := self._running) is None:

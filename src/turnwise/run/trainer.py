@@ -391,7 +391,7 @@ class TrainingLoop(Loop):
 
     async def _consume(self, first: int) -> None:
         await super()._consume(first)
-        await self._evaluations.settle(self._ending.asked)
+        await self._evaluations.finish(self._ending.asked)
 
     async def _make_samples(self, batch: Batch, metrics: StepMetrics) -> SampleBatch:
         failed = self._config.rollout.max_failed_fraction
@@ -408,7 +408,7 @@ class TrainingLoop(Loop):
         if self._evaluations.running:
             self._progress.phase("evaluate")
             with self._timed("evaluate"):
-                await self._evaluations.settle(self._ending.asked)
+                await self._evaluations.finish(self._ending.asked)
         update = await self._update_weights()
         metrics.add(update)
         evaluation = await self._evaluations.between(step)

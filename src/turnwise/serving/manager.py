@@ -389,7 +389,7 @@ class AsyncLLMServerManager:
             The results of the workers that serve the weights.
         """
 
-        def settle(results: Mapping[Engine, object]) -> None:
+        def take_results(results: Mapping[Engine, object]) -> None:
             """Restart the workers whose result is an error; raise it if all failed."""
             failed = {e: r for e, r in results.items() if isinstance(r, TurnwiseError)}
             all_failed = len(failed) == len(results)
@@ -402,7 +402,7 @@ class AsyncLLMServerManager:
 
         async with self._occupied():
             try:
-                results = await sync.update(self.engines, self._weights.in_flight, settle)
+                results = await sync.update(self.engines, self._weights.in_flight, take_results)
             finally:
                 if sync.current is not None:  # no worker has refused it
                     self._sync = sync

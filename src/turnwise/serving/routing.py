@@ -132,7 +132,7 @@ class Worker:
         """Remember which of the running turns may have killed the worker."""
         self.suspects = [turn for turn in self.running if turn.deaths]
 
-    def settle(self, *, lost: bool) -> None:
+    def report(self, *, lost: bool) -> None:
         """Report to waiting turns whether the worker is lost."""
         waiting, self.verdict = self.verdict, None
         if waiting is not None and not waiting.done():

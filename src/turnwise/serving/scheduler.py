@@ -143,7 +143,7 @@ class Scheduler:
         self._tell("restore", name)
         if (worker := self.workers.get(name)) is not None and not worker.usable:
             worker.usable = True
-            worker.settle(lost=False)
+            worker.report(lost=False)
             self._router.rebuild()
             self._changed.set()
 
@@ -158,7 +158,7 @@ class Scheduler:
             if worker.usable:
                 worker.usable = False
                 self._router.rebuild()
-            worker.settle(lost=False)
+            worker.report(lost=False)
 
     def remove(self, name: str, *, lost: bool = True) -> Worker:
         """Remove a worker; turns that are running on it continue until they fail, or, if it is not
@@ -166,7 +166,7 @@ class Scheduler:
         worker = self.workers.pop(name)
         if lost and worker.verdict is None:
             worker.note_suspects()
-        worker.settle(lost=lost)
+        worker.report(lost=lost)
         self._router.rebuild()
         self._tell("remove", name, lost)
         return worker

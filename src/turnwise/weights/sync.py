@@ -116,12 +116,12 @@ class WeightSync:
         self,
         engines: Iterable[Engine],
         in_flight: InFlight,
-        settle: Callable[[Mapping[Engine, object]], None] = lambda results: None,
+        take_results: Callable[[Mapping[Engine, object]], None] = lambda results: None,
     ) -> UpdateResults:
         """Bring the offered weights to all engines, or to none if one refuses; return the results.
 
         Args:
-            settle: Called after the check, the push and the canaries with the results of the
+            take_results: Called after the check, the push and the canaries with the results of the
                 engines in them, of which errors mean that an engine must not serve any more. If it
                 raises, the update ends.
 
@@ -138,12 +138,12 @@ class WeightSync:
         self.current = offered
         if self._expected is None:
             self._expected = offered.info
-        settle({engine: errors.get(engine) for engine in engines})
+        take_results({engine: errors.get(engine) for engine in engines})
         pushed = await self._push(offered, fit, in_flight, self._timeout)
-        settle(pushed)
+        take_results(pushed)
         loaded = [engine for engine, result in pushed.items() if isinstance(result, Updated)]
         compared = await self._compare(offered, loaded, ends)
-        settle(compared)
+        take_results(compared)
         return errors | pushed | compared
 
     async def update_one(self, engine: Engine, in_flight: InFlight) -> int:

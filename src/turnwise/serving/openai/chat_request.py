@@ -179,7 +179,7 @@ class ChatReader:
         self, request: vllm.ChatCompletionRequest, conversation: Conversation
     ) -> ParsedRequest:
         """Return a request of vLLM's with what its parser changes, once its sampling parameters are
-        settled: a parser may add a grammar to them."""
+        complete: a parser may add a grammar to them."""
         variables = vllm.template_variables(self._chat, request)
         request = self._adjusted(request, variables)
         return ParsedRequest(request, conversation, variables, checked=False)

@@ -152,7 +152,7 @@ class ChatService:
             return await self.prepare_chat(read, context)
         adapter = self.choose_adapter(read.request)
         context.request, context.conversation = read.request, read.conversation
-        self._settle(context)
+        self._complete_sampling(context)
         return await self._ready(read, adapter, context, _new_name())
 
     async def prepare_chat(
@@ -188,13 +188,13 @@ class ChatService:
             request.tool_choice = "none"  # or vLLM removes calls from the text
         context.request = request
         context.conversation = await self.prompts.read(request, messages, tools)
-        self._settle(context)
+        self._complete_sampling(context)
         parsed = self._reader.complete(request, context.conversation)
         return await self._ready(parsed, adapter, context, name)
 
-    def _settle(self, context: RequestContext) -> None:
+    def _complete_sampling(self, context: RequestContext) -> None:
         with refusing():
-            context.sampling = self.sampling.settle(context.request, context.session)
+            context.sampling = self.sampling.complete(context.request, context.session)
 
     async def _ready(
         self,

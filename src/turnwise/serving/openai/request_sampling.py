@@ -56,7 +56,7 @@ class RequestSampling:
         self._sampling, self._max_length, self._processors = sampling, max_length, processors
         self._agents = AgentSampling(exact=exact)
 
-    def settle(self, request: "SamplingRequest", session: Session) -> TurnSampling:
+    def complete(self, request: "SamplingRequest", session: Session) -> TurnSampling:
         """Set the sampling parameters that a request does not set to the configured ones, but for
         `n`, and lower limits of tokens to the context, as vLLM does to what the prompt leaves.
         Refuse those that cannot be served; return what is the turn's own, in a training session."""

@@ -147,7 +147,7 @@ async def _render_completion(
     if context is not None:
         context.request = request
         with refusing():
-            context.sampling = service.sampling.settle(request, context.session)
+            context.sampling = service.sampling.complete(request, context.session)
     return await render(request, **options)
 
 
