@@ -244,7 +244,7 @@ async def test_its_own_batches_are_what_the_manager_returns(
     long = {"role": "user", "content": "What is 12 plus 30, and why is it not 43?"}
     async with led_by(TwoRounds, make_config, tokenizer) as (backend, _):
         made = await backend.generate_sequences([[QUESTION], [long]], n=2)
-        await backend.conduct_by(ChatCompletionScheduler)
+        await backend.set_scheduler(ChatCompletionScheduler)
         plain = await backend.generate_sequences([[QUESTION]], n=1)
     batch = made.batch
     assert batch is not None
@@ -268,14 +268,14 @@ async def test_one_instance_leads_all_conversations_and_keeps_its_state(
 ) -> None:
     """It is made once, with the arguments of verl's class, on the event loop of user code."""
     async with led_by(TwoRounds, make_config, tokenizer) as (backend, engine):
-        conductor: Any = backend.conductor
+        conductor: Any = backend.instance
         await backend.generate_sequences([[QUESTION]], n=3)
         runner = Runner(backend.config, tokenizer)
         runner.loops["chat_scheduler"].chats = backend
         problem, sampling = load_training(backend.config)[0], backend.config.sampling
         await runner.run_group(engine, problem, sampling, "first")
         await runner.run_group(engine, problem, sampling, "second")
-        assert backend.conductor is conductor
+        assert backend.instance is conductor
         assert conductor.calls == 3 + 4 + 4
         assert conductor.loop is not asyncio.get_running_loop()
     with pytest.raises(
@@ -289,7 +289,7 @@ async def test_its_configuration_answers_to_verls_names(
     make_config: MakeConfig, tokenizer: Any
 ) -> None:
     async with led_by(TwoRounds, make_config, tokenizer) as (backend, _):
-        config = backend.conductor.config
+        config = backend.instance.config
         assert config.n == 1  # each conversation has a call of its own
         assert config.temperature == config.sampling.temperature == 1.0
         assert config.response_length is config.rollout.max_response_tokens is None

@@ -48,7 +48,7 @@ async def backend(
 
 @pytest.fixture
 def chats(backend: ChatBackend) -> ChatCompletionScheduler:
-    return backend.conductor
+    return backend.instance
 
 
 def scripted(template: ChatTemplate, *turns: str) -> dict[str, Any]:
@@ -143,7 +143,7 @@ async def test_the_turns_after_x_request_id_stay_on_their_worker(
     backend = ChatBackend(make_config(), fleet)
     await backend.start()
     try:
-        chats = backend.conductor
+        chats = backend.instance
         made: list[Any] = []
         for _ in range(3):
             made.append(await chats.chat_completion(messages=[QUESTION], max_tokens=4))
@@ -242,7 +242,7 @@ async def test_a_stream_comes_as_it_is_sampled_and_closing_it_ends_the_request(
     backend = ChatBackend(make_config(engine={}), engine)
     await backend.start()
     try:
-        stream: Any = await backend.conductor.chat_completion(
+        stream: Any = await backend.instance.chat_completion(
             messages=[QUESTION],
             stream=True,
             max_tokens=400,
@@ -377,11 +377,11 @@ async def test_a_batch_of_conversations_becomes_padded_tensors(backend: ChatBack
         [{"role": "user", "content": "7?"}],
     ]
     prompts = DataProto(non_tensor_batch={"raw_prompt": np.array(raw)})
-    await backend.conduct_by(ThreeRounds)
+    await backend.set_scheduler(ThreeRounds)
     try:
         made = await backend.generate_sequences(prompts, max_tokens=6, temperature=0.7)
     finally:
-        await backend.conduct_by(ChatCompletionScheduler)
+        await backend.set_scheduler(ChatCompletionScheduler)
     assert made.batch is not None
     assert len(made) == 4  # sampling.n of each
     assert made.non_tensor_batch["index"].tolist() == [0, 0, 1, 1]
@@ -412,11 +412,11 @@ async def test_a_batch_of_conversations_becomes_padded_tensors(backend: ChatBack
         ] * 3
         rounds = np.diff(np.concatenate([[0], batch["response_mask"][row].numpy(), [0]]))
         assert (rounds == 1).sum() == 3
-    await backend.conduct_by(Streaming)
+    await backend.set_scheduler(Streaming)
     try:
         single = await backend.generate_sequences(raw, n=1, max_completion_tokens=3)
     finally:
-        await backend.conduct_by(ChatCompletionScheduler)
+        await backend.set_scheduler(ChatCompletionScheduler)
     assert single.batch is not None
     assert len(single) == 2
     assert single.batch["responses"].shape[1] <= 3
@@ -507,7 +507,7 @@ async def test_a_conversation_that_fails_is_counted_and_left_out_of_the_batch(
     backend: ChatBackend,
 ) -> None:
     raw = [[QUESTION], [{"role": "user", "content": "7?"}]]
-    await backend.conduct_by(Raising)
+    await backend.set_scheduler(Raising)
     try:
         made = await backend.generate_sequences(raw, max_tokens=4)
         assert made.non_tensor_batch["index"].tolist() == [0, 0]
@@ -515,7 +515,7 @@ async def test_a_conversation_that_fails_is_counted_and_left_out_of_the_batch(
         with pytest.raises(TrajectoryError, match=r"no luck \(.*test_chat_scheduler"):
             await backend.generate_sequences(raw[1:], max_tokens=4)
     finally:
-        await backend.conduct_by(ChatCompletionScheduler)
+        await backend.set_scheduler(ChatCompletionScheduler)
 
 
 async def test_the_configured_class_holds_each_trajectorys_conversation(
@@ -525,7 +525,7 @@ async def test_the_configured_class_holds_each_trajectorys_conversation(
     path = f"{__name__}:Watched"
     config = make_config(rollout={"chat_scheduler": path}, sampling={"n": 3, "max_tokens": 6})
     assert config.rollout.loop == "chat_scheduler"
-    await backend.conduct_by(load_chat_scheduler(path))
+    await backend.set_scheduler(load_chat_scheduler(path))
     problem = load_training(config)[0]
     runner = Runner(config, tokenizer)
     runner.loops["chat_scheduler"].chats = backend
@@ -540,7 +540,7 @@ async def test_the_configured_class_holds_each_trajectorys_conversation(
         assert trajectory.reward in (0.0, 1.0)
         said = [m["content"] for m in trajectory.messages if m["role"] == "user"]
         assert said == [problem.row["question"], *FOLLOW_UPS]
-    held: Any = backend.conductor
+    held: Any = backend.instance
     assert threading.get_ident() not in held.threads
     assert held.rows[0]["question"] == problem.row["question"]
     assert not [s for s in backend.sessions._named.values() if s.private]
@@ -576,7 +576,7 @@ async def test_a_classs_trouble_costs_its_own_trajectories_and_is_counted(
         with pytest.raises(InputError, match=f"rollout.chat_scheduler: .*{words}"):
             load_chat_scheduler(path)
         return
-    await backend.conduct_by(load_chat_scheduler(path))
+    await backend.set_scheduler(load_chat_scheduler(path))
     runner = Runner(config, tokenizer)
     runner.loops["chat_scheduler"].chats = backend
     group = await runner.run_group(engine, load_training(config)[0], config.sampling, name)

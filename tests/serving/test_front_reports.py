@@ -28,7 +28,7 @@ def fleet(workers: int) -> tuple[Scheduler, FrontProcesses, list[Any]]:
     config = make_config()
     scheduler = Scheduler(config.serving, 60.0)
     processes = FrontProcesses(config, scheduler, names=["one", "two"])
-    scheduler.lead(processes.follow)
+    scheduler.subscribe(processes.follow)
     for index in range(workers):
         scheduler.add(f"worker-{index}", SimulatedEngine(name=f"worker-{index}"))
     return scheduler, processes, processes.processes

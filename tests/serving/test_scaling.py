@@ -224,7 +224,7 @@ def test_the_turns_of_other_processes_are_not_lost_with_a_worker_that_leaves(
                 elif kind == "remove":
                     front.remove(name, lost=given)
 
-            manager.scheduler.lead(follow)
+            manager.scheduler.subscribe(follow)
             sampling = LONG.model_copy(update=change)
             requests = [Request([1, 2, 3 + i], sampling, f"streamed-{i}") for i in range(4)]
             streams = [asyncio.create_task(collect(front.stream(r), r.id)) for r in requests]
@@ -237,7 +237,7 @@ def test_the_turns_of_other_processes_are_not_lost_with_a_worker_that_leaves(
                 assert completion.token_ids == leaving.expected(request.prompt.tolist(), 400)
             await left(manager)
             assert front.events["handed_over"] == (0 if change else 2)
-            manager.scheduler.leave(follow)
+            manager.scheduler.unsubscribe(follow)
 
     run_virtually(work())
 
@@ -377,7 +377,7 @@ def test_more_trajectories_are_in_flight_while_there_are_more_workers() -> None:
     async def work() -> None:
         async with simulated(2).running() as manager:
             admission, over = Admission(Limits(4)), asyncio.Event()
-            manager.scheduler.lead(EngineSeats(admission, seats=2, fewest=2))
+            manager.scheduler.subscribe(EngineSeats(admission, seats=2, fewest=2))
 
             async def hold() -> None:
                 async with admission.admitted():

@@ -160,8 +160,8 @@ class RowsConfig(Section):
     its steps (`turnwise sft`). All values of a .csv or .tsv file are read as text."""
     filter: Annotated[str, AfterValidator(_checked_filter)] | None = None
     """Condition that a row of data.path has to meet to be used, such as `reward >= 1`: an
-    expression of Python, in which the fields of the row are variables. A row of which it cannot be
-    computed, because it lacks a field or one is null, does not meet it. Null uses all rows."""
+    expression of Python, in which the fields of the row are variables. A row that lacks such a
+    field, or has null in it, does not meet the condition. Null uses all rows."""
     eval_path: str | None = None
     """Held-out rows for evaluation, in the same forms as data.path. If null, training does not
     evaluate, and `turnwise eval` uses data.path."""

@@ -137,8 +137,8 @@ def _listen(asked: socket.socket) -> None:
 
 
 def _stacks_here() -> str:
-    """Return the stacks of this process's threads but this one, as `faulthandler` writes those of a
-    hundred threads at most."""
+    """Return the stacks of all other threads of this process in `faulthandler`'s format, which
+    itself writes at most a hundred threads."""
     blocks = []
     for thread, frame in sys._current_frames().items():
         if thread != threading.get_ident():

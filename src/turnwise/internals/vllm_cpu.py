@@ -48,7 +48,8 @@ class _Waiting(shm_broadcast.SpinCondition):  # type: ignore[misc]
 
 
 def _checked_experts(self: VllmConfig, check: Callable[[VllmConfig], None]) -> None:
-    """Check a configuration that returns experts as vLLM does, but for the runner of models."""
+    """Run vLLM's check of a configuration that returns experts, but allow model runner V1, the only
+    one on CPUs."""
     current_platform.is_out_of_tree = lambda: True
     try:
         check(self)

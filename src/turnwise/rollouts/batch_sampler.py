@@ -111,7 +111,7 @@ class OneCall(Generic[_Item, _Result]):
         self._most = most
         self._items: dict[object, _Item] = {}  # by keys of their own, because items may be equal
         self._keys: list[object] = []
-        """Those of the items that the work answers."""
+        """Keys of the items that the call answers."""
         self._joined = asyncio.Event()
         self._work = asyncio.create_task(work(self))
 

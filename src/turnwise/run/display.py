@@ -129,7 +129,7 @@ class Display:
         heldout = {n: own.get("heldout", {}) for n, own in (metrics.environments or {}).items()}
         each = _of_each({**heldout, **(metrics.heldout_sets or {})}, "accuracy")
         parts = [f"held-out accuracy ({self._success}) {accuracy:.3f}{each}"]
-        if metrics.heldout_dropped and metrics.step:  # those of step 0 are its `dropped`
+        if metrics.heldout_dropped and metrics.step:  # at step 0 they are in `dropped`
             parts.append(f"held-out dropped: {sum(metrics.heldout_dropped.values())}")
         return parts
 

@@ -81,7 +81,7 @@ class Runtime:
         return self.manager.scheduler
 
     def training_runner(self, sampling: SamplingConfig) -> RunGroup:
-        """Return what `group_runner` does, of groups that teachers score when they end."""
+        """Return a function like `group_runner`'s, whose groups the teachers score at their end."""
         run_group = self.group_runner(sampling)
 
         async def run(problem: Problem, tag: str) -> Group:

@@ -170,7 +170,7 @@ class FrontProcess:
         await self._stack.aclose()
         return True
 
-    # What the driver tells this process, beside the scheduler's own methods; see `Follower`.
+    # What the driver tells this process, beside the scheduler's own methods; see `Listener`.
 
     def limit(self, name: str, limits: Limits) -> None:
         assert self._runner is not None

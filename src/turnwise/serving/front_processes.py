@@ -86,7 +86,7 @@ class FrontProcesses:
     """The owner of such actors, which knows who has each session.
 
     A process that dies is restarted at the same address. Its sessions are lost: requests to them
-    are answered with 410. By default, of `names`, there are `serving.session_processes`.
+    are answered with 410. There are as many as `names`, by default `serving.session_processes`.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class FrontProcesses:
 
     async def start(self) -> None:
         """Start all processes; if one fails or does not start in time, end them all."""
-        self._scheduler.lead(self.follow)
+        self._scheduler.subscribe(self.follow)
         try:
             await together(map(self._start, self.processes))
         except BaseException:
@@ -268,7 +268,7 @@ class FrontProcesses:
         before, process.loads = process.loads, loads
         names = before.keys() | loads.keys()
         changes = {name: loads.get(name, 0.0) - before.get(name, 0.0) for name in names}
-        self._scheduler.note_elsewhere(changes)
+        self._scheduler.add_remote_load(changes)
 
     def _tell(self, process: Process, method: str, *arguments: object) -> None:
         if process.actor is not None:
@@ -283,7 +283,7 @@ class FrontProcesses:
             self._tell(process, "prefer", names[place :: len(up)] or few)
 
     def follow(self, change: str, name: str, *more: object) -> None:
-        """Pass on a change of the scheduler's workers to all processes; see `Follower`."""
+        """Pass on a change of the scheduler's workers to all processes; see `Listener`."""
         if change == "occupancy":  # the limits of processes follow from it
             return
         if change == "add":
@@ -368,7 +368,7 @@ class FrontProcesses:
 
     async def stop(self) -> None:
         with suppress(ValueError):
-            self._scheduler.leave(self.follow)
+            self._scheduler.unsubscribe(self.follow)
         actors = [p.actor for p in self.processes if p.actor is not None]
         for process in self.processes:
             process.actor = None

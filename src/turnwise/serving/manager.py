@@ -189,7 +189,7 @@ class WorkerSupervisor:
 
     def join(self) -> None:
         """Start the first process of a worker that joins during the run, and watch it."""
-        self.restarts = -1  # the first start is none
+        self.restarts = -1  # the first start does not count as a restart
         self._restarting = asyncio.create_task(self._start_at_last("it did not start"))
         self.watch()
 

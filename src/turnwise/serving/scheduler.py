@@ -46,17 +46,17 @@ _PER_REQUEST = (
 )
 """Sampling parameters that make a token depend on the request's earlier tokens."""
 
-Follower = Callable[..., None]
-"""Another scheduler over the same workers, in another process, called with each change:
+Listener = Callable[..., None]
+"""Function that is called with each change of the workers, such as another process's scheduler:
 
-- `("add", name, engine)`: use a worker, which has the fleet's weights; one of the same name is
-  replaced;
-- `("restore", name)`: use a worker again on which a request failed, and which is alive; a follower
-  that cannot reach it does not use it until it can;
-- `("remove", name, lost)`: give a worker no further turns, which is lost; or which leaves: those on
-  it end, or are aborted and continue on others;
-- `("occupancy", name, occupancy)`: what a worker's engine computes, after a health check;
-- `("close", why)`: expect no further worker until one is added.
+- `("add", name, engine)`: use a new worker, which has the fleet's weights; it replaces a worker of
+  the same name;
+- `("restore", name)`: use a worker again: a request failed on it, but it is alive. A listener that
+  cannot reach the worker does not use it until it can;
+- `("remove", name, lost)`: give a worker no further turns, because it is lost or leaves. Turns on a
+  worker that leaves end, or are aborted and continue on other workers;
+- `("occupancy", name, occupancy)`: a health check found that a worker's engine computes this;
+- `("close", why)`: no worker will come until the next "add".
 """
 
 
@@ -88,7 +88,7 @@ class Scheduler:
         self._changed = asyncio.Event()
         """Set when a worker is usable again, or the scheduler is closed."""
         self._closed = ""  # reason why no worker will become usable; "" while one may
-        self._followers: list[Follower] = []
+        self._listeners: list[Listener] = []
 
     @property
     def workers(self) -> dict[str, Worker]:
@@ -107,27 +107,27 @@ class Scheduler:
         self._tell("add", name, engine)
         return worker
 
-    def lead(self, follower: Follower) -> None:
-        """Report all workers to a follower, and every change from now on."""
+    def subscribe(self, listener: Listener) -> None:
+        """Report all workers to a listener, and every change from now on."""
         for worker in self.workers.values():
-            follower("add", worker.name, worker.engine)
-        self._followers.append(follower)
+            listener("add", worker.name, worker.engine)
+        self._listeners.append(listener)
 
     def _tell(self, *change: object) -> None:
-        for follower in self._followers:
-            follower(*change)
+        for listener in self._listeners:
+            listener(*change)
 
-    def leave(self, follower: Follower) -> None:
-        """Report nothing more to a follower."""
-        self._followers.remove(follower)
+    def unsubscribe(self, listener: Listener) -> None:
+        """Report nothing more to a listener."""
+        self._listeners.remove(listener)
 
     def prefer(self, names: Iterable[str]) -> None:
         """Give new sessions to these workers only, while one of them is usable."""
         self._router.preferred = frozenset(names)
         self._router.rebuild()
 
-    def note_elsewhere(self, changes: Mapping[str, float]) -> None:
-        """Add to the loads of workers by other processes, by name."""
+    def add_remote_load(self, changes: Mapping[str, float]) -> None:
+        """Add to the loads of workers, by name, that other processes cause."""
         now = asyncio.get_running_loop().time()
         for name, change in changes.items():
             if (worker := self.workers.get(name)) is not None:
@@ -152,7 +152,7 @@ class Scheduler:
 
         Turns that failed on it continue on others.
         """
-        # Followers that reported it wait for an answer, and may reach it: each tries that itself.
+        # Listeners that reported it wait for an answer, and may reach it: each tries that itself.
         self._tell("restore", name)
         if (worker := self.workers.get(name)) is not None:
             if worker.usable:

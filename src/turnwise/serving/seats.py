@@ -34,7 +34,7 @@ def trajectories_at_once(config: Config) -> int:
 def engine_admission(config: Config, scheduler: Scheduler) -> Admission:
     """Return an admission that follows the engines of a scheduler."""
     admission, seats = Admission(limits_of(config)), limits_of(config, 1).working
-    scheduler.lead(EngineSeats(admission, seats, config.serving.fewest_workers))
+    scheduler.subscribe(EngineSeats(admission, seats, config.serving.fewest_workers))
     return admission
 
 
@@ -56,7 +56,7 @@ class EngineSeats:
         self._seats: dict[str, int] = {}
 
     def __call__(self, change: str, name: str = "", *more: object) -> None:
-        """Take note of a scheduler's change, as a `Follower`."""
+        """Take note of a scheduler's change, as a `Listener`."""
         if change == "add":
             self._seats[name] = self._most
         elif change == "remove":

@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 WAIT_SECONDS = 20.0
 """Time that a request for a result waits for it; clients give up after 45 s and ask again."""
 _MOST = max(2 * 2**30, psutil.virtual_memory().total // 8)
-"""Bytes of requests in progress and results. Beyond, a client with more than an equal part has to
-wait; beyond twice as much, all have."""
+"""Bytes of requests in progress and of results. Above this limit, clients that hold more than an
+equal share have to wait; above twice the limit, all clients have to."""
 _SENT_SECONDS = 60.0
 """Time for which a result is kept that was sent but may not have arrived."""
 SMALLEST = 4096

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 _MOST_SAMPLED = 2**25  # most tokens of samples that are kept
 _MOST_TRAINED = 2**24  # tokens of all models' passes that are kept until their steps are taken
-_DATUM_TOKENS = 32  # as many tokens as a datum counts beside its own, for its objects
+_DATUM_TOKENS = 32  # tokens that a datum counts in addition to its own, for its Python objects
 
 
 class _Sampled(NamedTuple):

@@ -479,7 +479,7 @@ class TinkerService:
         return saved
 
     def _enqueue(self, model: Model, position: int, work: Work, size: int = 0) -> JsonObject:
-        """Begin a request of a model, of some bytes, which runs once those before have ended."""
+        """Begin a model's request of `size` bytes, which runs after the model's earlier ones."""
         name = f"{model.id}:{position}"
 
         async def run() -> Reply:

@@ -76,11 +76,11 @@ def attention_costs(model: PreTrainedModel, device: torch.device) -> Costs:
         a pair of a query and a key in a layer    4 * heads * head_dim operations
         a token in a layer                        2 * parameters, those of experts that it meets
 
-    On a CPU, torch's attention takes as long for an operation as its products of matrices, and
-    computes the pairs above the diagonal too, with a mask or without; calls take the time of two
-    tokens. On a GPU a causal kernel leaves these pairs out, and one with a mask took 3 times as
-    long for a pair (two thirds more time for the second sequence of each pair, by one measurement
-    on an H100; 16 tokens for calls is an estimate).
+    On a CPU, torch's attention takes as long for an operation as torch's products of matrices, and
+    computes the pairs above the diagonal too, with a mask or without; the calls for a sequence take
+    as long as two tokens. On a GPU a causal kernel leaves these pairs out, and a kernel with a mask
+    took 3 times as long for a pair (one measurement on an H100: two thirds more time for the second
+    sequence of each pair). That the calls take as long as 16 tokens there is an estimate.
     """
     text = model.config.get_text_config()
 

@@ -34,12 +34,12 @@ _Key = npt.NDArray[np.integer]
 
 
 class Costs(NamedTuple):
-    """Time of attention in a run's micro-batches, in tokens: the time of all else that the model
-    computes for one."""
+    """Time of attention in a run's micro-batches. The unit is the time that the rest of the model
+    takes for one token."""
 
-    pair: float = 0.0  # of a query and a key, in a sequence that is computed as a whole
-    ending: float = 0.0  # of such a pair with a mask, as where only a sequence's end is computed
-    sequence: float = 0.0  # of the calls for one more sequence of a row
+    pair: float = 0.0  # a query with a key, in a sequence that is computed as a whole
+    ending: float = 0.0  # a query with a key and a mask: only the end of the sequence is computed
+    sequence: float = 0.0  # the calls for one more sequence in a row
     rows: bool = False  # whether a mask separates packed sequences, so that all pairs are computed
 
 

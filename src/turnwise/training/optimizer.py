@@ -106,7 +106,7 @@ class TrainableModule:
         warmup, total = self._training.warmup_steps, self._total
         fraction = min(1.0, (self.updates + 1) / (warmup + 1))
         if self._training.lr_schedule != "constant" and total is not None:
-            # After the last one, where a program's own loop may go on, it stays that of the last.
+            # A program's own loop may go on after the last update: the rate then stays as it is.
             left = min(1.0, max(1, total - self.updates) / max(1, total - warmup))
             if self._training.lr_schedule == "cosine":
                 left = (1 - math.cos(math.pi * left)) / 2

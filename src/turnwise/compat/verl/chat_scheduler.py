@@ -201,7 +201,7 @@ class ChatBackend:
     `create` and `events` may be used on any event loop, all else only on the loop of `start`.
     """
 
-    conductor: ChatCompletionScheduler
+    instance: ChatCompletionScheduler
     """The instance, once `start` has returned."""
 
     def __init__(
@@ -219,7 +219,7 @@ class ChatBackend:
         self._admission = admission or Admission(limits_of(config))
 
     async def start(self) -> None:
-        """Build vLLM's application, and the conductor; raise `InputError` when vLLM refuses the
+        """Build vLLM's application, and the scheduler; raise `InputError` when vLLM refuses the
         model, or the user's class fails."""
         # In a thread: importing vLLM's application takes seconds.
         vllm_app = await run_in_thread(import_module, "turnwise.serving.openai.vllm_app")
@@ -228,9 +228,9 @@ class ChatBackend:
         self._app = await vllm_app.build(self.config, self._generator, self.sessions, names)
         self._chats = self._app.state.chats
         self.tokenizer = self._chats.tokenizer
-        await self.conduct_by(self._scheduler)
+        await self.set_scheduler(self._scheduler)
 
-    async def conduct_by(self, scheduler: type[ChatCompletionScheduler]) -> None:
+    async def set_scheduler(self, scheduler: type[ChatCompletionScheduler]) -> None:
         """Lead further conversations with an instance of this class, made with verl's arguments."""
         config, model = SchedulerConfig(self.config, self), self.model_name
         name = f"the chat scheduler {scheduler.__module__}:{scheduler.__qualname__}"
@@ -240,7 +240,7 @@ class ChatBackend:
 
         seconds, key = self.config.rollout.environment_timeout, "rollout.environment_timeout"
         async with user_errors(None, f"rollout.chat_scheduler: {name} cannot be made: ", ()):
-            self.conductor = await call_user_code(make, name=name, seconds=seconds, key=key)
+            self.instance = await call_user_code(make, name=name, seconds=seconds, key=key)
         self._who = name
 
     async def stop(self) -> None:
@@ -357,12 +357,12 @@ class ChatBackend:
             calls=calls,
         )
         session.clock, session.place = clock, place or session.place
-        conductor, name = self.conductor, self._who
+        instance, name = self.instance, self._who
         made: DataProto | None = None
 
         async def hold() -> DataProto | None:
             _conversation.set(session)
-            value: Foreign = await conductor.generate_sequences(batch, **(sampling_params or {}))
+            value: Foreign = await instance.generate_sequences(batch, **(sampling_params or {}))
             # Another package's class of that name is as good.
             is_batch = hasattr(value, "batch") and hasattr(value, "non_tensor_batch")
             return value if is_batch else None

@@ -152,7 +152,7 @@ class LLMServerManager:
     def chat_scheduler(self) -> ChatCompletionScheduler:
         """The scheduler of chats, always the same one; its methods may be awaited on any event
         loop, as callbacks do."""
-        return self._thread.opened[1].conductor
+        return self._thread.opened[1].instance
 
     @property
     def async_llm_servers(self) -> list[RayActor]:
