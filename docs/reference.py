@@ -119,7 +119,8 @@ def routes() -> str:
     lines = ["| route | meaning |", "|---|---|"]
     lines += [f"| `{route}` | {_cell(meaning)} |" for route, meaning in own_routes()]
     own = {route.partition(" ")[2] for route, _ in own_routes()}
-    lines += ["", "## As OpenAI, Anthropic and vLLM have them", "", "| route | meaning |", "|---|---|"]
+    lines += ["", "## As OpenAI, Anthropic and vLLM have them", ""]
+    lines += ["| route | meaning |", "|---|---|"]
     lines += [
         f"| `{path}` | {_VLLM_ROUTES.get(path, '')} |" for path in sorted(vllm_routes() - own)
     ]

@@ -26,11 +26,11 @@ checkpoint with other processes: those are watched. The driver is never killed.
 Afterwards nothing may be lost: each trajectory of each step is finished or counted by reason, each
 request is answered or its error was reported, every token is exact, no request is left in an
 engine, and no process after the end. The memory (USS) and the open files of each process that lived
-from the warm-up (a sixth of the time) to the end are compared, last quarter by first (a growth of
-up to 8 MiB or 2 files does not count), and so are the rates of the last and the first sixth, in
-relation to the speed of the machine, which times a fixed piece of work every five seconds. Both are
-judged in tests of an hour, because oneDNN's cache of compiled kernels alone fills an engine's
-memory for more than ten minutes; of the real model's steps there are too few to judge their rate.
+from the warm-up (a sixth of the time) to the end are compared in each half of that time, last
+quarter by first (a growth of up to 4 MiB or 2 files does not count), and so is the processor time
+of a request and of a trajectory, last sixth by first, in relation to the speed of the machine,
+which times a fixed piece of work every five seconds. Both are judged in tests of an hour, because
+oneDNN's cache of compiled kernels alone fills an engine's memory for more than ten minutes.
 Exits with 1 when a goal is missed.
 """
 
@@ -54,7 +54,13 @@ from typing import Any
 import psutil
 
 from benchmarks.report import Claim, show
-from benchmarks.soak.checks import change_of, counts_by_time, memory_claims, training_claims
+from benchmarks.soak.checks import (
+    change_of_cost,
+    counts_by_time,
+    memory_claims,
+    steps_within,
+    training_claims,
+)
 from benchmarks.soak.features import PROMPTS as FEATURE_PROMPTS
 from benchmarks.soak.features import SAMPLES as FEATURE_SAMPLES
 from benchmarks.soak.features import Feature, Features, features, make_models
@@ -342,10 +348,14 @@ class Soak:
         left = [program.end() for program in self.programs]
         for why, count in whys.most_common(10):
             print(f"clients, {count} times: {why}")
-        answers = sorted(end for client in clients for end in client.ends)
-        rates = counts_by_time(answers, self.begin, self.end)
+        answers = [(end, 1.0) for client in clients for end in client.ends]
+        answered = counts_by_time(answers, self.begin, self.end)
+        minute = (self.end - self.begin) / len(answered)
         judged = self.options.minutes >= JUDGED_MINUTES
         machine = self.machine.change(self.begin, self.end)
+        cost = partial(self._cost, machine=machine, judged=judged)
+        steps = steps_within(self.rows(self.training), self.end - self.begin)
+        trained = [(self.begin + end, trajectories) for end, trajectories, _ in steps]
         return [
             Claim("kills", "count", [sum(self.kills.values())], note=str(dict(self.kills))),
             Claim(
@@ -364,11 +374,17 @@ class Soak:
             ),
             *memory_claims(self.memory, self.begin, self.end, judged),
             Claim("speed of the machine, last by first sixth", "ratio", [machine]),
-            *self._training_claims(self.training, (PROMPTS, SAMPLES), machine, judged),
-            *self._real_claims(machine),
-            *self._feature_claims(machine),
-            Claim("requests answered", "1/s", rates, note=str(dict(outcomes))),
-            change_of(rates, machine, judged),
+            *self._training_claims(self.training, (PROMPTS, SAMPLES)),
+            cost("trajectory", counts_by_time(trained, self.begin, self.end), self.training),
+            *self._real_claims(),
+            *self._feature_claims(),
+            Claim(
+                "requests answered",
+                "1/s",
+                [count / minute for count in answered],
+                note=str(dict(outcomes)),
+            ),
+            cost("request", answered, self.serving),
             Claim("requests lost", "count", [outcomes["lost"]], at_most=0),
             Claim("sessions that are not exact", "count", [sessions[False]], at_most=0),
             Claim("sessions audited", "count", [sessions.total()], at_least=1),
@@ -380,8 +396,6 @@ class Soak:
         self,
         program: Program,
         asked: tuple[int, int],
-        machine: float,
-        judged: bool,
         seconds: float | None = None,
     ) -> list[Claim]:
         """Return the claims of a run, which `asked` for so many problems in each step, and for so
@@ -391,19 +405,25 @@ class Soak:
             violations = json.loads(path.read_text())["violations"]
         rows = self.rows(program)
         seconds = self.end - self.begin if seconds is None else seconds
-        return training_claims(rows, violations, *asked, seconds, machine, judged)
+        return training_claims(rows, violations, *asked, seconds)
 
-    def _real_claims(self, machine: float) -> list[Claim]:
+    def _cost(
+        self, what: str, counts: list[float], program: Program, machine: float, judged: bool
+    ) -> Claim:
+        spent = self.memory.spent(program.name, self.begin, self.end)
+        return change_of_cost(what, counts, spent, machine, judged)
+
+    def _real_claims(self) -> list[Claim]:
         if self.real is None:
             return []
         asked = REAL_PROMPTS, REAL_SAMPLES
-        claims = self._training_claims(self.real, asked, machine, judged=False)
+        claims = self._training_claims(self.real, asked)
         return [replace(claim, name=f"{REAL_MODEL}: {claim.name}") for claim in claims]
 
     def _features_ended(self) -> list[tuple[Feature, Program, float]]:
         return [] if self.features is None else self.features.ended
 
-    def _feature_claims(self, machine: float) -> list[Claim]:
+    def _feature_claims(self) -> list[Claim]:
         """Return what the features' programs claim: a run with one takes steps, and loses nothing;
         clients of Tinker's SDK finish."""
         claims = list[Claim]()
@@ -421,7 +441,7 @@ class Soak:
             else:
                 asked = FEATURE_PROMPTS, FEATURE_SAMPLES
                 steps = Claim("steps", "count", [self.step(program)], at_least=1)
-                rest = self._training_claims(program, asked, machine, False, seconds)
+                rest = self._training_claims(program, asked, seconds)
                 found = [steps, *rest]
             claims += [replace(claim, name=f"{feature.name}: {claim.name}") for claim in found]
         return claims

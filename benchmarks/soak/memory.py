@@ -1,4 +1,4 @@
-"""Memory and file descriptors of the soak test's processes, sampled from the start to the end."""
+"""Memory, file descriptors and processor time of the soak test's processes, from start to end."""
 
 import json
 import statistics
@@ -16,9 +16,11 @@ MIB = 2**20
 WARM_UP = 1 / 6
 """Share of the time that is not compared."""
 PART = 1 / 4
-"""Share of the rest that is compared with its last such share."""
-SLACK = 8.0
-"""Growth in MiB that does not count."""
+"""Share of each half of the rest that is compared with the half's last such share."""
+SLACK = 4.0
+"""Growth in MiB that does not count in one half."""
+PARTS = 60
+"""Parts of the time that processor time is counted in."""
 FEW = 2.0
 """Growth of open files that does not count: a fork server has one for each fork that is alive, and
 a sample may meet a moment in which one is missing. What leaks with each killed process, of which
@@ -32,14 +34,16 @@ def growth(
     middle: Callable[[Sequence[float]], float] = statistics.median,
     slack: float = 0.0,
 ) -> float | None:
-    """Return the last quarter's median by the first's, after the warm-up.
+    """Return by what a process grew in each half of the time after the warm-up: the smaller of both
+    halves' last quarters by their first. A leak grows in both; a cache that a new shape of batch
+    fills, such as oneDNN's of compiled kernels, grows once.
 
     Args:
         values: Pairs of a time and a value.
         begin: Start of the test.
         end: Its end.
         middle: What is taken instead of the median.
-        slack: Growth that does not count, in the unit of the values.
+        slack: Growth in one half that does not count, in the unit of the values.
 
     Returns:
         None where a quarter has no value, or the first value came after the warm-up.
@@ -47,13 +51,16 @@ def growth(
     begin += (end - begin) * WARM_UP
     if not values or values[0][0] > begin:
         return None
-    part = (end - begin) * PART
-    first = [value for at, value in values if begin <= at < begin + part]
-    last = [value for at, value in values if end - part <= at <= end]
-    if not first or not last:
-        return None
-    before, after = middle(first), middle(last)
-    return 1.0 if before <= after <= before + slack else after / before
+    half, grown = (end - begin) / 2, list[float]()
+    for start in (begin, begin + half):
+        part, stop = half * PART, start + half
+        first = [value for at, value in values if start <= at < start + part]
+        last = [value for at, value in values if stop - part <= at <= stop]
+        if not first or not last:
+            return None
+        before, after = middle(first), middle(last)
+        grown.append(1.0 if before <= after <= before + slack else after / before)
+    return min(grown)
 
 
 @dataclass
@@ -64,6 +71,8 @@ class Watched:
     memory: list[tuple[float, float]] = field(default_factory=list)
     """Its own memory (USS) in MiB, by time."""
     descriptors: list[tuple[float, float]] = field(default_factory=list)
+    seconds: list[tuple[float, float]] = field(default_factory=list)
+    """Its processor time in seconds since its start, by time."""
 
 
 class Memory:
@@ -92,11 +101,26 @@ class Memory:
                     watched.name = f"{program.name}: {role} {process.pid}"  # forks get theirs late
                     watched.memory.append((now, uss))
                     watched.descriptors.append((now, process.num_fds()))
+                    times = process.cpu_times()
+                    watched.seconds.append((now, times.user + times.system))
 
     def write(self, path: Path) -> None:
         """Write all samples, a line of JSON for each process."""
         lines = [json.dumps(asdict(watched)) + "\n" for watched in self._watched.values()]
         path.write_text("".join(lines))
+
+    def spent(self, name: str, begin: float, end: float) -> list[float]:
+        """Return the processor time of a program in each of `PARTS` parts of the time, without what
+        its processes spent after their last sample."""
+        parts = [0.0] * PARTS
+        for watched in self._watched.values():
+            if watched.name.startswith(f"{name}: "):
+                before = watched.seconds[0][1] if watched.seconds[0][0] <= begin else 0.0
+                for at, seconds in watched.seconds:
+                    if begin < at < end:
+                        parts[int((at - begin) / (end - begin) * PARTS)] += seconds - before
+                    before = seconds
+        return parts
 
     def long_lived(self, begin: float, end: float) -> list[tuple[Watched, float, float]]:
         """Return the processes that lived from the warm-up to the end, with the growth of their
