@@ -27,7 +27,7 @@ Afterwards nothing may be lost: each trajectory of each step is finished or coun
 request is answered or its error was reported, every token is exact, no request is left in an
 engine, and no process after the end. The memory (USS) and the open files of each process that lived
 from the warm-up (a sixth of the time) to the end are compared in each half of that time, last
-quarter by first (a growth of up to 4 MiB or 2 files does not count), and so is the processor time
+quarter by first (a growth of up to 8 MiB or 2 files does not count), and so is the processor time
 of a request and of a trajectory, last sixth by first, in relation to the speed of the machine,
 which times a fixed piece of work every five seconds. Both are judged in tests of an hour, because
 oneDNN's cache of compiled kernels alone fills an engine's memory for more than ten minutes.

@@ -17,7 +17,7 @@ WARM_UP = 1 / 6
 """Share of the time that is not compared."""
 PART = 1 / 4
 """Share of each half of the rest that is compared with the half's last such share."""
-SLACK = 4.0
+SLACK = 8.0
 """Growth in MiB that does not count in one half."""
 PARTS = 60
 """Parts of the time that processor time is counted in."""
