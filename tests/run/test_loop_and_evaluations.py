@@ -26,6 +26,7 @@ class Fleet:
 
     def __init__(self) -> None:
         self.version = self.loaded = 0
+        self.dtype = "float32"
         self.trained_tokens: list[Any] = []
         self.held: Callable[[str], bool] = lambda tag: False
         self.began: list[str] = []

@@ -219,10 +219,9 @@ class ChatTemplate:
                 given[index] = {**message, "content": parts}
         for index, message in enumerate(given):
             content = message.get("content")
-            if self._in_parts:
-                if isinstance(content, str):
-                    given[index] = {**message, "content": [{"type": "text", "text": content}]}
-            elif isinstance(content, list) and self.between_parts:
+            if isinstance(content, str) and self._in_parts:
+                given[index] = {**message, "content": [{"type": "text", "text": content}]}
+            elif isinstance(content, list) and not self._takes_parts:
                 found = [part.get("text") if isinstance(part, dict) else part for part in content]
                 texts = [text for text in found if isinstance(text, str)]
                 if len(texts) == len(content):
@@ -249,6 +248,13 @@ class ChatTemplate:
         return not self._shows(_PROBE, _PROBE) and self._shows([part], _PROBE)
 
     @cached_property
+    def _takes_parts(self) -> bool:
+        """Whether the template takes lists of parts: shows their texts, and not the list itself, as
+        one does that prints whatever content it gets."""
+        part = {"type": "text", "text": _PROBE}
+        return self._shows([part], _PROBE) and not self._shows([part], "type")
+
+    @cached_property
     def between_parts(self) -> str:
         """Text between two parts of text in one message: "" if the template itself joins them, a
         line break for one that takes texts alone, as vLLM's server joins them."""
@@ -258,7 +264,9 @@ class ChatTemplate:
     def _shows(self, content: object, text: str) -> bool:
         asked = [{"role": "user", "content": content}]
         try:
-            made = self.tokenizer.apply_chat_template(asked, tokenize=False, **self._kwargs)
+            made = self.tokenizer.apply_chat_template(
+                asked, tools=None, add_generation_prompt=False, tokenize=False, **self._kwargs
+            )
         except Exception:  # a template may raise anything
             return False
         return text in made

@@ -33,7 +33,7 @@ from turnwise.config.load import value_of
 from turnwise.config.yaml_text import read_yaml
 from turnwise.errors import InputError
 
-DEFAULTS: Settings = {"environment": "turnwise.compat.chatlearn.prompts:Conversation"}
+DEFAULTS: Settings = {"environment": "turnwise.compat.chatlearn.prompts:ConversationPrompt"}
 """Default of `environment`: rows are prompts, answered in one turn."""
 DRAFT: Settings = {**DEFAULTS, "model": {"path": UNNAMED}}
 """Defaults of the configuration that modules see before they have said which model it is."""
