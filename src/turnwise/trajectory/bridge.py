@@ -35,6 +35,9 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from turnwise.errors import TrajectoryError
 from turnwise.trajectory.chat_template import ChatTemplate, Tools
 from turnwise.trajectory.prompt import Prompt, PromptLike, common_prefix
@@ -57,8 +60,8 @@ _Content = str | list[dict[str, str]]
 class Bridge:
     """The next turn's prompt, or the reason why there is none."""
 
-    prompt_token_ids: Prompt
-    completion_token_ids: Prompt
+    prompt_token_ids: PromptLike
+    completion_token_ids: PromptLike
     added_token_ids: Prompt
     """Ids that follow the completion; none of them was sampled."""
     fork_reason: str | None = None
@@ -112,7 +115,7 @@ def bridge(
         <|im_start|>assistant
     """
 
-    before, sampled = Prompt.of(prompt_token_ids), Prompt.of(completion_token_ids)
+    before, sampled = prompt_token_ids, completion_token_ids
 
     def fork(reason: str, detail: str) -> Bridge:
         return Bridge(before, sampled, Prompt(), reason, detail)
@@ -125,7 +128,9 @@ def bridge(
     ]
     roles = tuple((message["role"], message.get("name")) for message in messages)
     key = (roles, bool(tools), _has_content_parts(messages))
-    last = template.special_tokens.get(int(sampled.ids[-1])) if len(sampled) else None
+    ids: Sequence[int] | npt.NDArray[np.generic]
+    ids = sampled.ids if isinstance(sampled, Prompt) else sampled
+    last = template.special_tokens.get(int(ids[-1])) if len(ids) else None
     known = template.seams.get(key)
     for cached in (None,) if known is None else (known, None):
         try:
@@ -140,7 +145,7 @@ def bridge(
         if len(template.seams) >= _MAX_SEAMS:
             template.seams.clear()
         template.seams[key] = seam
-        start = seam.start(template, last, sampled)
+        start = seam.start(template, last, ids)
         if start is None:
             return fork(
                 "turn_end_unknown",
@@ -154,7 +159,9 @@ def bridge(
             else:
                 # Some tokenizers treat the beginning of a text specially, so words are encoded
                 # behind the special token, or behind ordinary text, and never alone.
-                head, whole = template.encode(anchor), template.encode(anchor + text)
+                if (head := template.anchors.get(anchor)) is None:
+                    head = template.anchors[anchor] = template.encode(anchor)
+                whole = template.encode(anchor + text)
                 begins = whole[: len(head)] == head
                 added = whole[len(head) :] if begins else template.encode(text)
             return Bridge(before, sampled, template.with_images(added, messages))
@@ -219,7 +226,12 @@ class Seam:
         found = template.special_token_pattern.match(self.joint, len(self.sampled_end))
         return found.group() if found else None
 
-    def start(self, template: ChatTemplate, last: str | None, completion: Prompt) -> int | None:
+    def start(
+        self,
+        template: ChatTemplate,
+        last: str | None,
+        completion: Sequence[int] | npt.NDArray[np.generic],
+    ) -> int | None:
         """Return how many of the joint's characters the completion, which ends with the special
         token `last` or with text, holds; None if unknown."""
         pattern = template.special_token_pattern

@@ -103,6 +103,8 @@ class ChatTemplate:
         after loading."""
         self.seams: dict[object, object] = {}
         """Cache of `bridge`: one seam for messages of the same roles and tool names."""
+        self.anchors: dict[str, list[int]] = {}
+        """Ids of the special tokens behind which `bridge` has encoded a text."""
         self.first_prompts = IdCache(_CACHED_TOKENS)
         """Cache of `render_first`."""
         self.shows_tools: bool | None = None
@@ -201,31 +203,13 @@ class ChatTemplate:
         if self.missing:
             raise InputError(self.missing)
         given = list(messages)
-        if not self._knows_developers and any(m["role"] == "developer" for m in given):
+        if not self._knows_developers and "developer" in [m["role"] for m in given]:
             given = _with_one_system(given)
-        for index, message in enumerate(given):
-            if self._control is None or message["role"] == "assistant":
-                continue
-            content = message.get("content")
-            if isinstance(content, str):
-                given[index] = {**message, "content": self.escape(content)}
-            elif isinstance(content, list):
-                parts = [
-                    {**part, "text": self.escape(part["text"])}
-                    if isinstance(part, dict) and isinstance(part.get("text"), str)
-                    else part
-                    for part in content
-                ]
-                given[index] = {**message, "content": parts}
+        texts_change = self._control is not None or self._in_parts
         for index, message in enumerate(given):
             content = message.get("content")
-            if isinstance(content, str) and self._in_parts:
-                given[index] = {**message, "content": [{"type": "text", "text": content}]}
-            elif isinstance(content, list) and not self._takes_parts:
-                found = [part.get("text") if isinstance(part, dict) else part for part in content]
-                texts = [text for text in found if isinstance(text, str)]
-                if len(texts) == len(content):
-                    given[index] = {**message, "content": self.between_parts.join(texts)}
+            if isinstance(content, list) or (texts_change and isinstance(content, str)):
+                given[index] = {**message, "content": self._shown(content, message["role"])}
         return str(
             self.tokenizer.apply_chat_template(
                 given,
@@ -235,6 +219,24 @@ class ChatTemplate:
                 **self._kwargs,
             )
         )
+
+    def _shown(self, content: str | list[Foreign], role: str) -> str | list[Foreign]:
+        """Return the content of a message as the template takes it, with special tokens escaped."""
+        escaped = self._control is not None and role != "assistant"
+        if isinstance(content, str):
+            content = self.escape(content) if escaped else content
+            return [{"type": "text", "text": content}] if self._in_parts else content
+        parts = [
+            {**part, "text": self.escape(part["text"])}
+            if escaped and isinstance(part, dict) and isinstance(part.get("text"), str)
+            else part
+            for part in content
+        ]
+        found = [part.get("text") if isinstance(part, dict) else part for part in parts]
+        texts = [text for text in found if isinstance(text, str)]
+        if self._in_parts or self._takes_parts or len(texts) < len(parts):
+            return parts
+        return self.between_parts.join(texts)
 
     @cached_property
     def _knows_developers(self) -> bool:

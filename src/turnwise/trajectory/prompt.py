@@ -7,7 +7,7 @@ the same ids. Two prompts are the same only if their images are, at the same pos
 
 from array import array
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias, final
+from typing import NamedTuple, Protocol, TypeAlias, final
 
 import numpy as np
 import numpy.typing as npt
@@ -59,14 +59,15 @@ class Prompt:
         ids: "Sequence[int] | npt.NDArray[np.generic]" = (),
         images: Iterable[PlacedImage] = (),
     ) -> None:
-        made: npt.NDArray[Any]
-        try:  # an array of the standard library reads lists several times as fast as numpy does
-            made = ids if isinstance(ids, np.ndarray) else np.frombuffer(array("i", ids), np.int32)
-        except (TypeError, OverflowError) as error:
-            raise InputError(f"token ids must be whole numbers below 2**31: {error}") from error
-        if made.dtype != np.int32 and made.size and not 0 <= made.min() <= made.max() < 2**31:
-            raise InputError("token ids must be whole numbers from 0 to below 2**31")
-        self.ids = made.astype(np.int32, copy=made is ids)  # the caller may change its own array
+        if isinstance(ids, np.ndarray):
+            if ids.dtype != np.int32 and ids.size and not 0 <= ids.min() <= ids.max() < 2**31:
+                raise InputError("token ids must be whole numbers from 0 to below 2**31")
+            self.ids = ids.astype(np.int32)  # a copy: the caller may change its own array
+        else:
+            try:  # an array of the standard library reads lists faster than numpy does
+                self.ids = np.frombuffer(array("i", ids), np.int32)
+            except (TypeError, OverflowError) as error:
+                raise InputError(f"token ids must be whole numbers below 2**31: {error}") from error
         self.ids.flags.writeable = False
         self.images = tuple(images)
 
