@@ -122,9 +122,11 @@ def change_of_cost(
         machine: Change of the machine's own speed, last by first sixth.
         judged: Whether it has a goal.
     """
-    costs = [cost / max(1.0, count) for count, cost in zip(counts, spent, strict=True)]
-    part = len(costs) // 6
-    first, last = statistics.median(costs[:part]), statistics.median(costs[-part:])
+    part, both = len(counts) // 6, [*zip(counts, spent, strict=True)]
+    first, last = (  # a part of a short test may have no sample
+        statistics.median([cost / count for count, cost in of if count and cost] or [0.0])
+        for of in (both[:part], both[-part:])
+    )
     return Claim(
         f"processor time of a {what}, last by first sixth, by the machine's speed",
         "ratio",
