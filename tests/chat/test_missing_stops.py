@@ -21,10 +21,10 @@ def test_the_end_of_a_template_for_other_models_is_text_to_stop_at(
     model = {"path": model_path, "chat_template": text}
     for stop in ([], ["<|turn_end|>"]):
         config = make_config(model=model, sampling={"stop": stop})
-        told = missing_stop(
+        why = missing_stop(
             config.model,
             config.sampling,
             load_template(config.model, config.sampling, config.engine, made),
         )
-        assert bool(told) == (not stop)
-        assert stop or 'set sampling.stop to ["<|turn_end|>"], or choose a template' in told
+        assert bool(why) == (not stop)
+        assert stop or 'set sampling.stop to ["<|turn_end|>"], or choose a template' in why

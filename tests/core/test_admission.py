@@ -275,12 +275,12 @@ def test_a_limit_is_divided_as_equally_as_wants_allow(
 
 @given(st.data())
 @settings(max_examples=300, deadline=None)
-def test_processes_never_have_more_under_way_than_the_limit(data: st.DataObject) -> None:
+def test_processes_never_have_more_in_progress_than_the_limit(data: st.DataObject) -> None:
     """Not even while orders and reports travel; and in the end the whole limit is used."""
     count, total = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 12))
     limits = Limits(total, total, total)
     own = [Limits(0, 0, 0)] * count  # by which each acts
-    ordered, told = list(own), [Use()] * count
+    ordered, reported = list(own), [Use()] * count
     used, wants = [0] * count, [0] * count
 
     def begin(place: int) -> None:
@@ -289,8 +289,8 @@ def test_processes_never_have_more_under_way_than_the_limit(data: st.DataObject)
         wants[place] -= more
 
     def report(place: int) -> None:
-        told[place] = Use(used[place], used[place], 0, wants[place], 0, own[place])
-        ordered[:] = divide_limits(limits, told, ordered)
+        reported[place] = Use(used[place], used[place], 0, wants[place], 0, own[place])
+        ordered[:] = divide_limits(limits, reported, ordered)
         assert [each.playing for each in ordered] == [each.working for each in ordered]
 
     for _ in range(data.draw(st.integers(1, 30))):

@@ -73,9 +73,9 @@ def given(trajectory: Trajectory, row: dict[str, Any]) -> Any:
     return row["given"]
 
 
-async def judge(parts: list[dict[str, Any]], row: dict[str, Any], told: Any = None) -> Trajectory:
+async def judge(parts: list[dict[str, Any]], row: dict[str, Any], judged: Any = None) -> Trajectory:
     rewards = RewardManager([RewardConfig(**part) for part in parts])
-    trajectory = Trajectory("rows:1", outcome=Outcome(told))
+    trajectory = Trajectory("rows:1", outcome=Outcome(judged))
     trajectory.messages = [{"role": "user", "content": "Go."}]
     await rewards.reward(playing(row), trajectory, row)
     return trajectory
@@ -135,7 +135,7 @@ async def test_parts_are_weighted_and_added_and_kept_as_they_were() -> None:
 
 async def test_what_the_agent_told_takes_the_place_of_the_environments_part_alone() -> None:
     parts = [{}, {"function": f"{HERE}:turns"}]
-    assert (await judge(parts, {"reward": 0.0}, told=0.5)).reward == 1.5
+    assert (await judge(parts, {"reward": 0.0}, judged=0.5)).reward == 1.5
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ async def test_a_reward_beyond_the_limit_drops_the_trajectory(value: Any) -> Non
         await judge([], {"reward": value})
     assert error.value.reason == "reward_error"
     with pytest.raises(TrajectoryError, match=r"^the environment gave .* beyond the limit"):
-        await judge([], {}, told=value)
+        await judge([], {}, judged=value)
     with pytest.raises(TrajectoryError, match=r"^the weighted sum of rewards is beyond the limit"):
         await judge([{"weight": 1e5}], {"reward": 100})
     assert (await judge([], {"reward": -1e6})).reward == -1e6

@@ -148,3 +148,21 @@ def test_parts_of_a_text_are_joined_as_the_template_shows_them(tokenizer: Any) -
         template = ChatTemplate(tokenizer, chat_template=source)
         assert shown in template.render_text([plain(message, template.between_parts)])
         assert shown in template.render_text([message])  # as an environment may write it
+
+
+@pytest.mark.parametrize("role", ["user", "tool"])
+def test_an_answer_of_an_environment_in_parts_bridges_as_its_text(
+    template: ChatTemplate, role: str
+) -> None:
+    parts = [{"type": "text", "text": text} for text in ("It is", "21.")]
+    one, other = (
+        bridge(
+            template,
+            prompt_token_ids=template.render(QUESTION),
+            completion_token_ids=template.encode("4<|im_end|>"),
+            new_messages=[{"role": role, "content": content}],
+        )
+        for content in (parts, "It is\n21.")
+    )
+    assert one.fork_reason is None
+    assert one.token_ids == other.token_ids

@@ -1,13 +1,12 @@
-"""The precision of a run's model, where `model.dtype` leaves it open."""
+"""The precision of the model where `model.dtype` leaves it open: its only owner."""
 
-from turnwise.config import Config
+from turnwise.config import Config, ModelConfig
 from turnwise.core.gguf import resolve_model
 from turnwise.errors import InputError, first_line
 
 
 def with_precision(config: Config, on_gpu: bool) -> Config:
-    """Return a configuration whose `model.dtype` is set: if it is null, to float32 on a CPU, and on
-    a GPU to the precision of the model's files; InputError when they cannot be read.
+    """Return a configuration whose `model.dtype` is set, for all processes of a run.
 
     Example:
         >>> from turnwise.config import parse_config
@@ -15,16 +14,18 @@ def with_precision(config: Config, on_gpu: bool) -> Config:
         >>> config.model.dtype, with_precision(config, on_gpu=False).model.dtype
         (None, 'float32')
     """
-    if config.model.dtype is not None:
-        return config
-    return config.changed({"model": {"dtype": _of_files(config) if on_gpu else "float32"}})
+    return config.changed({"model": {"dtype": precision(config.model, on_gpu)}})
 
 
-def _of_files(config: Config) -> str:
-    """Return bfloat16 for files of half precision, whose range float16 lacks in training."""
+def precision(model: ModelConfig, on_gpu: bool) -> str:
+    """Return `model.dtype` or, where it is null, float32 on a CPU, and on a GPU the precision of
+    the model's files: bfloat16 for float16, whose range is too small for training. InputError when
+    the files cannot be read."""
+    if model.dtype is not None or not on_gpu:
+        return model.dtype or "float32"
     from transformers import AutoConfig  # seconds to import
 
-    path, trust = config.model.path, config.model.trust_remote_code
+    path, trust = model.path, model.trust_remote_code
     try:
         shape = AutoConfig.from_pretrained(resolve_model(path), trust_remote_code=trust)
     except (OSError, ValueError, KeyError) as error:

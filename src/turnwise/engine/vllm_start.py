@@ -17,6 +17,7 @@ from turnwise.core import fork_server
 from turnwise.core.gguf import resolve_model, resolve_tokenizer
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import load_object
+from turnwise.core.precision import precision
 from turnwise.engine.adapters import NO_ADAPTERS, EngineAdapters
 from turnwise.engine.logits_processors import ADAPTER, KEY, SETTINGS
 from turnwise.errors import InputError
@@ -88,7 +89,7 @@ def engine_arguments(
     arguments: JsonObject = {
         "model": resolve_model(model.path),
         "tokenizer": resolve_tokenizer(model),
-        "dtype": model.dtype or "float32",  # see `core.precision`
+        "dtype": precision(model, vllm.current_platform.is_cuda()),
         "trust_remote_code": model.trust_remote_code,
         "tensor_parallel_size": engine.tensor_parallel_size,
         "pipeline_parallel_size": engine.pipeline_parallel_size,

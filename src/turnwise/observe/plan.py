@@ -20,7 +20,7 @@ from turnwise.config.base import NEEDED_KEYS
 from turnwise.config.serving import CPU_KV_CACHE_GIB
 from turnwise.core.actor import CPU_SHARE
 from turnwise.core.gguf import resolve_model
-from turnwise.core.precision import with_precision
+from turnwise.core.precision import precision, with_precision
 from turnwise.core.sources import check_model
 from turnwise.errors import InputError
 from turnwise.serving.engine_host import GPU_MEMORY
@@ -220,7 +220,7 @@ def _rank(config: Config, on_gpu: bool, length: int) -> Holding:
         return activation_bytes(
             resolve_model(model.path),
             model.trust_remote_code,
-            model.dtype or "float32",
+            precision(model, on_gpu),
             ranks > 1 or kept < 4,
             math.ceil(tokens / training.context_parallel),
             math.ceil(length / training.context_parallel),

@@ -30,6 +30,7 @@ from transformers import (
 from turnwise.chat.vision import ModelImages
 from turnwise.config import AlgorithmConfig, Config, ModelConfig, OtherModel, TrainingConfig
 from turnwise.core.gguf import resolve_model
+from turnwise.core.precision import precision
 from turnwise.core.process import give_back
 from turnwise.errors import InputError
 from turnwise.training.algorithms import make_algorithm
@@ -83,7 +84,7 @@ def shared_roles(
     shared = (
         name
         for name, other in beside.items()
-        if path_of(model, other) == path_of(model) and other.dtype in (None, model.dtype)
+        if path_of(model, other) == path_of(model) and dtype_of(model, other) == dtype_of(model)
     )
     return (*policies, *shared)
 
@@ -94,8 +95,9 @@ def path_of(model: ModelConfig, other: OtherModel = POLICY) -> str:
 
 
 def dtype_of(model: ModelConfig, other: OtherModel = POLICY) -> torch.dtype:
-    """Return the precision of a model's forward passes; see `core.precision`."""
-    dtype: torch.dtype = getattr(torch, other.dtype or model.dtype or "float32")
+    """Return the precision of a model's forward passes."""
+    name = other.dtype or precision(model, torch.cuda.is_available())
+    dtype: torch.dtype = getattr(torch, name)
     return dtype
 
 

@@ -25,6 +25,7 @@ from turnwise.core.aio import run_in_thread
 from turnwise.core.fork_server import SPIN_COUNT
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import load_object
+from turnwise.core.precision import precision
 from turnwise.core.ray import goes_on
 from turnwise.errors import DeadlineError, InputError, TrainerError, TurnwiseError
 from turnwise.serving.colocated.host import WorkerHost
@@ -115,7 +116,7 @@ class TrainerGroup:
     ) -> None:
         self.pids: list[int] = []
         self.version = 0
-        self.dtype = config.model.dtype or "float32"
+        self.dtype = precision(config.model, on_gpu)
         """Precision of the policy's forward passes."""
         self.layouts = Layouts()
         self.trained_tokens: list[TrainedSample] = []
