@@ -90,7 +90,9 @@ async def play(command: str, folder: Path, rows: int) -> None:
         overview.add(group.trajectories)
 
     if command == "eval":
-        evaluation = await evaluate(answer, problems, config, "eval", on_group, kept)
+        evaluation = await evaluate(
+            *(answer, problems, config.eval, config.rollout, at_once), "eval", on_group, kept
+        )
         assert evaluation.finished == N * rows
     else:
         tag = "rollout"

@@ -33,11 +33,11 @@ from benchmarks.loading import in_processes, peak_of, resident
 from benchmarks.models import make_model
 from benchmarks.report import Claim, parser, quotients, report
 from turnwise.config import Config, SamplingConfig, parse_config
+from turnwise.config.supervised import supervised_config
 from turnwise.training import Sample
 from turnwise.training.batching import make_micro_batch, plan_micro_batches
 from turnwise.training.model import score_hidden
 from turnwise.training.rank import TrainerRank
-from turnwise.training.supervised import supervised_config
 
 CPU = torch.device("cpu")
 SEQUENCES = {"0.7 M": 96, "5 M": 24}

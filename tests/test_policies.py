@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 import turnwise
 from tests.test_cli import metrics_of
 from turnwise.config import Config, parse_config
+from turnwise.config.supervised import supervised_config
 from turnwise.errors import InputError, TurnwiseError
-from turnwise.training.supervised import supervised_config
 from turnwise.trajectory import Trajectory, audit, read_jsonl
 
 SAMPLING: dict[str, Any] = {"max_tokens": 32, "stop_token_ids": [*range(400)]}

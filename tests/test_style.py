@@ -12,6 +12,7 @@ from tests.conftest import ROOT
 SOURCES = sorted((ROOT / "src").rglob("*.py"))
 MAX_LINES = 600
 MAX_ANY_LINES = 150
+MAX_CONFIG_PARAMETERS = 40
 RIDDLE = re.compile(r"(What|Where|Of|Which|Why|How)\b")
 DIALECT = re.compile(r"\b(told|anew|under way)\b", re.IGNORECASE)
 PROSE = sorted(
@@ -80,6 +81,22 @@ def test_the_run_uses_no_default_executor() -> None:
 def test_few_lines_name_any() -> None:
     lines = [line for path in SOURCES for line in path.read_text().splitlines()]
     assert sum(bool(re.search(r"\bAny\b", line)) for line in lines) <= MAX_ANY_LINES
+
+
+def test_few_functions_take_the_whole_configuration() -> None:
+    """Composition is in `run`; other functions take the section, or the values, that they use."""
+    composing = {"config", "run", "cli", "observe"}
+    found = [
+        f"{path.relative_to(ROOT)}:{argument.lineno}"
+        for path in SOURCES
+        if path.relative_to(ROOT / "src" / "turnwise").parts[0] not in composing
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        for argument in [*node.args.args, *node.args.kwonlyargs]
+        if argument.annotation is not None
+        and ast.unparse(argument.annotation).strip("'") == "Config"
+    ]
+    assert 20 < len(found) <= MAX_CONFIG_PARAMETERS, found
 
 
 def test_every_public_class_and_function_has_an_example() -> None:

@@ -16,7 +16,8 @@ import logging, logging.config, sys
 from turnwise.core import logs
 from turnwise.config import load_config
 logs.to_terminal()
-opened = logs.open_logs(load_config(sys.argv[1], sys.argv[2:]))
+config = load_config(sys.argv[1], sys.argv[2:])
+opened = logs.open_logs(config.run_folder, config.log_level)
 opened.__enter__()
 logging.getLogger("their.agent").warning("theirs")
 ray = logging.getLogger("ray")
@@ -87,7 +88,7 @@ def test_an_actor_and_its_children_write_to_a_file_of_their_own(
     make_config: Callable[..., Config], tmp_path: Path
 ) -> None:
     config = make_config(output_dir=str(tmp_path))
-    environment = logs.environment(config, "worker-3")
+    environment = logs.environment(config.run_folder, config.log_level, "worker-3")
     done = run(ACTOR, **environment)
     assert done.stdout == done.stderr == ""
     lines = (tmp_path / "run" / "logs" / "worker-3.log").read_text().splitlines()
@@ -123,8 +124,9 @@ state = lambda: [
 ]
 before = state()
 config = load_config(sys.argv[1])
+run, level = config.run_folder, config.log_level
 for others in (1, 2):
-    with logs.open_logs(config), logs.open_logs(config.model_copy(update={"name": "other"})):
+    with logs.open_logs(run, level), logs.open_logs(run.with_name("other"), level):
         theirs.info("theirs %d", others)
         theirs.warning("their warning")
         ours.info("a detail")

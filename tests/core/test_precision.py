@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from turnwise.config import parse_config
-from turnwise.core.precision import with_precision
+from turnwise.core.precision import precision as precision_of
 from turnwise.errors import InputError
 
 SHAPE = {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]}
@@ -17,7 +17,7 @@ OPEN = ("environment", "data.path")
 def precision(folder: Path, shape: dict[str, Any], on_gpu: bool, **keys: Any) -> str | None:
     (folder / "config.json").write_text(json.dumps(SHAPE | shape))
     config = parse_config({"model": {"path": str(folder), **keys}}, OPEN)
-    return with_precision(config, on_gpu).model.dtype
+    return precision_of(config.model, on_gpu)
 
 
 @pytest.mark.parametrize(
@@ -45,4 +45,4 @@ def test_what_is_set_stays_and_files_that_cannot_be_read_are_named(tmp_path: Pat
     assert precision(tmp_path, {"dtype": "float32"}, False, dtype="bfloat16") == "bfloat16"
     missing = parse_config({"model": {"path": str(tmp_path / "none")}}, OPEN)
     with pytest.raises(InputError, match="none cannot be read"):
-        with_precision(missing, on_gpu=True)
+        precision_of(missing.model, on_gpu=True)

@@ -240,7 +240,7 @@ def test_outputs_must_be_a_dictionary(join: Join) -> None:
 
 def test_requests_need_a_text_for_each_prompt(join: Join) -> None:
     policy = join(VLLMModule("policy"))
-    with pytest.raises(InputError, match="got 1 texts and token ids of 2 prompts"):
+    with pytest.raises(InputError, match="got 1 texts for the token ids of 2 prompts"):
         policy._add_request_internal(["one"], [[1], [2]])
 
 

@@ -17,7 +17,7 @@ from turnwise.engine.protocol import Chunk, Occupancy, Request
 from turnwise.rollouts import Problem, RolloutContext, Runner
 from turnwise.rollouts.loops import SingleTurnLoop
 from turnwise.serving.scheduler import Scheduler
-from turnwise.serving.seats import engine_admission, trajectories_at_once
+from turnwise.serving.seats import engine_admission, limits_of
 from turnwise.trajectory import Trajectory
 
 HERE = "tests.rollouts.test_admission_of_trajectories"
@@ -85,7 +85,7 @@ async def test_a_judge_of_concurrency_1_leaves_no_engine_idle_while_a_prompt_wai
         over.set()
         group = await running
     assert len(group.trajectories) == 64
-    assert engine.most <= trajectories_at_once(config) == 20
+    assert engine.most <= limits_of(config, config.serving.most_workers).at_once == 20
     assert scripted.most == 1
 
 
@@ -116,7 +116,7 @@ async def test_tools_hold_a_place_where_a_number_is_given(
 async def test_the_seats_of_an_engine_follow_its_cache(make_config: Callable[..., Config]) -> None:
     config = make_config(engine={"max_num_seqs": 64}, serving={"workers": 2})
     scheduler = Scheduler(config.serving, 1.0)
-    admission = engine_admission(config, scheduler)
+    admission = engine_admission(limits_of(config), scheduler)
     assert admission.limits.working == 160
     for name in ("worker-0", "worker-1"):
         scheduler.add(name, SimulatedEngine(name=name))

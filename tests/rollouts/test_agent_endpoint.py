@@ -136,7 +136,7 @@ async def closing(request: dict[str, Any]) -> Any:
         (failing(302, ""), "agent_error", "answered 302"),
         (failing(200, "<html>"), "agent_reply", "/run sent '<html>', which is no JSON"),
         (closing, "agent_error", "closed the connection: Server disconnected"),
-        (failing(200, "[" * 100_000), "agent_reply", "which is no JSON that can be read"),
+        (failing(200, "[" * 100_000), "agent_reply", "which is not readable JSON"),
         (failing(200, "x" * (5 << 20)), "agent_reply", "more than 4,194,304 bytes"),
         (replying({"error": "the browser crashed"}), "agent_error", "/run: the browser crashed"),
         (replying({"sessions": ["else"]}), "agent_reply", "the session else, which it did not"),

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from turnwise.config import Config
+from turnwise.config import Config, RolloutConfig
+from turnwise.config.rollout import EvalConfig
 from turnwise.core.aio import for_each, is_cancelled, task_group, together
 from turnwise.errors import DeadlineError, InputError
 from turnwise.observe.metrics import StepMetrics
@@ -47,6 +48,11 @@ def test_mean_at_k_is_unbiased_over_the_order_of_attempts(n: int, c: int, k: int
 def test_pass_at_k_stays_exact_for_many_attempts() -> None:
     assert pass_at_k(2000, 1, 1000) == pytest.approx(0.5)
     assert pass_at_k(2000, 1, 1) == pytest.approx(1 / 2000)
+
+
+def limits(config: Config) -> tuple[EvalConfig, RolloutConfig, int]:
+    """Return the arguments of `evaluate` that a configuration has."""
+    return config.eval, config.rollout, groups_at_once(config, config.eval.sampling.n)
 
 
 def group(rewards: list[float | None]) -> Group:
@@ -134,14 +140,14 @@ async def test_each_held_out_set_has_results_of_its_own(
     async def play(problem: Problem, tag: str) -> Group:
         return Group(problem.id, [Trajectory(problem.id, 0, outcome=Outcome(problem.row["n"]))])
 
-    evaluation = await evaluate(play, problems, make_config())
+    evaluation = await evaluate(play, problems, *limits(make_config()))
     assert evaluation.accuracy == pytest.approx(2 / 3)
     assert {of: each["accuracy"] for of, each in evaluation.sets.items()} == {"easy": 1, "hard": 0}
     assert evaluation.environments == {}
     metrics = StepMetrics(step=1)
     metrics.add_evaluation(evaluation)
     assert metrics.to_json()["heldout_sets"]["easy"]["reward_mean"] == 1.0
-    single = await evaluate(play, Problems("rows", rows["easy"]), make_config())
+    single = await evaluate(play, Problems("rows", rows["easy"]), *limits(make_config()))
     assert single.sets == {}
 
 
@@ -241,7 +247,7 @@ async def test_an_evaluation_keeps_its_trajectories_in_their_file(
 
     play.gate.set()
     work = asyncio.ensure_future(
-        evaluate(slow_at_first, play.problems, config, kept=GroupLog(path))
+        evaluate(slow_at_first, play.problems, *limits(config), kept=GroupLog(path))
     )
     await until(lambda: len(path.read_text().splitlines()) == 45)  # all that is finished
     slow.set()
@@ -310,7 +316,7 @@ async def test_an_evaluation_has_the_means_of_the_environments_metrics(
         )
 
     problems = [Problem(f"rows:{n}", {"n": n}) for n in range(5)]
-    evaluation = await evaluate(run_group, problems, config)
+    evaluation = await evaluate(run_group, problems, *limits(config))
     assert evaluation.env == {"rare": 5.0, "steps": 2.0}
 
 

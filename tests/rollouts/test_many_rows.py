@@ -20,7 +20,7 @@ from turnwise.core.run_files import RunFiles
 from turnwise.observe.conversations import Overview
 from turnwise.rollouts import Group, Problem, judge
 from turnwise.rollouts.data import load_rows, load_training
-from turnwise.rollouts.evaluation import GroupLog, evaluate
+from turnwise.rollouts.evaluation import GroupLog, evaluate, groups_at_once
 from turnwise.rollouts.problems import Lazy, Problems, ProblemStream
 from turnwise.trajectory import Outcome, Trajectory
 
@@ -79,7 +79,8 @@ async def test_an_evaluation_keeps_of_each_row_where_its_trajectories_are(
     overview = Overview()
     with keeping_nothing():
         evaluation = await evaluate(
-            *(play, load_training(config), config, "eval"),
+            *(play, load_training(config), config.eval, config.rollout),
+            *(groups_at_once(config, N), "eval"),
             lambda group: overview.add(group.trajectories),
             log,
         )

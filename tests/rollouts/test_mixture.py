@@ -319,7 +319,7 @@ async def test_results_are_those_of_all_and_of_each(several: Config, tokenizer: 
     async def run_group(problem: Problem, tag: str) -> Group:
         return await runner.run_group(engine, problem, SamplingConfig(n=1, max_tokens=8), tag)
 
-    evaluation = await evaluate(run_group, load_heldout(several), several)
+    evaluation = await evaluate(run_group, load_heldout(several), several.eval, several.rollout, 4)
     assert evaluation.accuracy == 0.5
     assert {name: found["accuracy"] for name, found in evaluation.environments.items()} == {
         "shop": 1.0,
@@ -413,7 +413,7 @@ async def test_a_batch_of_a_program_has_one_environment(several: Config, tokeniz
     sampler = TrajectorySampler(
         Talking(vocab_size=256), [{"wish": "tea"}], config=several, tokenizer=tokenizer
     )
-    with pytest.raises(InputError, match="prompt:1 has no environment: environments has shop, su"):
+    with pytest.raises(InputError, match=r"prompt:1 names none of the environments \(shop, su"):
         _ = [trajectory async for trajectory in sampler]
 
 

@@ -18,7 +18,7 @@ from tests.virtual_time import run_virtually
 from turnwise.config import Config, parse_config
 from turnwise.rollouts import Group, GroupProducer, Problem, ProblemStream
 from turnwise.rollouts.problems import MixedStream, Problems, Stream
-from turnwise.training.samples import make_samples, recent_versions
+from turnwise.training.samples import make_samples
 from turnwise.trajectory import Outcome, Trajectory
 
 PER_STEP = 8
@@ -74,7 +74,7 @@ async def played(
     train_seconds: float = 1.0,
     has_signal: Callable[[Problem], bool] = lambda problem: True,
 ) -> Played:
-    done, version, versions, training = Played(), 0, recent_versions(made), False
+    done, version, versions, training = Played(), 0, made.recent_versions(), False
 
     async def run(problem: Problem, tag: str) -> Group:
         begun_with = version

@@ -23,9 +23,10 @@ from turnwise.rollouts.reward_model import (
     RemoteRewardModel,
     RewardModel,
     batches,
-    start_reward_models,
 )
 from turnwise.rollouts.rewards import RewardManager
+from turnwise.run.display import SILENT
+from turnwise.run.runtime import start_reward_models
 from turnwise.trajectory import Outcome, Trajectory
 
 HERE = "tests.rollouts.test_rewards"
@@ -321,7 +322,7 @@ async def test_models_are_parts_and_a_dead_one_is_started_again_or_drops_the_tra
     other, _ = make_model(seed=2)
     parts = [{}, {"model": folder, "weight": 2.0}, {"model": other}]
     config = make_config(rollout={"rewards": parts})
-    models = await start_reward_models(config)
+    models = await start_reward_models(config, SILENT)
     rewards = RewardManager(config.rollout.rewards)
     rewards.models = models
     trajectories = [Trajectory("rows:1", index) for index in range(len(TEXTS))]
@@ -366,7 +367,7 @@ async def test_what_is_no_reward_model_is_refused(
     good, (folder, _) = make_model()[0], make_model(**options)
     config = make_config(rollout={"rewards": [{"model": good}, {"model": folder}]})
     with pytest.raises(InputError, match=message):
-        await start_reward_models(config)
+        await start_reward_models(config, SILENT)
 
 
 async def test_a_model_that_is_not_there_is_named(

@@ -16,7 +16,7 @@ from turnwise.config import Config, SamplingConfig, parse_config
 from turnwise.errors import InputError
 from turnwise.rollouts import Group, Problem, Runner
 from turnwise.training.algorithms import make_algorithm
-from turnwise.training.samples import gives_signal, make_samples
+from turnwise.training.samples import RewardRules, gives_signal, make_samples
 from turnwise.trajectory import Trajectory, audit
 
 
@@ -196,19 +196,19 @@ def test_a_player_is_compared_with_itself() -> None:
     """A game of zero sum: every mean is 0, and each side still learns."""
     config = config_of({"advantage": {"name": "dr_grpo"}})
     group = Group("rows:1", [game(0, 1.0, -1.0), game(1, 0.0, 0.0)])
-    assert gives_signal(group, config, make_algorithm(config.algorithm))
+    assert gives_signal(group, RewardRules.of(config), make_algorithm(config.algorithm))
     samples = make_samples([group], config, version=0).samples
     # White's branch, then black's, of each game.
     assert [sample.advantage for sample in samples] == [0.5, -0.5, -0.5, 0.5]
     equal = Group("rows:1", [game(0, 1.0, -1.0), game(1, 1.0, -1.0)])
-    assert not gives_signal(equal, config, make_algorithm(config.algorithm))
+    assert not gives_signal(equal, RewardRules.of(config), make_algorithm(config.algorithm))
 
 
 def test_dynamic_sampling_of_pairs_judges_the_rewards_that_make_pairs() -> None:
     """The players' rewards differ, those of the games do not: there is no best and no worst."""
     config = config_of({"loss": "dpo"})
     group = Group("rows:1", [game(0, 1.0, -1.0), game(1, 0.0, 0.0)])
-    assert not gives_signal(group, config, make_algorithm(config.algorithm))
+    assert not gives_signal(group, RewardRules.of(config), make_algorithm(config.algorithm))
     assert not make_samples([group], config, version=0).samples
 
 

@@ -16,9 +16,10 @@ from ray.cluster_utils import Cluster
 from ray.util.placement_group import placement_group_table
 
 from turnwise.config import parse_config
+from turnwise.config.gpus import gpu_share
 from turnwise.core.actor import create_placement_group
 from turnwise.observe.plan import actors
-from turnwise.serving.placement import WorkerStarter, gpu_share
+from turnwise.serving.placement import WorkerStarter
 
 
 async def place(tree: str) -> list[list[float]]:

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from turnwise.config import Config, parse_config
+from turnwise.config.gpus import gpu_share
 from turnwise.errors import InputError
-from turnwise.serving.placement import gpu_share
 
 
 def layout(workers: int, ranks: int, **sections: Any) -> Config:

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from tests.training.test_supervised import solutions
 from turnwise.config import Config
+from turnwise.config.supervised import supervised_config
 from turnwise.core.aio import run_in_thread
 from turnwise.errors import InputError, StepError, TrainerError
 from turnwise.observe.alarms import alarms_of_run
@@ -26,7 +27,6 @@ from turnwise.run.run_dir import RunDir, find_resume
 from turnwise.run.supervised import SupervisedLoop
 from turnwise.run.token_values import read_columns
 from turnwise.training.rank import TrainerRank
-from turnwise.training.supervised import supervised_config
 from turnwise.training.trainer_group import TrainerGroup
 from turnwise.trajectory import read_jsonl
 from turnwise.viewer.run_files import ViewedRun

@@ -5,7 +5,6 @@ from collections.abc import Callable
 import pytest
 
 from turnwise.config import Config
-from turnwise.serving.openai.address import api_key, with_api_key
 
 
 def test_servers_on_other_nodes_get_the_key_of_the_environment(
@@ -13,12 +12,12 @@ def test_servers_on_other_nodes_get_the_key_of_the_environment(
 ) -> None:
     config = make_config()
     monkeypatch.delenv("TURNWISE_API_KEY", raising=False)
-    assert with_api_key(config).serving.api_key is None
+    assert config.with_api_key().serving.api_key is None
     monkeypatch.setenv("TURNWISE_API_KEY", "")
-    assert with_api_key(config).serving.api_key is None
+    assert config.with_api_key().serving.api_key is None
     monkeypatch.setenv("TURNWISE_API_KEY", "a-long-key")
-    sent = with_api_key(config)
+    sent = config.with_api_key()
     monkeypatch.delenv("TURNWISE_API_KEY")
-    assert api_key(sent.serving) == "a-long-key"
-    assert api_key(config.serving) is None
-    assert api_key(with_api_key(make_config(serving={"api_key": "another"})).serving) == "another"
+    assert sent.serving.key == "a-long-key"
+    assert config.serving.key is None
+    assert make_config(serving={"api_key": "another"}).with_api_key().serving.key == "another"

@@ -82,7 +82,7 @@ async def test_a_request_that_cannot_be_sent_fails_alone(
             return_exceptions=True,
         )
     assert isinstance(outcomes[1], EngineError)
-    assert "worker-0 cannot be asked: TypeError" in str(outcomes[1])
+    assert "the request cannot be sent to worker-0: TypeError" in str(outcomes[1])
     assert [done.token_ids for done in (outcomes[0], outcomes[2])] == [[1], [1]]  # type: ignore[union-attr]
     worker.fail("the test is over")
 

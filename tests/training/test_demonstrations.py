@@ -256,12 +256,12 @@ def test_rows_that_teach_to_think_nothing_are_warned_of_once(
 ) -> None:
     for name, warns in (("qwen3", 1), ("glm4moe", 1), ("qwen3_6", 1), ("qwen2_5", 0)):
         warned: list[str] = []
-        reader = RowReader(make_config(), published(name), warned.append)
+        reader = RowReader(make_config().model.max_length, published(name), warned.append)
         for number in (1, 2):
             reader.read(Problem(f"rows:{number}", {"messages": PLAIN}))
         assert len(warned) == warns, name
         assert all(text.startswith("rows:1 has an answer without reasoning") for text in warned)
-        thinking = RowReader(make_config(), published(name), warned.append)
+        thinking = RowReader(make_config().model.max_length, published(name), warned.append)
         row = {"messages": [ASKED, said("<think>\nI add.\n</think>\n\nIt is 4.")]}
         thinking.read(Problem("rows:1", row))
         assert len(warned) == warns, name

@@ -156,8 +156,8 @@ def test_every_layout_is_exact_with_images_at_the_start(rank: TrainerRank) -> No
     assert rank.layouts.patches > 0
     assert rank.layouts.allowed == layouts
     for layout in layouts:
-        own = config.changed({"training": {"packing": layout}})
-        found, said, why = check_run(rank._models, own)
+        own = config.training.changed({"packing": layout})
+        found, said, why = check_run(rank._models, config.model, own, config.engine)
         assert (found.allowed, found.patches, why) == ((layout,), rank.layouts.patches, "")
         assert said == f"micro-batches are {layout}"
 

@@ -13,10 +13,9 @@ from turnwise.run.checks import check_group_size
 from turnwise.training.algorithms import Advantage, make_algorithm
 from turnwise.training.batching import make_micro_batch, plan_micro_batches
 from turnwise.training.samples import (
+    RewardRules,
     gives_signal,
     make_samples,
-    oldest_version,
-    recent_versions,
 )
 from turnwise.trajectory import Trajectory
 
@@ -33,7 +32,7 @@ def config(max_length: int = 4096, **sections: Any) -> Config:
 
 
 def signal(group: Group, config: Config) -> bool:
-    return gives_signal(group, config, make_algorithm(config.algorithm))
+    return gives_signal(group, RewardRules.of(config), make_algorithm(config.algorithm))
 
 
 def trajectory(reward: float, versions: list[int], index: int = 0) -> Trajectory:
@@ -303,7 +302,7 @@ def test_tokens_older_than_the_bound_are_context_only() -> None:
 def test_the_bound_counts_steps_also_where_they_took_fewer_updates() -> None:
     """The step before took 4 updates, the last one 1: version 0 is two steps old, not one."""
     settings = config(training={"max_staleness": 1, "updates_per_step": 4})
-    versions = recent_versions(settings)
+    versions = settings.recent_versions()
     assert versions[0] == 0
     versions.append(4)
     assert versions[0] == 0
@@ -312,11 +311,11 @@ def test_the_bound_counts_steps_also_where_they_took_fewer_updates() -> None:
     mixed = group(0.0, 1.0, versions=[0, 0, 1, 3, 4, 5])
     made = make_samples([mixed], settings, 5, oldest=versions[0])
     assert (made.stale_tokens, made.report.tokens_trained) == (8, 4)
-    assert recent_versions(settings, 5, list(versions))[0] == 4
-    assert recent_versions(settings, 5)[0] == oldest_version(settings, 5) == 1
+    assert settings.recent_versions(5, list(versions))[0] == 4
+    assert settings.recent_versions(5)[0] == 1
     passes = config(training={"max_staleness": 1, "updates_per_step": 2, "epochs_per_step": 2})
-    assert oldest_version(passes, 5) == 1
-    synchronous = recent_versions(config())
+    assert passes.recent_versions(5)[0] == 1
+    synchronous = config().recent_versions()
     synchronous.append(3)
     assert synchronous[0] == 3
 

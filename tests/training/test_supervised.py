@@ -16,10 +16,11 @@ from examples.calculator.tool import TOOL_SCHEMA
 from tests.training.test_rank import train
 from turnwise.chat.template import load_template
 from turnwise.config import Config
+from turnwise.config.supervised import supervised_config
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollouts import Problem
 from turnwise.training.rank import TrainerRank
-from turnwise.training.supervised import RowReader, supervised_config, supervised_samples
+from turnwise.training.supervised import RowReader, supervised_samples
 from turnwise.trajectory import ChatTemplate, Outcome, Trajectory
 from turnwise.trajectory.training_trace import to_training_trace
 from turnwise.weights import shm
@@ -32,7 +33,10 @@ def config(make_config: Callable[..., Config]) -> Config:
 
 @pytest.fixture
 def reader(config: Config, tokenizer: Any) -> RowReader:
-    return RowReader(config, load_template(config.model, config.sampling, config.engine, tokenizer))
+    return RowReader(
+        config.model.max_length,
+        load_template(config.model, config.sampling, config.engine, tokenizer),
+    )
 
 
 def solutions(count: int) -> list[dict[str, Any]]:
@@ -139,13 +143,13 @@ def test_rows_that_cannot_be_exact_are_refused_with_a_reason(
     assert reason == "unknown_form"
     assert "this one has question, answer" in why
     short = supervised_config(make_config(model={"path": "m", "max_length": 8}))
-    assert refusal(RowReader(short, ChatTemplate(tokenizer)), row)[0] == "too_long"
+    assert refusal(RowReader(short.model.max_length, ChatTemplate(tokenizer)), row)[0] == "too_long"
 
 
 def test_a_conversation_needs_a_chat_template_and_stored_ids_none(
     config: Config, reader: RowReader, bare: Any
 ) -> None:
-    without = RowReader(config, ChatTemplate(bare))
+    without = RowReader(config.model.max_length, ChatTemplate(bare))
     (row,) = solutions(1)
     with pytest.raises(InputError, match="has no chat template"):
         read(without, row)

@@ -14,8 +14,9 @@ from tests.training.test_supervised import read, solutions
 from tests.trajectory.published import SOURCES
 from turnwise.chat.template import load_template
 from turnwise.config import Config
+from turnwise.config.supervised import supervised_config
 from turnwise.training.rank import TrainerRank
-from turnwise.training.supervised import RowReader, supervised_config, supervised_samples
+from turnwise.training.supervised import RowReader, supervised_samples
 
 pytestmark = pytest.mark.slow
 STEPS, RATE = 3, 1e-4
@@ -71,7 +72,8 @@ def test_losses_are_those_of_trls_trainer_on_the_same_rows(
     training = {"learning_rate": RATE, "threads": 1, "micro_batch_tokens": 1024}
     config = supervised_config(make_config(training=training))
     reader = RowReader(
-        config, load_template(config.model, config.sampling, config.engine, tokenizer)
+        config.model.max_length,
+        load_template(config.model, config.sampling, config.engine, tokenizer),
     )
     policy, ours = TrainerRank(config), []
     samples = supervised_samples([read(reader, row) for row in rows], 0).samples
@@ -105,7 +107,8 @@ def test_trls_own_template_also_trains_what_the_model_never_samples(
     model = {"path": str(build / "model"), "chat_template": SOURCES["qwen2_5"]}
     config = supervised_config(make_config(model=model))
     reader = RowReader(
-        config, load_template(config.model, config.sampling, config.engine, tokenizer)
+        config.model.max_length,
+        load_template(config.model, config.sampling, config.engine, tokenizer),
     )
     tokenizer.chat_template, own = SOURCES["qwen2_5_training"], tokenizer.chat_template
     try:

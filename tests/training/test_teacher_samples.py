@@ -7,13 +7,13 @@ import torch
 
 from tests.training.test_samples import config, group
 from turnwise.config import Config
+from turnwise.config.supervised import supervised_config
 from turnwise.errors import InputError
 from turnwise.rollouts import Group
 from turnwise.run.checks import check_group_size
 from turnwise.training.algorithms import make_algorithm
 from turnwise.training.batching import make_micro_batch
 from turnwise.training.samples import SampleBatch, make_samples
-from turnwise.training.supervised import supervised_config
 
 ALONE = {"advantage": "none", "teacher": {"model": "t"}}
 

@@ -15,6 +15,7 @@ from tests.weights.links import CPU, assert_same, some_tensors, state_dict_info
 from tests.weights.ranks import Ranks
 from tests.weights.trainer import OneRank
 from turnwise.config import parse_config
+from turnwise.config.schema import stream_mistake
 from turnwise.errors import InputError, WeightUpdateError
 from turnwise.serving.worker_handle import WorkerHandle
 from turnwise.training.trainer_group import TrainerGroup
@@ -134,11 +135,12 @@ def test_a_stream_of_the_users_own_is_refused_where_ranks_host_engines(
             "weights": {"transport": transport},
         }
     )
+    mistake = stream_mistake(config)
     if refused:
         with pytest.raises(InputError, match="IpcTransport sends while engines load"):
-            check_transport(config)
+            check_transport(transport, mistake)
     else:
-        check_transport(config)
+        check_transport(transport, mistake)
 
 
 async def test_a_wrong_name_in_a_configuration_is_an_error_before_ranks_start(

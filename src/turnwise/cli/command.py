@@ -31,7 +31,6 @@ from turnwise.core.interrupt import (
 )
 from turnwise.core.user_code import stuck_calls, unreturned_calls, use_daemon_threads
 from turnwise.errors import CompleteError, TurnwiseError, describe_error, visible
-from turnwise.run import commands
 
 _Debug = Annotated[bool, typer.Option("--debug", help="Print the traceback of an error.")]
 _EXIT_FAILED = 1
@@ -51,7 +50,7 @@ class Command:
 
     def of(self, config: Config) -> Config:
         """Remember a configuration's run folder, and return the configuration."""
-        self.folder = commands.run_folder(config)
+        self.folder = config.run_folder
         return config
 
     def fail(self, error: Exception) -> int:

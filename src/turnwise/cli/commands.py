@@ -164,7 +164,7 @@ async def pipeline(
     config = command.of(config)
     for note in notes:
         print_error(f"turnwise: {file}: {note}", style="yellow")
-    run = commands.run_folder(config)
+    run = config.run_folder
     saved = checkpoint.list_checkpoints(checkpoint.checkpoints_of(run))
     resume = run if read.resumes and saved else None
     await commands.train(config, Console(), resume, inputs)
@@ -201,7 +201,7 @@ async def evaluate(command: Command, file: FileOrModel, overrides: Overrides = N
         f"trajectories {evaluation.finished}  dropped {dict(evaluation.dropped)}  "
         f"{evaluation.tokens_per_s:,.0f} tok/s"
     )
-    print_text("\n".join([*lines, str(commands.run_folder(config) / "eval.jsonl")]))
+    print_text("\n".join([*lines, str(config.run_folder / "eval.jsonl")]))
 
 
 def _at_k(summary: Mapping[str, float]) -> str:
@@ -223,7 +223,7 @@ async def rollout(
     from turnwise.observe.conversations import Overview, show
 
     config = command.of(load_config(file, overrides or ()))
-    path = output or commands.run_folder(config) / "rollouts.jsonl"
+    path = output or config.run_folder / "rollouts.jsonl"
     console, overview = Console(), Overview()
     trajectories, dropped = await commands.rollout(config, console, path, on_group=overview.add)
     show(console, overview)

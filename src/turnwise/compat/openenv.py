@@ -123,7 +123,8 @@ class OpenEnv(Environment):
         elif observation:
             messages.append({"role": "user", "content": observation})
         if not messages:
-            raise InputError("the row has no prompt, and the environment's reset says nothing")
+            why = "the row has no prompt, and the environment's reset returned no observation"
+            raise InputError(why)
         return messages
 
     def describe(self, observation: JsonObject) -> Shown:

@@ -1,7 +1,9 @@
 """The whole configuration: all sections, and the checks that involve several of them."""
 
 import re
-from collections.abc import Collection, Iterator
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import model_validator
@@ -211,6 +213,15 @@ class Config(Section):
         return {key: path for key, path in models.items() if path is not None}
 
     @property
+    def run_folder(self) -> Path:
+        """Folder of the run."""
+        return Path(self.output_dir, self.name)
+
+    def with_api_key(self) -> "Config":
+        """Return the configuration for servers on any node, where the environment is not known."""
+        return self.changed({"serving": {"api_key": self.serving.key}})
+
+    @property
     def policies(self) -> list[str]:
         """Names of the policies that are trained."""
         return self.rollout.policies or ["policy"]
@@ -225,10 +236,29 @@ class Config(Section):
         """Optimizer steps, hence weight versions, per training step."""
         return self.training.optimizer_steps * len(self.policies)
 
+    def recent_versions(self, version: int = 0, known: Iterable[int] | None = None) -> deque[int]:
+        """Return the weight versions at the ends of the last steps, the oldest first: as many as
+        `training.max_staleness`, which counts steps, needs. Each step adds its own.
+
+        A checkpoint of `version` has the versions `known`; an old checkpoint has None, and every
+        step is assumed to have made all its updates.
+        """
+        steps = self.training.steps_of_group
+        if known is None:
+            oldest = version - (steps - 1) * self.versions_per_step
+            known = [oldest, version] if version else [0]
+        return deque(known, maxlen=steps)
+
     @property
     def learning_rate(self) -> float:
         """`training.learning_rate`, or what null stands for in reinforcement learning."""
         return self.training.learning_rate or (1e-5 if self.model.lora.rank else 1e-6)
+
+    @property
+    def max_response_tokens(self) -> int:
+        """Maximum number of tokens in a trajectory's response."""
+        turns = 1 if self.loops == {"single_turn"} else self.rollout.max_turns
+        return self.rollout.max_response_tokens or self.sampling.max_tokens * turns
 
     @property
     def loops(self) -> set[str]:

@@ -1,5 +1,6 @@
 """The sections `engine`, `serving` and `weights`."""
 
+import os
 import re
 from typing import Annotated, Literal
 
@@ -179,6 +180,11 @@ class ServingConfig(Section):
     """Memory of all clients' sessions in MB; beyond it, the session idle the longest is deleted."""
     reasoning_parser: str | None = None
     """Reasoning format of the model: the name of a vLLM reasoning parser; null for no reasoning."""
+
+    @property
+    def key(self) -> str | None:
+        """Key that clients must send: `api_key`, or else TURNWISE_API_KEY; None without any."""
+        return self.api_key or os.environ.get("TURNWISE_API_KEY") or None  # it may be empty
 
     @property
     def fewest_workers(self) -> int:

@@ -76,7 +76,7 @@ class ActorHandle:
         """
         variables = {
             **actor_variables(),
-            **logs.environment(config, log),
+            **logs.environment(config.run_folder, config.log_level, log),
             "OMP_NUM_THREADS": str(threads),
             "TOKENIZERS_PARALLELISM": "false",
             **(environment or {}),

@@ -46,9 +46,14 @@ class Limits:
     background: int | None = None
     """Trajectories with work for engines below which an evaluation begins; None takes `working`."""
 
+    @property
+    def at_once(self) -> int:
+        """Trajectories that play at once where no tool keeps them waiting."""
+        return self.working if self.playing is None else min(self.working, self.playing)
+
     def room(self, use: "Use", priority: Priority) -> bool:
         """Return whether one more may begin."""
-        least = self.working if self.playing is None else min(self.working, self.playing)
+        least = self.at_once
         most = self.working
         if priority == Priority.EVALUATION and self.background is not None:
             most = min(most, self.background)

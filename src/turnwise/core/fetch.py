@@ -41,7 +41,9 @@ def _fetched(url: str, most: int, seconds: float, opened: list[socket.socket]) -
         parts = urlsplit(url)
         host, secure = parts.hostname or "", parts.scheme == "https"
         if not host or parts.scheme not in ("http", "https"):
-            raise InputError(f"{url[:200]} is no URL that is fetched: it may be http or https")
+            raise InputError(
+                f"{url[:200]} cannot be fetched: its URL must begin with http:// or https://"
+            )
         port = parts.port or (443 if secure else 80)
         talk = socket.create_connection((_address(host, port), port), seconds)
         connection = (HTTPSConnection if secure else HTTPConnection)(host, port)
@@ -71,7 +73,7 @@ def _address(host: str, port: int) -> str:
     for address in found:
         if not _is_public(address):
             why = f"its address {address} is not public"
-            raise InputError(f"{host} may not be asked for an image: {why}")
+            raise InputError(f"no image may be fetched from {host}: {why}")
     return found[0]
 
 

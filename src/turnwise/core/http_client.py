@@ -121,7 +121,8 @@ class HttpClient:
         except (aiohttp.ClientError, OSError) as error:
             raise _failure(error) from error
         except ValueError as error:  # a line break in a header
-            raise InputError(f"{url[:200]} cannot be asked: {first_line(error)}") from error
+            why = first_line(error)
+            raise InputError(f"no request can be sent to {url[:200]}: {why}") from error
 
     async def web_socket(self, url: str) -> "WebSocket":
         """Open a WebSocket, whose messages have at most `MAX_BYTES`; raises as `request` does."""
@@ -173,7 +174,7 @@ def _check(url: str) -> None:
     except ValueError:  # brackets that are no address
         known = False
     if not known:
-        raise InputError(f"{url[:200]} is no address of http or https")
+        raise InputError(f"{url[:200]} is not an http, https, ws or wss URL")
 
 
 def _failure(error: aiohttp.ClientError | OSError) -> HttpError:

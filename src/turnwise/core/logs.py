@@ -19,7 +19,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from turnwise.config import Config
 from turnwise.errors import visible
 
 _LEVEL, _FILE = "TURNWISE_LOG_LEVEL", "TURNWISE_LOG_FILE"
@@ -68,13 +67,13 @@ def _terminal(level: str, others: bool = False) -> logging.Handler:
 
 
 @contextmanager
-def open_logs(config: Config) -> Iterator[None]:
-    """Write all lines of this process to the run folder too, and set our level, in a `with` block
+def open_logs(folder: Path, level: str) -> Iterator[None]:
+    """Write all lines of this process to a run's folder too, and set our level, in a `with` block
     around the import of vLLM; a program's own logging is afterwards as it was before."""
     if _on_terminal:
-        to_terminal(config.log_level)
+        to_terminal(level)
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
-    path = Path(config.output_dir, config.name, "logs", "turnwise.log")
+    path = folder / "logs" / "turnwise.log"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handler = logging.FileHandler(path)
@@ -84,7 +83,7 @@ def open_logs(config: Config) -> Iterator[None]:
         return
     register_stacks(str(path))
     handler.setFormatter(VisibleFormatter(FILE_FORMAT))
-    handler.setLevel(_file_level(config.log_level))
+    handler.setLevel(_file_level(level))
     root, others = logging.getLogger(), [logging.getLogger(name) for name in _CHATTER]
     with _changing:
         if not _files:  # this is the first run
@@ -93,16 +92,16 @@ def open_logs(config: Config) -> Iterator[None]:
             for logger in others:
                 logger.handlers = []
             if not _on_terminal:
-                _to_program.append((_OURS, _ToProgram(config.log_level.upper())))
+                _to_program.append((_OURS, _ToProgram(level.upper())))
                 if not root.handlers:  # without any, Python prints warnings; ours would stop that
-                    _to_program.append((root, _terminal(config.log_level, others=True)))
+                    _to_program.append((root, _terminal(level, others=True)))
                 for logger, printer in _to_program:
                     logger.addHandler(printer)
                 _OURS.propagate = False
         _files.append(handler)
         for logger in (_OURS, root, *others):
             logger.addHandler(handler)
-        _OURS.setLevel(min(logging.getLevelName(config.log_level.upper()), handler.level))
+        _OURS.setLevel(min(logging.getLevelName(level.upper()), handler.level))
         for name in _CHATTER:
             quiet(name)
     try:
@@ -162,14 +161,15 @@ def link_ray(session: str) -> None:
                 link.symlink_to(Path(session) / "logs")
 
 
-def environment(config: Config, name: str) -> dict[str, str]:
-    """Return the environment variables of an actor that writes to `name`.log; see `follow`."""
-    level = logging.getLevelName(_file_level(config.log_level))
+def environment(folder: Path, level: str, name: str) -> dict[str, str]:
+    """Return the environment variables of an actor that writes to `name`.log in a run's folder;
+    see `follow`."""
+    of_vllm = logging.getLevelName(_file_level(level))
     return {
-        _LEVEL: config.log_level,
-        _FILE: str(Path(config.output_dir, config.name, "logs", f"{name}.log").absolute()),
+        _LEVEL: level,
+        _FILE: str((folder / "logs" / f"{name}.log").absolute()),
         "VLLM_CONFIGURE_LOGGING": "1",
-        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", level),
+        "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", of_vllm),
     }
 
 

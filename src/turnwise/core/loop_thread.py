@@ -147,7 +147,8 @@ class EventLoopThread(Generic[_Opened]):
         if not self._ended.done():
             raise deadline_error(seconds, f"{self._name} did not end")
         if self._thread.is_alive():
-            logger.warning("%s has ended, but %s", self._name, unreturned_calls() or "not its loop")
+            why = unreturned_calls() or "its event loop still runs"
+            logger.warning("%s has ended, but %s", self._name, why)
         self._ended.result()
 
     def leave(self, seconds: float, error: BaseException | None) -> None:

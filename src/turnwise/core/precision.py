@@ -1,20 +1,8 @@
 """The precision of the model where `model.dtype` leaves it open: its only owner."""
 
-from turnwise.config import Config, ModelConfig
+from turnwise.config import ModelConfig
 from turnwise.core.gguf import resolve_model
 from turnwise.errors import InputError, first_line
-
-
-def with_precision(config: Config, on_gpu: bool) -> Config:
-    """Return a configuration whose `model.dtype` is set, for all processes of a run.
-
-    Example:
-        >>> from turnwise.config import parse_config
-        >>> config = parse_config({"model": {"path": "gpt2"}}, ["environment", "data.path"])
-        >>> config.model.dtype, with_precision(config, on_gpu=False).model.dtype
-        (None, 'float32')
-    """
-    return config.changed({"model": {"dtype": precision(config.model, on_gpu)}})
 
 
 def precision(model: ModelConfig, on_gpu: bool) -> str:

@@ -62,7 +62,7 @@ def read_answer(body: bytes, kind: TypeAdapter[_T], max_values: int = MAX_VALUES
     except ValueError as error:
         begin = body[:_SHOWN].decode(errors="replace")
         why = str(error)[:_SHOWN]
-        raise AnswerError(f"sent {begin!r}, which is no JSON that can be read ({why})") from None
+        raise AnswerError(f"sent {begin!r}, which is not readable JSON ({why})") from None
     return checked(value, kind)
 
 

@@ -57,7 +57,7 @@ def alarm_finder(config: Config, run: Path | None = None) -> Callable[[JsonObjec
     Args:
         run: Folder of the run, for the commands in sentences; None is the configuration's.
     """
-    folder = shlex.quote(str(run or Path(config.output_dir, config.name)))
+    folder = shlex.quote(str(run or config.run_folder))
     rows, raised, steps = list[JsonObject](), set[str](), config.alarms.steps
 
     def messages() -> Iterator[tuple[str, str]]:

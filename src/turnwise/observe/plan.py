@@ -17,14 +17,14 @@ from transformers import AutoConfig, PretrainedConfig
 
 from turnwise.config import Config, apply_override, parse_config
 from turnwise.config.base import NEEDED_KEYS
+from turnwise.config.gpus import gpu_share
 from turnwise.config.serving import CPU_KV_CACHE_GIB
 from turnwise.core.actor import CPU_SHARE
 from turnwise.core.gguf import resolve_model
-from turnwise.core.precision import precision, with_precision
+from turnwise.core.precision import precision
 from turnwise.core.sources import check_model
 from turnwise.errors import InputError
 from turnwise.serving.engine_host import GPU_MEMORY
-from turnwise.serving.placement import gpu_share
 from turnwise.training.batching import micro_batch_tokens
 from turnwise.training.loading import dtype_of, learning_dtype, models_beside, shared_roles
 from turnwise.training.memory import GIB, activation_bytes, held_bytes, model_size
@@ -121,7 +121,7 @@ def expected_length(config: Config, prompt_tokens: int | None = None) -> int:
 
 
 def make_plan(config: Config, machine: Machine, prompt_tokens: int | None = None) -> Plan:
-    config = with_precision(config, machine.gpus > 0)
+    config = config.changed({"model": {"dtype": precision(config.model, machine.gpus > 0)}})
     share = gpu_share(config, machine.gpus, training=True)
     engine, token_bytes = _engine(config, machine, share)
     rank = _rank(config, machine.gpus > 0, expected_length(config, prompt_tokens))
@@ -201,7 +201,7 @@ def changes_that_fit(config: Config, machine: Machine) -> list[str] | None:
 def _rank(config: Config, on_gpu: bool, length: int) -> Holding:
     training, model = config.training, config.model
     ranks, width = training.ranks, dtype_of(config.model).itemsize
-    beside = models_beside(config)
+    beside = models_beside(config.algorithm, config.teachers())
     roles = shared_roles(config.model, config.policies, beside)
     size = model_size(config.model, roles=roles)
     kept = learning_dtype(config.model, config.training).itemsize

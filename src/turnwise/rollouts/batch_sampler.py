@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from turnwise.config import Config
+from turnwise.config import RolloutConfig
 from turnwise.core.aio import run_in_thread, set_within
 from turnwise.core.optional import Foreign, load_object
 from turnwise.core.user_code import call_user_code, user_errors
@@ -152,9 +152,9 @@ class SamplerLoop:
         self._batch: OneCall[RolloutContext, _Answer] | None = None
         self._samplers: dict[str, Callable[..., Foreign]] = {}
 
-    def load(self, config: Config) -> None:
+    def load(self, rollout: RolloutConfig) -> None:
         """Import the user's sampler."""
-        load_object(config.rollout.sampler or "", "rollout.sampler")
+        load_object(rollout.sampler or "", "rollout.sampler")
 
     async def run(self, environment: Environment, context: RolloutContext) -> None:
         def kind(one: RolloutContext) -> Sequence[object]:
@@ -171,8 +171,8 @@ class SamplerLoop:
         if not answer.calls:
             raise TrajectoryError(
                 "sampler_silent",
-                f"the sampler {context.rollout.sampler} returned ids for {trajectory.problem_id} "
-                "of which no call of llm sampled any after the ids before it",
+                f"the sampler {context.rollout.sampler} returned ids for {trajectory.problem_id}, "
+                "and no call of llm sampled any of them after exactly the ids before it",
             )
         wanted = [True] * (len(answer.ids) - len(wanted)) + wanted
         for call, kept in answer.calls:
@@ -236,8 +236,8 @@ def load_sampler(path: str) -> Foreign:
     sampler: Foreign = getattr(found, "generate", found)
     if not callable(sampler):
         raise InputError(
-            f"{KEY}: {path} must be a function (llm, prompts, sampling_params), or an object with "
-            "a method generate of these"
+            f"{KEY}: {path} must be a function (llm, prompts, sampling_params), or an object "
+            "whose method generate takes these"
         )
     names = ("llm", "prompts", "sampling_params")
     if {*names} <= inspect.signature(sampler).parameters.keys():  # in whatever order

@@ -21,7 +21,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TextIO, cast
 
-from turnwise.config import Config
+from turnwise.config import Config, RolloutConfig
+from turnwise.config.data import DataConfig
 from turnwise.core.files import numbered
 from turnwise.core.optional import Foreign, optional
 from turnwise.core.sources import (
@@ -139,8 +140,13 @@ def load_training(
         sets = part.data.eval_sets if split == "eval" else {}
         for of, path in sets.items() or [("", part.data.eval_path)]:
             one = part.changed({"data": {"eval_path": path, "eval_sets": {}}})
+
+            def configured(part: Config = part) -> EnvironmentType:
+                return with_arguments(load_environment(part.environment), part.environment_args)
+
+            make = configured if environment is None else lambda: environment
             try:
-                path, rows, change = _rows_of(one, environment, split)
+                path, rows, change = _rows_of(one.data, one.rollout, make, split)
             except InputError as error:
                 if not name:
                     raise
@@ -156,11 +162,10 @@ neither is set."""
 
 
 def _rows_of(
-    config: Config, environment: EnvironmentType | None, split: str
+    data: DataConfig, rollout: RolloutConfig, make: Callable[[], EnvironmentType], split: str
 ) -> tuple[str, Sequence[Row], Callable[[Row], Row] | None]:
-    """Return the path and rows of one environment, and what is done to a row when it is asked for;
-    rows that it makes are named by the split."""
-    data = config.data
+    """Return the path and rows of one environment, which `make` returns, and what is done to a row
+    when it is asked for; rows that the environment makes are named by the split."""
     if split == "eval" and data.eval_path is not None:
         path, part, limit = data.eval_path, data.eval_split, data.eval_limit
     elif data.path is not None:
@@ -169,9 +174,7 @@ def _rows_of(
         raise InputError("data.path must be set: there are no rows")
     condition = data.filter if split == "train" else None
     if path == ENVIRONMENT:
-        environment = environment or with_arguments(
-            load_environment(config.environment), config.environment_args
-        )
+        environment = make()
         name = f"{name_of(environment)}.rows({split!r})"
         return split, checked_rows(make_rows(environment, split), name, limit, condition), None
     rows = load_rows(
@@ -180,12 +183,12 @@ def _rows_of(
         subset=data.subset,
         limit=limit,
         condition=condition,
-        agent_env=config.rollout.agent_env,
+        agent_env=rollout.agent_env,
     )
     if not data.allow_urls:
         return path, rows, None
     # Fetched whenever a row is asked for, in half of the time to read a row.
-    return path, rows, partial(with_urls, seconds=config.rollout.environment_timeout / 2)
+    return path, rows, partial(with_urls, seconds=rollout.environment_timeout / 2)
 
 
 def checked_rows(
@@ -302,7 +305,7 @@ def _read_csv(path: Path, limit: int | None, own: Path) -> Sequence[Row]:
             try:
                 names.extend(next(lines, []))
                 if len(set(names)) < len(names) or not all(name.strip() for name in names):
-                    what = "the first line names the fields, each differently"
+                    what = "the first line must name the fields, and no two alike"
                     raise InputError(f"{path}, line 1: {what}")
                 start = end
                 for values in lines:

@@ -19,14 +19,15 @@ from pathlib import Path
 
 import numpy as np
 
-from turnwise.config import Config
+from turnwise.config import Config, RolloutConfig
+from turnwise.config.rollout import EvalConfig
 from turnwise.core.admission import OPEN
 from turnwise.core.aio import for_each, run_in_thread
 from turnwise.errors import InputError, translate_unwritable
 from turnwise.rollouts.group import NO_REWARD, Group, Outcomes, is_right, turn_times, write_times
 from turnwise.rollouts.problems import JoinedProblems, Lazy, Problem, problem_at
 from turnwise.rollouts.producer import RunGroup
-from turnwise.serving.seats import trajectories_at_once
+from turnwise.serving.seats import limits_of
 from turnwise.trajectory import Trajectory
 from turnwise.trajectory.images import FOLDER, save_images
 
@@ -234,24 +235,26 @@ async def run_groups(
 def groups_at_once(config: Config, n: int) -> int:
     """Return how many groups of `n` keep the engines of a run busy, also while a row is read or a
     group is written: those of as many trajectories as may be open."""
-    return max(2, math.ceil(OPEN * trajectories_at_once(config) / n))
+    limits = limits_of(config, config.serving.most_workers)
+    return max(2, math.ceil(OPEN * limits.at_once / n))
 
 
 async def evaluate(
     run_group: RunGroup,
     problems: Sequence[Problem],
-    config: Config,
+    held_out: EvalConfig,
+    rollout: RolloutConfig,
+    at_once: int,
     tag: str = "eval",
     on_group: Callable[[Group], None] = lambda _: None,
     kept: GroupLog | None = None,
 ) -> Evaluation:
-    """Evaluate the model on problems; `run_group` runs a group with `eval.sampling`. StepError when
-    more than `rollout.max_failed_fraction` of the trajectories fail."""
-    n, kept = config.eval.sampling.n, kept or GroupLog()
-    scores, tokens, started = Scores(n, config.eval.success_reward), 0, time.perf_counter()
-    of_each, of_sets = (
-        defaultdict[str, Scores](lambda: Scores(n, config.eval.success_reward)) for _ in range(2)
-    )
+    """Evaluate the model on problems, with the groups of `at_once` problems in progress;
+    `run_group` runs a group with `eval.sampling`. StepError when more than
+    `rollout.max_failed_fraction` of the trajectories fail."""
+    n, right, kept = held_out.sampling.n, held_out.success_reward, kept or GroupLog()
+    scores, tokens, started = Scores(n, right), 0, time.perf_counter()
+    of_each, of_sets = (defaultdict[str, Scores](lambda: Scores(n, right)) for _ in range(2))
     sums, counts = defaultdict[str, float](float), Counter[str]()
 
     async def keep(place: int, group: Group) -> None:
@@ -269,12 +272,12 @@ async def evaluate(
                 counts[name] += 1
         await kept.keep(place, group)
 
-    at_once, row_seconds = groups_at_once(config, n), config.rollout.environment_timeout
+    row_seconds = rollout.environment_timeout
     outcomes = await run_groups(
         run_group, problems, tag, keep, on_group, at_once=at_once, row_seconds=row_seconds
     )
     seconds = time.perf_counter() - started
-    dropped = outcomes.check(config.rollout.max_failed_fraction, "evaluation")
+    dropped = outcomes.check(rollout.max_failed_fraction, "evaluation")
     return Evaluation(
         kept.trajectories,
         outcomes.finished,

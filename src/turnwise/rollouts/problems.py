@@ -319,7 +319,7 @@ class ProblemStream:
             moved = sorted(before.values()) == sorted(self._marks.values())
             how = "are in another order" if moved else "are others now"
             raise InputError(
-                f"the data are not those with which the run stopped, though as many: {what} {how}; "
+                f"the run stopped with other data, of as many rows: {what} {how}; "
                 "give it the same data to resume, or train a new run from its checkpoint"
             )
         logger.warning("%s were edited since the run stopped", what)

@@ -9,7 +9,6 @@ import logging
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
-from pathlib import Path
 
 import cloudpickle  # type: ignore[import-untyped]
 import ray
@@ -30,7 +29,7 @@ from turnwise.rollouts.runner import Runner, reward_functions_of
 from turnwise.serving.front_process import FrontProcess, GroupRunner, Report
 from turnwise.serving.front_processes import FrontProcesses, Process
 from turnwise.serving.scheduler import Scheduler
-from turnwise.serving.seats import engine_admission
+from turnwise.serving.seats import engine_admission, limits_of
 
 logger = logging.getLogger(__name__)
 
@@ -70,9 +69,9 @@ class RolloutProcesses(FrontProcesses):
             names=[f"rollout-{index}" for index in range(config.rollout.processes)],
             open_runner=partial(open_runner, environment),
         )
-        self._admissions = admissions or {"engines": engine_admission(config, scheduler)}
+        self._admissions = admissions or {"engines": engine_admission(limits_of(config), scheduler)}
         self._shared: list[Limits] = []  # limits that were divided last
-        self._files = RunFiles(Path(config.output_dir, config.name))
+        self._files = RunFiles(config.run_folder)
 
     async def _start(self, process: Process) -> None:
         process.uses, process.limits = {}, {}

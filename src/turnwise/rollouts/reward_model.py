@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from turnwise.config import NO_DEADLINE, Config, RewardConfig
 from turnwise.core import logs
 from turnwise.core.actor import ActorHandle, is_death, killed_on_failure
-from turnwise.core.aio import run_in_thread, together
+from turnwise.core.aio import run_in_thread
 from turnwise.core.deadlines import StallClock
 from turnwise.errors import InputError, TurnwiseError, first_line
 from turnwise.trajectory import Message
@@ -216,24 +216,6 @@ class RemoteRewardModel:
 
     def kill(self) -> None:
         self._actor.kill()
-
-
-async def start_reward_models(config: Config) -> dict[str, RemoteRewardModel]:
-    """Start the models of `rollout.rewards` concurrently, by their paths; if one fails, end all."""
-    started: dict[str, RemoteRewardModel] = {}
-
-    async def start(path: str, gpus: float) -> None:
-        model = RemoteRewardModel(path, config, gpus)
-        await model.start()
-        started[path] = model
-
-    try:
-        await together(start(p.model, p.gpus) for p in config.rollout.rewards if p.model)
-    except BaseException:
-        for model in started.values():
-            model.kill()
-        raise
-    return started
 
 
 def batches(sequences: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:

@@ -182,7 +182,7 @@ class RewardManager:
         for part, rewards in zip(self._single, values, strict=True):
             parts[part.name] = rewards.total
             if taken := parts.keys() & rewards.parts.keys():
-                message = f"{part} gave a part named {min(taken)}, which another reward is named"
+                message = f"{part} gave a part named {min(taken)}, the name of another reward"
                 raise TrajectoryError("reward_error", message)
             parts.update(rewards.parts)
             total += part.weight * rewards.total
@@ -283,8 +283,8 @@ class RewardManager:
             return trajectory.reward_parts[part.name]
         if not part.model:
             raise InputError(
-                f"{part} scores a trajectory together with its row, when it is made; a reward "
-                "model can score any"
+                f"{part} needs a trajectory's row, and so scores it only when it is made; a reward "
+                "model can score any trajectory"
             )
         async with part.judging(trajectory.problem_id):
             return read_reward(await self.models[part.model].score(trajectory.messages), str(part))

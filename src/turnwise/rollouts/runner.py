@@ -17,7 +17,6 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 
 from turnwise.chat.messages import in_thread_if_long
 from turnwise.chat.template import load_template, missing_stop
@@ -313,7 +312,7 @@ class Runner:
                     raise
                 raise InputError(f"environments.{name}: {error}") from error
         self.tokenizer = tokenizer
-        self.files = files or RunFiles(Path(config.output_dir, config.name))
+        self.files = files or RunFiles(config.run_folder)
         max_steps = config.training.steps * config.training.optimizer_steps
         self.rewards = RewardManager(
             config.rollout.rewards,
@@ -342,8 +341,8 @@ class Runner:
         stage = self._stages.get(problem.environment)
         if stage is None:  # as problems of programs have none in a run with several environments
             raise InputError(
-                f"{problem.id} has no environment: environments has {', '.join(self._stages)}, and "
-                "only train, eval and rollout choose among several; set environment for one"
+                f"{problem.id} names none of the environments ({', '.join(self._stages)}), and only "
+                "train, eval and rollout choose among several: set environment for a single one"
             )
         return stage
 
@@ -356,7 +355,7 @@ class Runner:
         """Load what the loops need from the user, in a thread; see `AgentLoop`."""
         for loop in self.loops.values():
             if (load := getattr(loop, "load", None)) is not None:
-                load(self._config)
+                load(self._config.rollout)
 
     @property
     def fronts(self) -> list[str]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from turnwise.chat.tool_parser import check_parser_name
 from turnwise.config import Config
+from turnwise.config.schema import stream_mistake
 from turnwise.errors import InputError
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ def check_trainable(config: Config) -> None:
     if ":" in config.weights.transport:
         from turnwise.weights.sync import check_transport  # not on every system
 
-        check_transport(config)
+        check_transport(config.weights.transport, stream_mistake(config))
     if config.training.attention != "auto":
         from turnwise.training.attention import check_attention_name
 

@@ -16,6 +16,7 @@ from turnwise.config import Config, load_config
 from turnwise.config.base import NEEDED_KEYS
 from turnwise.config.data import ADAPTER_CONFIG
 from turnwise.config.resume import check_unchanged
+from turnwise.config.supervised import supervised_config
 from turnwise.core import logs
 from turnwise.core.aio import run_in_thread
 from turnwise.core.json_types import JsonObject
@@ -77,10 +78,6 @@ class TrainingResult:
     def picture(self) -> Path:
         """Path of the plot of reward and held-out accuracy."""
         return self.folder / "reward.png"
-
-
-def run_folder(config: Config) -> Path:
-    return Path(config.output_dir, config.name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,8 +168,6 @@ async def train(
     """Train to the last step, from the newest complete checkpoint of `run` on, if it is given; if
     `supervised`, on the rows themselves, without engines."""
     if supervised:
-        from turnwise.training.supervised import supervised_config
-
         config = supervised_config(config)
     check_sampled(config)  # the others import more
     resume = None if run is None else await _resumable(run, config, supervised)
@@ -190,7 +185,7 @@ async def train(
         for attempt in itertools.count():
             folder = await run_in_thread(RunDir, config, resume)
             if not attempt:
-                stack.enter_context(logs.open_logs(config))
+                stack.enter_context(logs.open_logs(config.run_folder, config.log_level))
             for flaw in [] if resume is None else resume.flaws:
                 display.warn(f"a newer checkpoint is incomplete ({flaw}) and is skipped")
             if resume is not None:
@@ -202,7 +197,7 @@ async def train(
                 if attempt >= config.training.restarts:
                     raise
                 try:
-                    resume = await run_in_thread(lambda: find_resume(run_folder(config)))
+                    resume = await run_in_thread(lambda: find_resume(config.run_folder))
                 except InputError as nothing:
                     raise TrainerError(f"{error}; {nothing}") from error
                 display.warn(f"{error}; restart {attempt + 1} of {config.training.restarts}")
@@ -310,14 +305,16 @@ async def evaluate(
     playing = _playing(config, console, inputs, paths, "evaluate", on_group)
     async with playing as (run_group, problems, advance):
         from turnwise.observe.timeline import TIMELINE
-        from turnwise.rollouts.evaluation import GroupLog
+        from turnwise.rollouts.evaluation import GroupLog, groups_at_once
         from turnwise.rollouts.evaluation import evaluate as evaluate_problems
 
-        folder, name = run_folder(config), "eval.jsonl"
+        folder, name = config.run_folder, "eval.jsonl"
         return await evaluate_problems(
             run_group,
             problems,
-            config,
+            config.eval,
+            config.rollout,
+            groups_at_once(config, config.eval.sampling.n),
             on_group=advance,
             kept=GroupLog(folder / name, folder / TIMELINE / name),
         )
@@ -362,7 +359,7 @@ async def _playing(
     """Read the rows, start the engines; yield what runs a group, the problems, a callback."""
     check_sources(config, *paths)
     heldout = phase == "evaluate"
-    with logs.open_logs(config), _display(config, console) as display:
+    with logs.open_logs(config.run_folder, config.log_level), _display(config, console) as display:
         with display.part(_LOADING):
             load = partial(load_problems, config, inputs, heldout=heldout)
             problems = await call_user_code(load, name="the data", seconds=_LOAD_SECONDS)
@@ -418,7 +415,7 @@ async def serving(
     listen(config.serving.host, config.serving.port).close()  # before anything slow
     check_sources(config)
     async with AsyncExitStack() as stack:
-        stack.enter_context(logs.open_logs(config))
+        stack.enter_context(logs.open_logs(config.run_folder, config.log_level))
         with _display(config, console) as display:
             server = await stack.enter_async_context(opened(config, display))
         yield server

@@ -27,7 +27,7 @@ from turnwise.config.data import TEMPLATE_NAMES
 from turnwise.core.aio import call_within
 from turnwise.core.gguf import resolve_model, resolve_tokenizer
 from turnwise.core.optional import check_vllm
-from turnwise.core.precision import with_precision
+from turnwise.core.precision import precision
 from turnwise.core.sources import check_data, check_model, check_tokenizer
 from turnwise.errors import InputError, TurnwiseError, describe_error, visible
 from turnwise.observe.conversations import Overview
@@ -385,12 +385,13 @@ class ConfigChecks:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         room = torch.cuda.mem_get_info()[0] if device.type == "cuda" else _LARGEST
         room = min(room, psutil.virtual_memory().available) // 2
-        config = with_precision(self.config, device.type == "cuda")
+        dtype = precision(self.config.model, device.type == "cuda")
+        config = self.config.changed({"model": {"dtype": dtype}})
         needed = model_size(config.model).parameters * dtype_of(config.model).itemsize
         if needed > room:
             said = f"not checked here: {size(needed)} of weights, and {size(room)} is the limit"
             return Finding("log-probs", "ok", f"{said}; each run checks them before it trains")
-        check = check_policy(config, device)
+        check = check_policy(config.model, config.training, config.sampling, device)
         possible = possible_layouts(config.training, replays_routing=config.engine.routing_replay)
         agreed, _ = agreed_layouts([check], config.training, possible)
         layouts: tuple[Layout, ...] = ("padded", "packed", "shared")

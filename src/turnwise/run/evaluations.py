@@ -16,7 +16,7 @@ from turnwise.core.aio import run_in_thread
 from turnwise.core.watchdog import waiting
 from turnwise.observe.metrics import StepMetrics
 from turnwise.rollouts import Group, Problem
-from turnwise.rollouts.evaluation import Evaluation, evaluate
+from turnwise.rollouts.evaluation import Evaluation, evaluate, groups_at_once
 from turnwise.rollouts.producer import RunGroup
 from turnwise.run.display import Display
 from turnwise.run.run_dir import RunDir
@@ -129,4 +129,7 @@ class Evaluations:
     ) -> Evaluation:
         kept = self._folder.group_log("eval", step)
         name = f"eval{step}"
-        return await evaluate(run_group, self._problems, self._config, name, on_group, kept)
+        config = self._config
+        at_once = groups_at_once(config, config.eval.sampling.n)
+        limits = config.eval, config.rollout, at_once
+        return await evaluate(run_group, self._problems, *limits, name, on_group, kept)

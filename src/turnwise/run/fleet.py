@@ -14,10 +14,11 @@ from ray.actor import ActorHandle as RayActor
 
 from turnwise.chat.template import load_tokenizer
 from turnwise.config import Config
+from turnwise.config.gpus import gpu_share
 from turnwise.core import fork_server
 from turnwise.core.aio import run_in_thread, task_group
 from turnwise.core.optional import check_vllm
-from turnwise.core.precision import with_precision
+from turnwise.core.precision import precision
 from turnwise.core.ray import leave_ray, start_ray, watching_ray
 from turnwise.run.display import SILENT, Display, show_part
 from turnwise.run.scaling import scaling
@@ -25,7 +26,7 @@ from turnwise.serving.engine_host import EngineHost
 from turnwise.serving.manager import AsyncLLMServerManager
 from turnwise.serving.openai.opening import import_server, make_server
 from turnwise.serving.openai.serving_host import ServingHost
-from turnwise.serving.placement import WorkerStarter, gpu_share
+from turnwise.serving.placement import WorkerStarter
 from turnwise.serving.worker_handle import WorkerHandle
 
 if TYPE_CHECKING:
@@ -108,7 +109,8 @@ async def ray_running(config: Config, progress: Display) -> AsyncIterator[tuple[
     )
     try:
         gpus = await asyncio.shield(starting)
-        yield await run_in_thread(with_precision, config, gpus > 0), gpus
+        dtype = await run_in_thread(precision, config.model, gpus > 0)
+        yield config.changed({"model": {"dtype": dtype}}), gpus
     finally:
         await asyncio.wait([starting])  # Ray's start cannot be cancelled
         if starting.exception() is None:

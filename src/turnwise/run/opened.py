@@ -46,7 +46,7 @@ async def opened_run(
     check_sources(config, *inputs.paths(config))
     start = None if resume is None else await run_in_thread(find_resume, resume)
     display = Display(config.name, config.training.steps, console, config.eval.success_reward)
-    with logs.open_logs(config), ExitStack() as shown:
+    with logs.open_logs(config.run_folder, config.log_level), ExitStack() as shown:
         shown.enter_context(display)
         load = partial(all_problems, config, inputs)
         data, heldout = await call_user_code(load, name="the data", seconds=_START_SECONDS)

@@ -25,7 +25,7 @@ from turnwise.engine.protocol import Request, Route, generate
 from turnwise.errors import InputError
 from turnwise.observe.metrics import StepMetrics
 from turnwise.rollouts import Batch, Group, Problem, check_failures
-from turnwise.rollouts.evaluation import Evaluation, evaluate
+from turnwise.rollouts.evaluation import Evaluation, evaluate, groups_at_once
 from turnwise.rollouts.group import turn_times
 from turnwise.rollouts.problems import Row, make_stream
 from turnwise.rollouts.sampler import changed_sampling
@@ -378,7 +378,10 @@ class AsyncRun:
         run_group = self._runtime.group_runner(self.config.eval.sampling)
         kept = self._files.group_log("eval", self.step)
         tag = f"eval{self.step}-{next(self._tags)}"
-        made = await evaluate(run_group, self._heldout, self.config, tag, kept=kept)
+        config = self.config
+        at_once = groups_at_once(config, config.eval.sampling.n)
+        limits = config.eval, config.rollout, at_once
+        made = await evaluate(run_group, self._heldout, *limits, tag, kept=kept)
         line = StepMetrics(step=self.step) if self._line is None else self._line
         line.add_evaluation(made)
         if self._line is None and not self._files.metrics.rows:

@@ -16,6 +16,7 @@ from typing import TypeVar
 from turnwise.chat.template import load_tokenizer
 from turnwise.chat.tool_parser import check_parser_name
 from turnwise.config import AlgorithmConfig, Config, SamplingConfig
+from turnwise.config.gpus import gpu_share
 from turnwise.core.admission import Priority
 from turnwise.core.aio import run_in_thread, task_group, together
 from turnwise.core.json_types import JsonObject
@@ -28,7 +29,7 @@ from turnwise.rollouts import Group, Problem, Runner
 from turnwise.rollouts.environment import EnvironmentType
 from turnwise.rollouts.processes import RolloutProcesses
 from turnwise.rollouts.producer import RunGroup
-from turnwise.rollouts.reward_model import start_reward_models
+from turnwise.rollouts.reward_model import RemoteRewardModel
 from turnwise.run.checks import check_trainable
 from turnwise.run.display import SILENT, Display, show_part
 from turnwise.run.fleet import (
@@ -41,8 +42,7 @@ from turnwise.run.fleet import (
 from turnwise.run.scaling import scaling
 from turnwise.run.teachers import Teachers, check_teachers
 from turnwise.serving.manager import AsyncLLMServerManager
-from turnwise.serving.placement import gpu_share
-from turnwise.serving.seats import engine_admission
+from turnwise.serving.seats import engine_admission, limits_of
 from turnwise.training import checkpoint
 from turnwise.training.algorithms import Loss, make_algorithm
 from turnwise.training.reports import OptimSettings
@@ -50,7 +50,6 @@ from turnwise.training.sample import Sample
 from turnwise.training.samples import (
     SampleBatch,
     make_samples,
-    recent_versions,
 )
 from turnwise.training.trainer_group import TrainerGroup
 from turnwise.trajectory import ExactnessReport
@@ -145,7 +144,7 @@ async def open_runtime(
 
         policy = await start_trainer() if config.training.colocated else None
         manager = make_manager(config, share, None if policy is None else policy.actors)
-        runner.admission = engine_admission(config, manager.scheduler)
+        runner.admission = engine_admission(limits_of(config), manager.scheduler)
         stack.push_async_callback(manager.shutdown)
         processes: RolloutProcesses | None = None
         if (count := config.rollout.processes) > 1:
@@ -159,7 +158,7 @@ async def open_runtime(
             if processes is not None:
                 name = f"starting {count} rollout processes"
                 starting.create_task(show_part(progress, name, processes.start))
-            starting.create_task(_start_rewards(config, runner, progress))
+            starting.create_task(_add_reward_models(config, runner, progress))
             if teachers is not None:
                 starting.create_task(teachers.start(progress))
             late = starting.create_task(start_trainer()) if policy is None else None
@@ -183,11 +182,29 @@ async def start_policy(
     return policy
 
 
-async def _start_rewards(config: Config, runner: Runner, progress: Display) -> None:
-    count = sum(1 for part in config.rollout.rewards if part.model)
-    name = f"starting {count_of(count, 'reward model')}"
-    with progress.part(name) if count else nullcontext():
-        runner.rewards.models = await start_reward_models(config)
+async def _add_reward_models(config: Config, runner: Runner, progress: Display) -> None:
+    runner.rewards.models = await start_reward_models(config, progress)
+
+
+async def start_reward_models(config: Config, progress: Display) -> dict[str, RemoteRewardModel]:
+    """Start the models of `rollout.rewards` concurrently, by their paths; if one fails, end all."""
+    wanted = {part.model: part.gpus for part in config.rollout.rewards if part.model}
+    started: dict[str, RemoteRewardModel] = {}
+
+    async def start(path: str, gpus: float) -> None:
+        model = RemoteRewardModel(path, config, gpus)
+        await model.start()
+        started[path] = model
+
+    name = f"starting {count_of(len(wanted), 'reward model')}"
+    try:
+        with progress.part(name) if wanted else nullcontext():
+            await together(start(*each) for each in wanted.items())
+    except BaseException:
+        for model in started.values():
+            model.kill()
+        raise
+    return started
 
 
 async def _load_runner(
@@ -217,7 +234,7 @@ class TrainingStep:
 
     def __init__(self, config: Config, runtime: Runtime) -> None:
         assert runtime.policy is not None
-        self.versions = recent_versions(config)
+        self.versions = config.recent_versions()
         self.algorithm = make_algorithm(config.algorithm)
         self.has_new_weights = True
         """Whether the trainer may have other weights than the engines; set it after a load."""
@@ -348,7 +365,7 @@ class TrainingStep:
             loop = await run_in_thread(checkpoint.read_loop, place)
             self.has_new_weights = True
             version = await self._policy.load(place)
-        self.versions = recent_versions(self._config, version, loop.get("versions"))
+        self.versions = self._config.recent_versions(version, loop.get("versions"))
         return loop
 
     @asynccontextmanager

@@ -66,7 +66,7 @@ def ask(run: Path, workers: int, seconds: float = _ANSWER_SECONDS) -> str:
 async def scaling(config: Config, manager: "AsyncLLMServerManager") -> AsyncIterator[None]:
     """Start the engines beyond those that a run begins with, and do what `ask` asks for, during an
     `async with` block."""
-    run = Path(config.output_dir, config.name)
+    run = config.run_folder
 
     async def follow() -> None:
         workers: int | None = _wanted.get(run, config.serving.most_workers)

@@ -81,7 +81,7 @@ class SupervisedLoop(Loop):
         )
         if why := missing_stop(config.model, config.sampling, template):
             progress.warn(why)
-        self._reader = RowReader(config, template, progress.warn)
+        self._reader = RowReader(config.model.max_length, template, progress.warn)
         self._rows, self._heldout = len(problems), heldout
         self._stream = make_stream(problems, config.data, config.seed, config.environment_weights)
         self._files = RunFiles(folder.path)

@@ -29,7 +29,7 @@ from turnwise.errors import InputError, TrajectoryError, TurnwiseError, first_li
 from turnwise.rollouts import Group
 from turnwise.run.display import SILENT, Display
 from turnwise.run.fleet import make_manager
-from turnwise.serving.seats import engine_admission
+from turnwise.serving.seats import engine_admission, limits_of
 from turnwise.trajectory import Prompt, Trajectory
 from turnwise.trajectory.turn import TEACHER
 
@@ -49,7 +49,7 @@ class TeacherEngines:
 
     def __init__(self, config: Config, name: str, share: float) -> None:
         self._manager = make_manager(config, share, prefix=f"{name}-")
-        self._admission = engine_admission(config, self._manager.scheduler)
+        self._admission = engine_admission(limits_of(config), self._manager.scheduler)
         self.start, self.stop = self._manager.start, self._manager.shutdown
         self._numbers = itertools.count()
 

@@ -31,7 +31,7 @@ from turnwise.run.evaluations import Evaluations
 from turnwise.run.run_dir import Resume, RunDir
 from turnwise.run.runtime import Runtime, TrainingStep
 from turnwise.run.token_values import columns_of
-from turnwise.training.samples import SampleBatch, gives_signal, recent_versions
+from turnwise.training.samples import RewardRules, SampleBatch, gives_signal
 from turnwise.training.trainer_group import TrainerGroup
 from turnwise.trajectory import ExactnessReport, Trajectory
 
@@ -349,11 +349,12 @@ class TrainingLoop(Loop):
     ) -> None:
         assert runtime.policy is not None
         self._step = step = TrainingStep(config, runtime)
+        rules = RewardRules.of(config)
         producer = GroupProducer(
             config,
             runtime.training_runner(config.sampling),
             make_stream(problems, config.data, config.seed, config.environment_weights),
-            lambda group: step.by_algorithm(gives_signal, group, config, step.algorithm),
+            lambda group: step.by_algorithm(gives_signal, group, rules, step.algorithm),
             progress.advance,
         )
         super().__init__(config, runtime.policy, producer, folder, progress, resume)
@@ -383,7 +384,7 @@ class TrainingLoop(Loop):
         if self._resume is not None:
             version = self._policy.version
             known = self._resume.state.get("versions")
-            self._step.versions = recent_versions(self._config, version, known)
+            self._step.versions = self._config.recent_versions(version, known)
             update = await self._update_weights()
             if self._evaluations.cut_short(self._resume.step):
                 self._evaluations.begin(self._tasks, self._resume.step, update["weight_version"])

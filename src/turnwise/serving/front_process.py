@@ -280,5 +280,5 @@ async def _free_port(host: str, port: int) -> int:
             why = error
             await asyncio.sleep(_PORT_SECONDS / 10)
     if port:
-        logger.warning("the address of lost sessions is given up, for another port: %s", why)
+        logger.warning("the port of the lost sessions is taken, and another one is used: %s", why)
     return 0

@@ -41,7 +41,7 @@ from turnwise.serving.front_process import (
     Order,
     Report,
 )
-from turnwise.serving.openai.address import EVERYWHERE, with_api_key
+from turnwise.serving.openai.address import EVERYWHERE
 from turnwise.serving.routing import Worker
 from turnwise.serving.scheduler import Scheduler
 
@@ -99,7 +99,7 @@ class FrontProcesses:
         open_runner: OpenRunner | None = None,
         make_server: MakeServer | None = None,
     ) -> None:
-        self.config = with_api_key(config)
+        self.config = config.with_api_key()
         if names is None:
             names = [f"sessions-{index}" for index in range(config.serving.session_processes)]
         self.processes = [Process(name) for name in names]

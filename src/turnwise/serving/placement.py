@@ -18,10 +18,8 @@ from turnwise.config import NO_DEADLINE, Config
 from turnwise.core.actor import create_placement_group, give_back
 from turnwise.core.aio import run_in_thread
 from turnwise.core.ray import goes_on
-from turnwise.errors import InputError
 from turnwise.serving.colocated.host import on_actors
 from turnwise.serving.engine_host import EngineHost
-from turnwise.serving.openai.address import with_api_key
 from turnwise.serving.worker_handle import WorkerHandle
 
 logger = logging.getLogger(__name__)
@@ -49,7 +47,7 @@ class WorkerStarter:
         host: type[EngineHost] = EngineHost,
     ) -> None:
         self._host = host
-        self._config = with_api_key(config)  # workers may serve HTTP themselves
+        self._config = config.with_api_key()  # workers may serve HTTP themselves
         self._share = 0 if hosts else gpus
         size = config.engine.devices
         self._bundles = size if config.serving.spread and not hosts else 1
@@ -121,27 +119,3 @@ def _has_place(group: PlacementGroup, bundles: int) -> bool:
     nodes = placement_group_table(group)["bundles_to_node_id"]
     alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
     return all(nodes.get(bundle) in alive for bundle in range(bundles))
-
-
-def gpu_share(config: Config, gpus: float, training: bool) -> float:
-    """Return the share of a GPU for each device of an engine and each rank of the trainer.
-
-    It is 1, or less if there are fewer GPUs than devices and ranks.
-    """
-    takers, said, also = config.serving.fewest_workers * config.engine.devices, "", ""
-    for key, teacher in (config.teacher_engines() if training else {}).items():
-        takers += teacher.engines * config.engine.devices
-        said += f", {teacher.engines * config.engine.devices} of them of {key}"
-        also += f" or {key}.engines"
-    if training and not config.training.colocated:
-        takers += config.training.ranks
-    share = min(1.0, gpus / takers)
-    together = max(config.engine.devices, config.training.ranks if training else 1)
-    if 0 < share < 1 and together > 1:
-        raise InputError(
-            f"there are {gpus:g} GPUs for {takers} devices of engines and ranks of the trainer"
-            f"{said}: ranks that train together, and devices of one engine, need a GPU each (lower "
-            f"training.ranks, engine.tensor_parallel_size or serving.workers{also}, or set "
-            "training.colocated)"
-        )
-    return share

@@ -91,6 +91,11 @@ class Scheduler:
         self._listeners: list[Listener] = []
 
     @property
+    def fewest_workers(self) -> int:
+        """Number of workers that the run begins with."""
+        return self._serving.fewest_workers
+
+    @property
     def workers(self) -> dict[str, Worker]:
         """All workers by name, including failed ones that are not removed yet."""
         return self._router.workers

@@ -24,17 +24,11 @@ def limits_of(config: Config, engines: int | None = None) -> Limits:
     return Limits(count * seats, rollout.concurrency, step)
 
 
-def trajectories_at_once(config: Config) -> int:
-    """Return how many trajectories play at once where no tool keeps them waiting, with all the
-    engines that a run may have."""
-    limits = limits_of(config, config.serving.most_workers)
-    return min(limits.working, limits.playing or limits.working)
-
-
-def engine_admission(config: Config, scheduler: Scheduler) -> Admission:
-    """Return an admission that follows the engines of a scheduler."""
-    admission, seats = Admission(limits_of(config)), limits_of(config, 1).working
-    scheduler.subscribe(EngineSeats(admission, seats, config.serving.fewest_workers))
+def engine_admission(limits: Limits, scheduler: Scheduler) -> Admission:
+    """Return an admission that follows the engines of a scheduler; `limits` are those of the
+    engines that a run begins with."""
+    admission, fewest = Admission(limits), scheduler.fewest_workers
+    scheduler.subscribe(EngineSeats(admission, limits.working // fewest, fewest))
     return admission
 
 

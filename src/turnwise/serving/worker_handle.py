@@ -202,7 +202,8 @@ class WorkerHandle:
                 packed[request.id] = pickle.dumps(request, pickle.HIGHEST_PROTOCOL)
             except Exception as error:
                 if (inbox := self._inboxes.get(request.id)) is not None:
-                    inbox.put_nowait(EngineError(f"{self.name} cannot be asked: {error!r}"))
+                    why = f"the request cannot be sent to {self.name}: {error!r}"
+                    inbox.put_nowait(EngineError(why))
         if packed or cancelled:
             self._channel.send((packed, cancelled))
 

@@ -9,15 +9,13 @@ from pathlib import Path
 from turnwise.chat.template import load_tokenizer
 from turnwise.config import Config, load_config, make_config
 from turnwise.config.base import NEEDED_KEYS, Tree
+from turnwise.config.gpus import gpu_share
 from turnwise.core.aio import run_in_thread, task_group
 from turnwise.core.ray import watching_ray
 from turnwise.errors import InputError, translate_unwritable
-from turnwise.run.commands import run_folder
 from turnwise.run.display import SILENT, Display, show_part
 from turnwise.run.fleet import SERVER, begin_imports, make_manager, ray_running, starting_engines
-from turnwise.serving.openai.address import api_key
 from turnwise.serving.openai.opening import make_server
-from turnwise.serving.placement import gpu_share
 from turnwise.tinker.access import TinkerAccess
 from turnwise.tinker.losses import STAND_INS
 from turnwise.tinker.routes import add_routes
@@ -60,7 +58,7 @@ def server_config(
             "a Tinker server trains beside its engines, which sample at any time: leave out "
             "training.colocated"
         )
-    key = api_key(config.serving)
+    key = config.serving.key
     if key is not None and not key.startswith(KEY_PREFIX):
         raise InputError(
             f"serving.api_key (or TURNWISE_API_KEY) must begin with {KEY_PREFIX}: Tinker's SDK "
@@ -79,7 +77,7 @@ async def open_tinker(
     if stable not in ("", *STAND_INS):
         raise InputError(f"stable-reinforce {stable!r}: it may be {', '.join(STAND_INS)}")
     begin_imports(config)
-    folder = await run_in_thread(run_folder(config).absolute)
+    folder = await run_in_thread(config.run_folder.absolute)
     async with AsyncExitStack() as stack:
         stack.enter_context(_alone_in(folder))
         config, gpus = await stack.enter_async_context(ray_running(config, progress))

@@ -42,7 +42,6 @@ class ServiceClient:
         stable_reinforce: str = "",
         **project: Foreign,
     ) -> None:
-        from turnwise.serving.openai.address import api_key
         from turnwise.tinker.backend import KEY_PREFIX, open_tinker, server_config  # seconds
 
         sdk = required("tinker", "tinker", "turnwise.tinker.ServiceClient")
@@ -50,7 +49,7 @@ class ServiceClient:
         resolved = server_config(model, file, ["serving.port=0", *overrides])
         opened = partial(open_tinker, resolved, stable=stable_reinforce)
         self._thread = EventLoopThread(opened, "the Tinker server")
-        self.api_key = api_key(resolved.serving) or f"{KEY_PREFIX}local"
+        self.api_key = resolved.serving.key or f"{KEY_PREFIX}local"
         try:
             self.base_url = self._thread.start(resolved.engine.start_timeout + _START_SECONDS)
             self._client = sdk.ServiceClient(

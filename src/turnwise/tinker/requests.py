@@ -343,7 +343,7 @@ def check_training(request: TrainingRequest, vocabulary: int, longest: int) -> N
     if wide > 1 and wide * sum(len(d.ids) for d in request.data) > MOST_VALUES:
         raise InputError(
             f"forward_backward: with {wide:,} targets for every token there are more than "
-            f"{MOST_VALUES:,} values: send data with as many targets as others only beside these"
+            f"{MOST_VALUES:,} values: send the data with {wide:,} targets in a request of their own"
         )
 
 

@@ -25,7 +25,6 @@ from turnwise.core.json_types import JsonObject
 from turnwise.core.run_files import RunFiles
 from turnwise.engine.protocol import Generator, Route, generate
 from turnwise.errors import EngineError, InputError, TurnwiseError, text_of, visible
-from turnwise.serving.openai.address import api_key
 from turnwise.tinker import requests
 from turnwise.tinker.checkpoints import Checkpoint, Checkpoints, Kind, expiry
 from turnwise.tinker.futures import SMALLEST, Busy, Futures, Gone, Missing, Reply, Work
@@ -216,7 +215,7 @@ class TinkerService:
 
     def _open(self, name: str, owner: str) -> TinkerSession:
         # All have one owner where the server has a key.
-        account = owner if api_key(self._config.serving) is None else name
+        account = owner if self._config.serving.key is None else name
         session = TinkerSession(name, owner, Futures(account, self._held))
         self._sessions[name] = session
         return session

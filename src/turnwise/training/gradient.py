@@ -8,7 +8,7 @@ from typing import NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from turnwise.config import AlgorithmConfig, Config, SamplingConfig
+from turnwise.config import AlgorithmConfig, SamplingConfig, TrainingConfig
 from turnwise.core.process import give_back
 from turnwise.training.algorithms import Advantage, Loss
 from turnwise.training.algorithms.advantages import moments, normalised, of_time_steps
@@ -37,18 +37,28 @@ class How(NamedTuple):
 
 
 class Gradients:
-    """Computes gradients on one rank; all ranks make the same calls in the same order."""
+    """Computes gradients on one rank; all ranks make the same calls in the same order.
+
+    Args:
+        longest: Maximum number of tokens in a trajectory's response.
+        teaches: Whether the reference model is a teacher.
+    """
 
     def __init__(
         self,
-        config: Config,
+        algorithm: AlgorithmConfig,
+        training: TrainingConfig,
         models: Models,
         advantage: Advantage,
         entropy: EntropyControl,
         ranks: int,
+        *,
+        longest: int,
+        teaches: bool,
     ) -> None:
-        self._config, self._models, self._ranks = config, models, ranks
-        self._algorithm, self._training = config.algorithm, config.training
+        self._algorithm, self._training = algorithm, training
+        self._models, self._ranks = models, ranks
+        self._longest, self._teaches = longest, teaches
         self._advantage, self._entropy = advantage, entropy
         self.device = models.device
         self._gave_back = time.monotonic()
@@ -92,7 +102,6 @@ class Gradients:
         and of the reference model, values, and from them each token's advantage."""
         algorithm, loss = how.algorithm, how.loss
         kl, corrected = algorithm.kl, algorithm.correction.name != "none"
-        teaches = any(teacher.in_ranks for teacher in self._config.teachers().values())
         penalised = bool(kl.coef) and kl.where == "reward"  # the KL penalty is part of the reward
         valued = self._advantage.needs_values and algorithm.advantage == self._algorithm.advantage
         with torch.no_grad():
@@ -101,10 +110,10 @@ class Gradients:
                     old = self._models.score(how.model, batch.columns, how.sampling)
                     batch.old_logprobs_N, _ = old
                 taught_N = batch.tokens.teacher_logprobs_N
-                if loss.needs_reference or kl.coef or teaches:
+                if loss.needs_reference or kl.coef or self._teaches:
                     reference_N, _ = self._models.score("reference", batch.columns)
                     batch.tokens = replace(batch.tokens, reference_logprobs_N=reference_N)
-                if teaches and taught_N is not None:
+                if self._teaches and taught_N is not None:
                     taught_N = torch.where(taught_N.isnan(), reference_N, taught_N)
                     batch.tokens = replace(batch.tokens, teacher_logprobs_N=taught_N)
                 tokens, penalties_N = batch.tokens, None
@@ -187,8 +196,7 @@ class Gradients:
         if (teaching := teach(tokens)) is not None:
             tokens, taught_N, divergence_N = teaching
             report.sums["teacher_kl"] += float(divergence_N.sum())
-        rollout, bonus = self._config.rollout, None
-        turns = 1 if self._config.loops == {"single_turn"} else rollout.max_turns
+        bonus = None
         if algorithm.entropy.has_bonus:
             mean = mean_part(entropy_N, batch.low_entropy_N, counted)
             report.mean_entropy += float(mean.detach())
@@ -201,7 +209,7 @@ class Gradients:
             tokens,
             total_tokens=share.total_tokens,
             total_trajectories=share.total_trajectories,
-            constant=rollout.max_response_tokens or self._config.sampling.max_tokens * turns,
+            constant=self._longest,
             low_entropy_N=batch.low_entropy_N,
             bonus=bonus,
             taught_N=taught_N,

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from turnwise.chat.vision import ModelImages
-from turnwise.config import Config, EngineConfig, SamplingConfig, TrainingConfig
+from turnwise.config import EngineConfig, ModelConfig, SamplingConfig, TrainingConfig
 from turnwise.errors import InputError, describe_error
 from turnwise.training.attention import (
     CONTEXT_KEY,
@@ -225,19 +225,18 @@ def agreed_layouts(
     return agreed, [f"{layout} ones would change {why}" for layout, why in wrong.items() if why]
 
 
-def check_run(models: Models, config: Config) -> tuple[Layouts, str, str]:
+def check_run(
+    models: Models, model: ModelConfig, training: TrainingConfig, engine: EngineConfig
+) -> tuple[Layouts, str, str]:
     """Check all models of a run, with images if they can have any.
 
     Returns:
         The layouts that change nothing, with images neither if there can be any; a sentence about
         them; and the reason why no sample may have an image, or "".
     """
-    training, engine, patches, left = config.training, config.engine, 0.0, list[str]()
+    patches, left = 0.0, list[str]()
     possible = possible_layouts(training, replays_routing=engine.routing_replay)
-    length, why = (
-        config.model.max_length,
-        _without_images(models, config.model.path, engine, training),
-    )
+    length, why = model.max_length, _without_images(models, model.path, engine, training)
     try:  # images first: their check may change the attention, with which the others are then made
         if not why and (reader := models.policy.images) is not None:
             patches = patches_per_token(models.policy.model, reader.processed(probe(0)))
@@ -282,12 +281,14 @@ def _wrong(checks: Sequence[ModelCheck], layout: Layout) -> str:
     return "" if worst.small else f"the log-probs of a {kind} model ({worst})"
 
 
-def check_policy(config: Config, device: torch.device) -> ModelCheck:
+def check_policy(
+    model: ModelConfig, training: TrainingConfig, sampling: SamplingConfig, device: torch.device
+) -> ModelCheck:
     """Load the policy alone, without anything to train it, and return its check."""
-    dtype = dtype_of(config.model)
-    scorer = Scorer(load_model(config.model, config.training, dtype=dtype), config.sampling, dtype)
+    dtype = dtype_of(model)
+    scorer = Scorer(load_model(model, training, dtype=dtype), sampling, dtype)
     models = Models(scorer.to(device), None, None, device)
-    return ModelCheck(models, models.policy, config.model.max_length)
+    return ModelCheck(models, models.policy, model.max_length)
 
 
 def _samples(shape: PretrainedConfig, max_length: int) -> list[Sample]:

@@ -28,7 +28,14 @@ from transformers import (
 )
 
 from turnwise.chat.vision import ModelImages
-from turnwise.config import AlgorithmConfig, Config, ModelConfig, OtherModel, TrainingConfig
+from turnwise.config import (
+    AlgorithmConfig,
+    Config,
+    ModelConfig,
+    OtherModel,
+    TeacherConfig,
+    TrainingConfig,
+)
 from turnwise.core.gguf import resolve_model
 from turnwise.core.precision import precision
 from turnwise.core.process import give_back
@@ -61,14 +68,16 @@ def missing_model(config: AlgorithmConfig, name: str) -> str:
     return ""
 
 
-def models_beside(config: Config) -> dict[ModelName, OtherModel]:
-    """Return the models that the trainer holds beside the policy."""
+def models_beside(
+    algorithm: AlgorithmConfig, teachers: Mapping[str, TeacherConfig]
+) -> dict[ModelName, OtherModel]:
+    """Return the models that the trainer holds in addition to the policy."""
     beside: dict[ModelName, OtherModel] = {}
-    if not missing_model(config.algorithm, "reference"):
-        beside["reference"] = config.algorithm.kl.model
-    if (needed := make_algorithm(config.algorithm).advantage.value_model) is not None:
+    if not missing_model(algorithm, "reference"):
+        beside["reference"] = algorithm.kl.model
+    if (needed := make_algorithm(algorithm).advantage.value_model) is not None:
         beside["value"] = needed.model
-    for teacher in config.teachers().values():
+    for teacher in teachers.values():
         if teacher.in_ranks:
             beside["reference"] = OtherModel(path=teacher.model)
     return beside
@@ -197,12 +206,16 @@ def recompute(model: nn.Module, every: bool | int) -> list[nn.Module]:
     return chosen
 
 
-def load_models(config: Config, device: torch.device, group: ContextGroup | None = None) -> Models:
-    """Load the policy and the models that are needed beside it, and distribute them."""
+def load_models(
+    config: Config,
+    beside: Mapping[ModelName, OtherModel],
+    device: torch.device,
+    group: ContextGroup | None = None,
+) -> Models:
+    """Load the policy and the models `beside` it, and distribute them."""
     settings, training = config.model, config.training
     if training.attention == "flex_attention" and device.type == "cpu":
         raise InputError("training.attention: flex_attention has no gradients on a CPU: set auto")
-    beside = models_beside(config)
     roles = shared_roles(settings, config.policies, beside)
     # A frozen backbone needs no more precision than its forward passes.
     kept = dtype_of(settings) if roles else learning_dtype(settings, training)

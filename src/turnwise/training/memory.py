@@ -28,7 +28,6 @@ from transformers.integrations.moe import ExpertsInterface
 
 from turnwise.chat.template import load_tokenizer
 from turnwise.config import (
-    Config,
     LoraConfig,
     ModelConfig,
     OtherModel,
@@ -45,7 +44,6 @@ from turnwise.training.loading import (
     is_classifier,
     language_model_class,
     learning_dtype,
-    models_beside,
     path_of,
     recompute,
     shared_roles,
@@ -140,19 +138,25 @@ def held_bytes(
     }
 
 
-def check_room(config: Config, device: torch.device, ranks: int) -> None:
+def check_room(
+    model: ModelConfig,
+    training: TrainingConfig,
+    policies: Sequence[str],
+    beside: Mapping[ModelName, OtherModel],
+    device: torch.device,
+    ranks: int,
+) -> None:
     """Check that a rank has memory for all models and their optimizers; ignores activations."""
-    beside = models_beside(config)
     keys = {
         "reference": "algorithm.kl.model, or algorithm.teacher",
         "value": "algorithm.advantage.model",
     }
     for role, other in beside.items():
-        if path_of(config.model, other) == path_of(config.model):
+        if path_of(model, other) == path_of(model):
             continue
-        words = model_size(config.model, other).vocabulary
+        words = model_size(model, other).vocabulary
         # A model's vocabulary is often a bit larger than its tokenizer's.
-        if words < (tokens := len(load_tokenizer(config.model))):
+        if words < (tokens := len(load_tokenizer(model))):
             raise InputError(
                 f"{keys[role]}: {other.path} has a vocabulary of {words:,} tokens, and the "
                 f"policy's tokenizer has {tokens:,}: both models must have the same tokenizer"
@@ -161,12 +165,12 @@ def check_room(config: Config, device: torch.device, ranks: int) -> None:
         free = torch.cuda.mem_get_info(device)[0]
     else:
         free = psutil.virtual_memory().available // ranks  # CPU ranks may share a machine
-    held = held_bytes(config.model, config.training, config.policies, beside)
+    held = held_bytes(model, training, policies, beside)
     needed = sum(held.values()) / ranks
     if needed > free:
-        millions = model_size(config.model).parameters / 1e6
+        millions = model_size(model).parameters / 1e6
         raise InputError(
-            f"the model {config.model.path} does not fit: its {millions:,.0f} M parameters "
+            f"the model {model.path} does not fit: its {millions:,.0f} M parameters "
             f"need {needed / GIB:.1f} GiB on each of {ranks} ranks (weights, gradients, moments), "
             f"and {free / GIB:.1f} GiB are free; raise training.ranks"
         )

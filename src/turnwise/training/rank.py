@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import torch
 
-from turnwise.config import AlgorithmConfig, Config, SamplingConfig
+from turnwise.config import AlgorithmConfig, Config, SamplingConfig, TrainingConfig
 from turnwise.errors import InputError, TurnwiseError
 from turnwise.training import checkpoint_state
 from turnwise.training.adapters import Adapters
@@ -33,7 +33,7 @@ from turnwise.training.context import ContextGroup
 from turnwise.training.export import export_adapters, export_model
 from turnwise.training.gradient import Gradients, How
 from turnwise.training.layout_check import check_run
-from turnwise.training.loading import load_models, missing_model
+from turnwise.training.loading import load_models, missing_model, models_beside
 from turnwise.training.lora import (
     adapter_tensors,
     changed_parameters,
@@ -87,15 +87,21 @@ class TrainerRank:
         self._config = config
         self._training = training = config.training
         self._rank, self._ranks = rank, ranks
-        self.device = begin_process(config, rank, ranks, address)
+        torch.manual_seed(config.seed)
+        if config.deterministic:
+            torch.use_deterministic_algorithms(True)
+        self.device = begin_process(training, rank, ranks, address)
         group = None
         if (size := training.context_parallel) > 1:
             group = ContextGroup.of_this_rank(size, timedelta(seconds=training.step_timeout))
         self._algorithm, algorithm = config.algorithm, make_algorithm(config.algorithm)
         self._advantage, self._loss = algorithm.advantage, algorithm.loss
-        check_room(config, self.device, ranks)
-        self._models = models = load_models(config, self.device, group)
-        self.layouts, self.layouts_said, self._no_images = check_run(models, config)
+        beside = models_beside(config.algorithm, config.teachers())
+        check_room(config.model, training, config.policies, beside, self.device, ranks)
+        self._models = models = load_models(config, beside, self.device, group)
+        self.layouts, self.layouts_said, self._no_images = check_run(
+            models, config.model, training, config.engine
+        )
         self._scorer = self._models.policy
         self._model = self._scorer.get_submodule("model")
         self.adapters_said = said_without_adapter(self._model, config.model.lora)
@@ -111,7 +117,7 @@ class TrainerRank:
             self._learners[name] = TrainableModule(learning, training, rate, updates)
         if needed is not None and (critic := self._models.trained("value")) is not None:
             self._learners["critic"] = TrainableModule(critic, training, needed.learning_rate, None)
-        run, shared = folder or Path(config.output_dir, config.name), config.weights.folder
+        run, shared = folder or config.run_folder, config.weights.folder
         sender = make_sender(
             "in_process" if training.colocated and ranks == 1 else config.weights.transport,
             self._sent(),
@@ -125,7 +131,16 @@ class TrainerRank:
         kinds = {"params": self._models.weights, "optimizer": self._moments}
         self._offload = Offload(kinds, run.absolute())
         self._entropy = EntropyControl(config.algorithm.entropy)
-        self._gradients = Gradients(config, models, self._advantage, self._entropy, ranks)
+        self._gradients = Gradients(
+            config.algorithm,
+            training,
+            models,
+            self._advantage,
+            self._entropy,
+            ranks,
+            longest=config.max_response_tokens,
+            teaches=any(teacher.in_ranks for teacher in config.teachers().values()),
+        )
         self._adapters: Adapters | None = None
         if config.model.lora.rank:
             self._adapters = Adapters(
@@ -481,12 +496,8 @@ class TrainerRank:
         return self.version
 
 
-def begin_process(config: Config, rank: int, ranks: int, address: str) -> torch.device:
+def begin_process(training: TrainingConfig, rank: int, ranks: int, address: str) -> torch.device:
     """Set up torch in a rank's process, and the process group of several; return its device."""
-    training = config.training
-    torch.manual_seed(config.seed)
-    if config.deterministic:
-        torch.use_deterministic_algorithms(True)
     torch.set_num_threads(threads_of(training))
     device = torch.device("cpu")
     if torch.cuda.is_available():

@@ -4,7 +4,6 @@ Without players, a group's trajectories are compared; in a game, each player's p
 same player's. The audit's report accounts for every trajectory: trained, or the reason why not.
 """
 
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -53,7 +52,7 @@ class SampleBatch:
             self.report += audit(trajectory, [], masked=reason)
 
 
-class _Rules(NamedTuple):
+class RewardRules(NamedTuple):
     """The parts of a configuration by which rewards are compared."""
 
     algorithm: AlgorithmConfig
@@ -63,7 +62,7 @@ class _Rules(NamedTuple):
     policies: list[str]
 
     @classmethod
-    def of(cls, config: Config) -> "_Rules":
+    def of(cls, config: Config) -> "RewardRules":
         entries = config.rollout.rewards or [RewardConfig()]
         weights = {entry.label: entry.weight for entry in entries}
         return cls(config.algorithm, weights, config.model.max_length, config.policies)
@@ -86,15 +85,15 @@ def make_samples(
     Args:
         version: Optimizer steps that the trainer has taken.
         algorithm: Built from `config.algorithm`; None builds it.
-        oldest: Oldest weight version whose tokens are trained, of `recent_versions`; older ones are
-            masked, or their groups dropped with `training.stale_policy: drop`. None assumes
-            that every step took `Config.versions_per_step` optimizer steps.
+        oldest: Oldest weight version whose tokens are trained, of `Config.recent_versions`; older
+            tokens are masked, or their groups dropped with `training.stale_policy: drop`. None
+            assumes that every step took `Config.versions_per_step` optimizer steps.
 
     Raises:
         InputError: when the user's `Advantage` does not fit its groups.
     """
-    algorithm, rules = algorithm or make_algorithm(config.algorithm), _Rules.of(config)
-    oldest = oldest_version(config, version) if oldest is None else oldest
+    algorithm, rules = algorithm or make_algorithm(config.algorithm), RewardRules.of(config)
+    oldest = config.recent_versions(version)[0] if oldest is None else oldest
     batch, fresh = SampleBatch(), list[Group]()
     for group in groups:
         for reason, count in group.dropped_tokens.items():
@@ -125,7 +124,7 @@ def _add_group(
     batch: SampleBatch,
     group: Group,
     advantages: _Advantages | None,
-    rules: _Rules,
+    rules: RewardRules,
     oldest: int,
     algorithm: Algorithm,
     teacher: TeacherConfig | None,
@@ -291,7 +290,7 @@ class _Side:
     advantages: list[float] | None = None  # of each turn; None if it is not trained
 
 
-def _sides(group: Group, rules: _Rules, *, by_part: bool) -> list[list[_Side]]:
+def _sides(group: Group, rules: RewardRules, *, by_part: bool) -> list[list[_Side]]:
     """Return the sides that are compared with each other, a list for each player."""
     sides: dict[str, list[_Side]] = {}
     for index, trajectory in enumerate(group.trajectories):
@@ -309,7 +308,7 @@ def _sides(group: Group, rules: _Rules, *, by_part: bool) -> list[list[_Side]]:
     return list(sides.values())
 
 
-def _parts(trajectory: Trajectory, penalty: float, rules: _Rules) -> dict[str, float]:
+def _parts(trajectory: Trajectory, penalty: float, rules: RewardRules) -> dict[str, float]:
     """Return the parts of a trajectory's reward that `Advantage.of_objectives` compares."""
     if trajectory.player_rewards:
         raise InputError(
@@ -329,7 +328,7 @@ def _parts(trajectory: Trajectory, penalty: float, rules: _Rules) -> dict[str, f
 
 
 def _of_groups(
-    groups: Sequence[Group], rules: _Rules, algorithm: Algorithm
+    groups: Sequence[Group], rules: RewardRules, algorithm: Algorithm
 ) -> list[_Advantages | None]:
     """Return the advantages of each group, 0 without signal, or None if it is not trained.
 
@@ -360,7 +359,7 @@ def _of_groups(
     return merged
 
 
-def _compare(compared: Sequence[Sequence[_Side]], rules: _Rules, algorithm: Algorithm) -> None:
+def _compare(compared: Sequence[Sequence[_Side]], rules: RewardRules, algorithm: Algorithm) -> None:
     """Give the sides that are trained the advantages of their turns."""
     advantage, name = algorithm.advantage, rules.algorithm.advantage.name
     if advantage.per_turn:
@@ -395,12 +394,12 @@ def _compare(compared: Sequence[Sequence[_Side]], rules: _Rules, algorithm: Algo
             side.advantages = [value] * len(side.turns)
 
 
-def _rewards(group: Group, rules: _Rules) -> list[float]:
+def _rewards(group: Group, rules: RewardRules) -> list[float]:
     """Return the rewards that are trained on, with DAPO's penalty for nearly full contexts."""
     return [(t.reward or 0.0) + _overlong(t, rules) for t in group.trajectories]
 
 
-def _overlong(trajectory: Trajectory, rules: _Rules) -> float:
+def _overlong(trajectory: Trajectory, rules: RewardRules) -> float:
     algorithm = rules.algorithm
     length = max((turn.path_length for turn in trajectory.turns), default=0)
     return overlong_penalty(
@@ -408,10 +407,9 @@ def _overlong(trajectory: Trajectory, rules: _Rules) -> float:
     )
 
 
-def gives_signal(group: Group, config: Config, algorithm: Algorithm) -> bool:
+def gives_signal(group: Group, rules: RewardRules, algorithm: Algorithm) -> bool:
     """Return whether what the algorithm compares differs within the group: the rewards of turns or
     of trajectories. May call the user's `Advantage`."""
-    rules = _Rules.of(config)
     if algorithm.loss.needs_pairs:
         return choose_pairs(_rewards(group, rules)) is not None
     advantage = algorithm.advantage
@@ -420,21 +418,3 @@ def gives_signal(group: Group, config: Config, algorithm: Algorithm) -> bool:
         _compare(sides, rules, algorithm)
         return any(any(side.advantages or []) for same in sides for side in same)
     return any(has_signal([side.reward for side in same]) for same in sides)
-
-
-def oldest_version(config: Config, version: int) -> int:
-    """Return the oldest version whose tokens are trained, if every step made all its updates."""
-    return version - (config.training.steps_of_group - 1) * config.versions_per_step
-
-
-def recent_versions(
-    config: Config, version: int = 0, known: Iterable[int] | None = None
-) -> deque[int]:
-    """Return the weight versions at the end of the last steps, the oldest first, without those that
-    `training.max_staleness`, which counts steps, does not need; each step adds its own.
-
-    A checkpoint of `version` has those that are `known`; None: it is an old one, or there is none.
-    """
-    if known is None:
-        known = [oldest_version(config, version), version] if version else [0]
-    return deque(known, maxlen=config.training.steps_of_group)

@@ -19,8 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from turnwise.chat.images import read_parts
 from turnwise.chat.messages import plain
 from turnwise.chat.prompts import continue_turn, with_objects
-from turnwise.config import AlgorithmConfig, Config, OwnLoss, SamplingConfig
-from turnwise.config.algorithm import CrossEntropy
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
 from turnwise.errors import InputError, TrajectoryError
@@ -43,46 +41,20 @@ _THINKS_NOTHING = re.compile(r"\s*(?:<think>)?\s*</think>")
 """Beginning of an answer whose block of reasoning is empty."""
 
 
-def supervised_config(config: Config) -> Config:
-    """Return the configuration of a supervised run: plain log-probs and `cross_entropy`, or the
-    user's own loss; of `algorithm`, only the reduction is kept, and of `sampling` where turns stop.
-    Rows are read a step ahead."""
-    if config.model.adapter is not None:
-        raise InputError("model.adapter: training starts from a whole model; merge it into one")
-    own, sampling = config.algorithm.loss, config.sampling
-    loss = own if isinstance(own, OwnLoss) else CrossEntropy()
-    ahead = int(not config.deterministic)  # deterministic runs are synchronous
-    stops = {"stop": sampling.stop, "stop_token_ids": sampling.stop_token_ids}
-    each, rate = config.environments.items(), config.training.learning_rate
-    learning = {"learning_rate": rate or 10 * config.learning_rate}
-    return config.changed(
-        {
-            "data": {"curriculum": False},
-            "environments": {name: entry.changed({"teacher": None}) for name, entry in each},
-            "rollout": {"oversample": 0.0, "policies": []},
-            "sampling": SamplingConfig(n=1).changed(stops),
-            "eval": {"background": False, "target": None},
-            "algorithm": AlgorithmConfig(loss=loss, reduction=config.algorithm.reduction),
-            "training": {"colocated": False, "offload": [], "max_staleness": ahead, **learning},
-            # There is no engine; others take memory or files before they send.
-            "weights": {"transport": "collective", "delta": False},
-        }
-    )
-
-
 class RowReader:
     """Makes trajectories of rows; safe to use from several threads at once.
 
     Args:
+        max_length: Maximum number of tokens of a sequence (`model.max_length`).
         warn: Says once, in a sentence, that rows teach the model to think nothing.
     """
 
     def __init__(
-        self, config: Config, template: ChatTemplate, warn: Callable[[str], None] = logger.warning
+        self, max_length: int, template: ChatTemplate, warn: Callable[[str], None] = logger.warning
     ) -> None:
         self._warn: Callable[[str], None] | None = warn
         self._template = template
-        self._most = config.model.max_length
+        self._most = max_length
         self._known = len(template.tokenizer)
 
     def read(self, problem: Problem) -> Trajectory:

@@ -19,6 +19,7 @@ from ray.util.placement_group import PlacementGroup
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from turnwise.config import AlgorithmConfig, Config
+from turnwise.config.schema import stream_mistake
 from turnwise.core import logs
 from turnwise.core.actor import ActorHandle, create_placement_group, give_back, is_death
 from turnwise.core.aio import run_in_thread
@@ -132,7 +133,8 @@ class TrainerGroup:
         """Start all ranks, each in an actor with `training.resources` and a number of GPUs."""
         training = config.training
         kind = ColocatedTrainerActor if training.colocated else TrainerActor
-        check_transport(config)  # a wrong one is an error before ranks start
+        # A wrong transport is an error before ranks start.
+        check_transport(config.weights.transport, stream_mistake(config))
         group = await create_placement_group(
             training.ranks,
             num_gpus,

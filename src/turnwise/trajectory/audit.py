@@ -154,7 +154,7 @@ def _check_turns(turns: Sequence[Turn]) -> Iterator[str]:
             return
         available = 0 if turn.parent is None else turns[turn.parent].path_length
         if not 0 <= turn.prefix_length <= available:
-            yield f"turn {index}: takes {turn.prefix_length} tokens over from a path of {available}"
+            yield f"turn {index}: shares {turn.prefix_length} tokens with a path of {available}"
             return
         lengths = len(turn.completion_token_ids), len(turn.logprobs), len(turn.weight_versions)
         if len(set(lengths)) != 1:
@@ -207,7 +207,7 @@ def _differences(turn: Turn, prompt: Prompt, total_before: int) -> list[str]:
     length = turn.prompt_length
     if (length, total_before + int(added.sum(dtype=np.int64))) != turn.record[:2]:
         engines = turn.record[0]
-        return [f"its prompt of {length} tokens is not the one of {engines} that the engine had"]
+        return [f"its prompt of {length} tokens is not the prompt of {engines} that the engine had"]
     made = turn.completion_token_ids, turn.logprobs, turn.weight_versions
     if fingerprint(prompt, *made, turn.distribution, turn.allowed)[2] != turn.record[2]:
         what = "images, sampled tokens, log-probs, versions or sampling parameters"

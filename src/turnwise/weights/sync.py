@@ -12,8 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, S
 from itertools import accumulate
 from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
-from turnwise.config import Config, SamplingConfig
-from turnwise.config.schema import stream_mistake
+from turnwise.config import SamplingConfig
 from turnwise.core.aio import task_group, together
 from turnwise.core.deadlines import StallClock, deadline
 from turnwise.engine.protocol import Engine, InFlight, Rendezvous, Request, Route, generate
@@ -387,9 +386,8 @@ async def check_canary(
     return sum(differences) / len(differences), largest
 
 
-def check_transport(config: Config) -> None:
-    """Raise `InputError` if `weights.transport` cannot be loaded, or does not fit other keys."""
-    transport = find_transport(config.weights.transport)
-    # The configuration knows this of our own names only.
-    if (mistake := stream_mistake(config)) and transport.streamed:
-        raise InputError(mistake)
+def check_transport(name: str, streamed: str) -> None:
+    """Raise `InputError` if a transport (`weights.transport`) cannot be loaded. `streamed` is the
+    mistake if it is streamed, which the configuration knows of our own transports only; or ""."""
+    if find_transport(name).streamed and streamed:
+        raise InputError(streamed)

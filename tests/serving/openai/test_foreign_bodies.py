@@ -260,7 +260,7 @@ async def test_limits_of_a_body_are_told_with_their_key(
         ([1] * 1_100_000, 413, "more than 1,048,576 values: 65,536 for each MB"),
         ([{}] * 17_000, 413, "more than 16,384 objects and lists: 1,024 for each MB"),
         (dict.fromkeys(map(str, range(70_000)), 1), 413, "more than 65,536 keys: 4,096 for"),
-        (json.loads("[" * 200 + "]" * 200), 400, "inside more than 128 objects and lists"),
+        (json.loads("[" * 200 + "]" * 200), 400, "nested more than 128 objects and lists deep"),
     ):
         answer = await http.post("/v1/completions", json={"prompt": value})
         assert answer.status_code == status

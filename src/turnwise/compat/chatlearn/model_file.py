@@ -21,7 +21,6 @@ from turnwise.config import (
     PARTS,
     REPLACED_KEYS,
     UNNEEDED_KEYS,
-    Config,
     ModelConfig,
     SamplingConfig,
     asks_for_nothing,
@@ -420,11 +419,12 @@ def _meant(args: Args) -> Settings:
     return settings
 
 
-def args_of(config: Config, own: Args) -> Args:
+def args_of(
+    model: ModelConfig, sampling: SamplingConfig, held_out: SamplingConfig, own: Args
+) -> Args:
     """Return a configuration under ChatLearn's names, with a model's other flat keys."""
-    sampling, held_out = config.sampling, config.eval.sampling
     both = {"temperature", "top_k", "top_p"}
-    path = None if config.model.path == UNNAMED else config.model.path
+    path = None if model.path == UNNAMED else model.path
     return {
         "prompt_key": None,
         "vllm_prompt_key": "prompt",
@@ -432,9 +432,9 @@ def args_of(config: Config, own: Args) -> Args:
         "init_shuffle_prompts": 0,
         **own,
         "load": path,
-        "tokenizer": config.model.tokenizer or path,
+        "tokenizer": model.tokenizer or path,
         "num_inference_per_prompt": 1,  # `n` holds it
-        "seq_length": config.model.max_length,
+        "seq_length": model.max_length,
         "max_new_tokens": sampling.max_tokens,
         "n": sampling.n,
         "ignore_eos": sampling.ignore_eos,

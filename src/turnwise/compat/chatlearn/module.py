@@ -44,7 +44,7 @@ from turnwise.core.optional import Foreign
 from turnwise.engine.protocol import Generator
 from turnwise.errors import InputError
 from turnwise.rollouts import Group, Problem, Runner, check_failures
-from turnwise.serving.seats import trajectories_at_once
+from turnwise.serving.seats import limits_of
 from turnwise.training import checkpoint
 from turnwise.training.model import ModelName
 from turnwise.trajectory import ChatTemplate, Trajectory
@@ -158,7 +158,8 @@ class VLLMModule(Module):
     @property
     def model_args(self) -> Settings:
         """The configuration under ChatLearn's names, and its file's other flat keys."""
-        return args_of(self.config, self._args)
+        config = self.config
+        return args_of(config.model, config.sampling, config.eval.sampling, self._args)
 
     @property
     def runner(self) -> Runner:
@@ -227,7 +228,7 @@ class VLLMModule(Module):
 
     def _checkpoint(self, iteration: int | str | Path) -> Path:
         if isinstance(iteration, int):
-            run = Path(self.config.output_dir, self.config.name)
+            run = self.config.run_folder
             return checkpoint.folder_of(run, iteration)
         return Path(iteration)
 
@@ -305,8 +306,8 @@ class VLLMModule(Module):
         outputs, and None means the decoded ids."""
         if len(prompt_list) != len(prompt_token_id_list):
             raise InputError(
-                f"{self.name} got {len(prompt_list)} texts and token ids of "
-                f"{len(prompt_token_id_list)} prompts"
+                f"{self.name} got {len(prompt_list)} texts for the token ids of "
+                f"{len(prompt_token_id_list)} prompts: give one text, or None, for each prompt"
             )
         ids, text, _ = self._fields
         pairs = zip(prompt_token_id_list, prompt_list, strict=True)
@@ -412,7 +413,8 @@ class VLLMModule(Module):
         """Return the seconds that `count` groups may take together."""
         rollout = self.config.rollout
         trajectories = count * max(self.config.sampling.n, self.config.eval.sampling.n)
-        rounds = math.ceil(trajectories / trajectories_at_once(self.config)) * (1 + rollout.retries)
+        at_once = limits_of(self.config, self.config.serving.most_workers).at_once
+        rounds = math.ceil(trajectories / at_once) * (1 + rollout.retries)
         return rounds * rollout.trajectory_timeout + self.config.engine.request_timeout
 
     def _sampling(self, is_eval: bool) -> SamplingConfig:
@@ -425,7 +427,8 @@ class VLLMModule(Module):
 
     def _builder(self, name: str, is_eval: bool) -> ProblemBuilder:
         limit = self.longest_prompt(is_eval)
-        return ProblemBuilder(name, self.config, self.template, self._fields, limit)
+        longest, room = self.config.data.max_prompt_tokens, self.config.model.max_length
+        return ProblemBuilder(name, self.template, self._fields, limit, longest, room)
 
 
 class _TokenModule(Module):

@@ -227,7 +227,7 @@ class Pipeline:
         """Start the engines and the trainer, send its weights, and set up the modules."""
         config = self.config
         try:
-            Path(config.output_dir, config.name).mkdir(parents=True, exist_ok=True)
+            config.run_folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise InputError(f"the run folder cannot be made: {error}") from error
         log_notes(self.notes)
@@ -247,7 +247,7 @@ class Pipeline:
     @asynccontextmanager
     async def _open(self) -> AsyncIterator[Parts]:
         """Start the engines and the trainer, and bring its weights to the engines."""
-        folder = Path(self.config.output_dir, self.config.name)
+        folder = self.config.run_folder
         # Modules check theirs when they build them.
         async with open_runtime(self.config, None, folder=folder) as runtime:
             trainer = runtime.policy

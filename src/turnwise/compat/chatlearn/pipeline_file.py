@@ -203,7 +203,10 @@ class PipelineFile:
         if "reference" in entries and kind != "online_dpo":
             self._settings.setdefault("algorithm.kl.coef", _KL_COEF)
         workers = self._workers()
-        config = self._config(workers | self._sizes(runtime, self._config(workers)))
+        before = self._config(workers)
+        step = before.rollout.prompts_per_step
+        sizes = self._sizes(runtime, step, before.sampling.n, before.model.max_length)
+        config = self._config(workers | sizes)
         for key, value in _KINDS[kind].items():
             if key.endswith(".name"):  # sections of the configuration may make it another kind
                 found = getattr(config.algorithm, key.split(".")[1]).name
@@ -365,8 +368,9 @@ class PipelineFile:
         count = self._quotient("models.policy.num_gpu", self._devices, each, what)
         return {"serving.workers": count}
 
-    def _sizes(self, runtime: Tree, config: Config) -> Settings:
-        """Return the sizes of an episode and of batches, which count samples."""
+    def _sizes(self, runtime: Tree, prompts: int, group: int, max_length: int) -> Settings:
+        """Return the sizes of an episode and of batches, which count samples: `group` for each of
+        a step's prompts."""
         sizes = {name: runtime[name] for name in _SIZES if runtime.get(name) is not None}
         for name, value in sizes.items():
             if not isinstance(value, int) or value < 1:
@@ -375,19 +379,19 @@ class PipelineFile:
                     f"{value!r}"
                 )
         made: Settings = {}
-        group, total = config.sampling.n, sizes.get("sample_per_episode")
+        total = sizes.get("sample_per_episode")
         where = "runtime.sample_per_episode"
         if total is not None:
-            what = f"sampling.n {group}, the samples of a prompt"
+            what = f"sampling.n {group}, the number of samples of each prompt"
             made["rollout.prompts_per_step"] = self._quotient(where, total, group, what)
         batch = sizes.get("train_global_batch_size")
         if batch is not None:
-            total = total or config.rollout.prompts_per_step * group
+            total = total or prompts * group
             what = f"train_global_batch_size {batch}"
             updates = 1 if batch >= total else self._quotient(where, total, batch, what)
             made["training.updates_per_step"] = updates
         if "train_micro_batch_size" in sizes:
-            tokens = sizes["train_micro_batch_size"] * config.model.max_length
+            tokens = sizes["train_micro_batch_size"] * max_length
             made["training.micro_batch_tokens"] = tokens
         return made
 

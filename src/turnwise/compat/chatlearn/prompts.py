@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from turnwise.config import Config
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
 from turnwise.errors import InputError, describe_error
@@ -104,15 +103,22 @@ class PromptLoop(SingleTurnLoop):
 class ProblemBuilder:
     """Makes problems, whose names begin with `name`, from the prompts of a batch.
 
-    Texts and token ids of more than `limit` tokens are cut at the end, and counted. A prompt that
-    is empty or cannot be used raises an `InputError` that names it.
+    Texts and token ids of more than `limit` tokens are cut at the end, and counted. Conversations
+    of more than `longest` tokens (`data.max_prompt_tokens`) are left out; one that does not fit the
+    context of `room` tokens, is empty, or cannot be used raises an `InputError` that names it.
     """
 
     def __init__(
-        self, name: str, config: Config, template: ChatTemplate, fields: PromptFields, limit: int
+        self,
+        name: str,
+        template: ChatTemplate,
+        fields: PromptFields,
+        limit: int,
+        longest: int | None,
+        room: int,
     ) -> None:
         self._name = name
-        self._config = config
+        self._longest, self._room = longest, room
         self._template = template
         self._fields = fields
         self._limit = limit
@@ -164,7 +170,7 @@ class ProblemBuilder:
             )
         messages = [dict(message) for message in given]
         token_ids = self._render(name, messages)
-        longest, room = self._config.data.max_prompt_tokens, self._config.model.max_length
+        longest, room = self._longest, self._room
         if longest is not None and len(token_ids) > longest:
             return None
         if len(token_ids) >= room:

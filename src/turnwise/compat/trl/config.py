@@ -309,12 +309,12 @@ def _sizes(args: GRPOConfig, rows: int | None) -> tuple[int, int, int, int, int]
     # Several passes over a batch of completions, or several batches, may make one update.
     batches, passes = max(1, repeated // args.num_iterations), args.num_iterations
     epochs, rest = divmod(passes * batches, repeated)
-    why = f"an update accumulates {repeated} batches of completions; it must divide it, or be "
-    check(rest == 0, "num_iterations", passes, why + "divisible by it")
+    why = f"it must divide the {repeated} batches of completions of an update, or be divisible by them"
+    check(rest == 0, "num_iterations", passes, why)
     samples = per_device * given * batches
     check(n > 1, "num_generations", n, "a group needs at least 2")
     groups, rest = divmod(samples, n)
-    why = f"a step has {samples} completions, which it does not divide"
+    why = f"a step has {samples} completions, which is no multiple of it"
     check(rest == 0, "num_generations", n, why)
     if args.max_steps > 0:
         steps, rest = divmod(args.max_steps, updates * epochs)

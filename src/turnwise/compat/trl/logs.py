@@ -119,11 +119,7 @@ class TrlNames:
             [Group(name, found) for name, found in groups.items()], self._config, 0
         )
         sums = count = 0.0
-        reduction, longest = (
-            self._config.algorithm.reduction,
-            self._config.rollout.max_response_tokens,
-        )
-        constant = longest or self._config.sampling.max_tokens * self._config.rollout.max_turns
+        reduction, constant = self._config.algorithm.reduction, self._config.max_response_tokens
         for sample in batch.samples:
             sums -= sample.advantage * (1 if reduction == "sequence_mean" else sample.trained)
             count += {"token_mean": sample.trained, "constant": constant}.get(reduction, 1)

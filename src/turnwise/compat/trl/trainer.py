@@ -259,7 +259,7 @@ class GRPOTrainer:
         config, started = self._config, time.perf_counter()
         run: Path | None = None
         if resume := resume_from_checkpoint or self.args.resume_from_checkpoint:
-            run = commands.run_folder(config)
+            run = config.run_folder
             if resume is not True:
                 run = Path(str(resume)).resolve()
                 run = run.parent.parent if run.parent.name == "checkpoints" else run

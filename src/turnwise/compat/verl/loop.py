@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from turnwise.chat.images import with_urls
 from turnwise.compat.verl.chat_scheduler import ChatBackend, ChatCompletionScheduler
 from turnwise.compat.verl.data_proto import DataProto, take_rows
-from turnwise.config import Config
+from turnwise.config import Config, RolloutConfig
 from turnwise.core.admission import Admission
 from turnwise.core.aio import run_in_thread
 from turnwise.core.user_code import call_user_code, import_user_code, user_errors
@@ -29,16 +29,16 @@ class ChatSchedulerLoop:
         self.chats: ChatBackend | None = None
         """The backend of the user's chat scheduler, while the loop is `opened`."""
 
-    def load(self, config: Config) -> None:
+    def load(self, rollout: RolloutConfig) -> None:
         """Import the user's class."""
-        load_chat_scheduler(config.rollout.chat_scheduler)
+        load_chat_scheduler(rollout.chat_scheduler)
 
     @asynccontextmanager
     async def opened(
         self, config: Config, generator: Generator, admission: Admission
     ) -> AsyncIterator[None]:
         """Lead conversations with an instance of the user's class during an `async with` block."""
-        scheduler = await import_chat_scheduler(config)
+        scheduler = await import_chat_scheduler(config.rollout, config.engine.start_timeout)
         self.chats = chats = ChatBackend(config, generator, scheduler, admission)
         try:
             await chats.start()
@@ -90,8 +90,10 @@ class ChatSchedulerLoop:
             )
 
 
-async def import_chat_scheduler(config: Config) -> type[ChatCompletionScheduler]:
-    path, seconds = config.rollout.chat_scheduler, config.engine.start_timeout
+async def import_chat_scheduler(
+    rollout: RolloutConfig, seconds: float
+) -> type[ChatCompletionScheduler]:
+    path = rollout.chat_scheduler
     return await import_user_code(
         load_chat_scheduler, path, seconds=seconds, what=path or "the chat scheduler"
     )

@@ -25,7 +25,7 @@ from turnwise.run.display import SILENT, Display
 from turnwise.run.fleet import open_fleet
 from turnwise.serving.manager import AsyncLLMServerManager
 from turnwise.serving.openai.serving_host import ServingHost
-from turnwise.serving.seats import engine_admission
+from turnwise.serving.seats import engine_admission, limits_of
 from turnwise.trajectory import Message
 from turnwise.weights.manifest import Manifest
 from turnwise.weights.sync import WeightSync
@@ -76,12 +76,12 @@ async def open_manager(
         config,
         progress,
         ChatSchedulerLoop.front,
-        partial(import_chat_scheduler, config),
+        partial(import_chat_scheduler, config.rollout, config.engine.start_timeout),
         lambda chat_scheduler, manager: ChatBackend(
             config,
             manager.scheduler,
             chat_scheduler,
-            engine_admission(config, manager.scheduler),
+            engine_admission(limits_of(config), manager.scheduler),
         ),
         hosts,
         ChatHost,

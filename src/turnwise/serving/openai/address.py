@@ -1,11 +1,8 @@
 """A server's address and key: its socket, its address for others, what clients must send."""
 
-import os
 import socket
 from contextlib import suppress
 
-from turnwise.config import Config
-from turnwise.config.serving import ServingConfig
 from turnwise.errors import InputError
 
 QUEUE = 2_048  # maximum number of connections waiting to be accepted
@@ -51,13 +48,3 @@ def reachable(host: str) -> str:
     with suppress(OSError):
         return str(socket.getaddrinfo(socket.gethostname(), None, family)[0][4][0])
     return "::1" if ":" in host else "127.0.0.1"
-
-
-def api_key(serving: ServingConfig) -> str | None:
-    """Return the key that clients must send (`serving.api_key` or TURNWISE_API_KEY), or None."""
-    return serving.api_key or os.environ.get("TURNWISE_API_KEY") or None  # it may be empty
-
-
-def with_api_key(config: Config) -> Config:
-    """Return the configuration for servers on any node, where the environment is not known."""
-    return config.changed({"serving": {"api_key": api_key(config.serving)}})

@@ -45,9 +45,7 @@ def check(count: JsonCount, megabytes: int) -> None:
                 "serving.max_body_mb",
             )
     if count.depth > MAX_DEPTH:
-        raise HTTPException(
-            400, f"the body has a value inside more than {MAX_DEPTH} objects and lists"
-        )
+        raise HTTPException(400, f"the body is nested more than {MAX_DEPTH} objects and lists deep")
 
 
 class Tree(NamedTuple):

@@ -6,10 +6,10 @@ from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from functools import partial
 
-from turnwise.config import Config
-from turnwise.engine.adapters import POLICY, EngineAdapters
+from turnwise.config import SamplingConfig
+from turnwise.core.json_types import JsonObject
+from turnwise.engine.adapters import POLICY
 from turnwise.engine.protocol import STREAM_INTERVAL, Chunk, Generator, Request, Route, unbroken
-from turnwise.engine.vllm_start import engine_arguments
 from turnwise.internals import vllm_server as vllm
 from turnwise.serving.openai.chat_service import ChatService
 from turnwise.serving.openai.choices import engine_outputs
@@ -26,18 +26,18 @@ class EngineClient:
     tasks = ("generate",)
     service: ChatService
 
-    def __init__(self, config: Config, generator: Generator) -> None:
-        adapters = EngineAdapters.of(config)
-        arguments = engine_arguments(config.model, config.engine, config.deterministic, adapters)
-        arguments["generation_config"] = "vllm"  # only our defaults
-        self.vllm_config = vllm.AsyncEngineArgs(**arguments).create_engine_config()
+    def __init__(
+        self, arguments: JsonObject, sampling: SamplingConfig, generator: Generator
+    ) -> None:
+        only_ours = arguments | {"generation_config": "vllm"}  # no defaults of the model's files
+        self.vllm_config = vllm.AsyncEngineArgs(**only_ours).create_engine_config()
         self.model_config = self.vllm_config.model_config
         self.renderer = vllm.renderer_from_config(self.vllm_config)
         self.input_processor = vllm.InputProcessor(self.vllm_config, self.renderer)
         self.errored, self.is_running, self.dead_error = False, True, vllm.EngineDeadError()
         self._outputs = vllm.OutputProcessor(self.renderer.tokenizer, log_stats=False)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._sampling = config.sampling
+        self._sampling = sampling
         self._generator = generator
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:

@@ -87,7 +87,7 @@ class EngineMetrics:
 
 def answered(by_worker: Mapping[str, bool]) -> Metric:
     """Return `turnwise_worker_metrics`: 0 for each worker whose metrics are missing."""
-    meaning = "1 if its engine's metrics are included"
+    meaning = "1 if the metrics of the worker's engine are included, 0 if they are missing"
     return family("turnwise_worker_metrics", meaning, by_worker, "worker")
 
 

@@ -317,7 +317,9 @@ class Gate:
         if origin is None or allowed or urlsplit(origin).netloc == headers.get("host"):
             return
         raise HTTPException(
-            403, f"pages of {origin} may not do this: send JSON, or see serving.cors_origins"
+            403,
+            f"pages of {origin} may not send this request: send JSON, or name the origin in "
+            "serving.cors_origins",
         )
 
     def _open(self, scope: Scope, headers: Headers) -> bool:

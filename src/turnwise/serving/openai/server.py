@@ -33,7 +33,7 @@ from turnwise.core.optional import Foreign
 from turnwise.core.user_code import call_user_code
 from turnwise.engine.protocol import Generator
 from turnwise.errors import InputError, TurnwiseError
-from turnwise.serving.openai.address import QUEUE, api_key, listen, reachable
+from turnwise.serving.openai.address import QUEUE, listen, reachable
 from turnwise.serving.openai.bodies import read_once
 from turnwise.serving.openai.errors import answer_error
 from turnwise.serving.openai.metrics import EngineMetrics, metrics_text
@@ -106,7 +106,7 @@ class OpenAIServer:
         serving = self._config.serving
         self._listening = listening = listen(serving.host, self._port, serving.ports)
         host, port = listening.getsockname()[:2]
-        if api_key(self._config.serving) is None and not ipaddress.ip_address(host).is_loopback:
+        if self._config.serving.key is None and not ipaddress.ip_address(host).is_loopback:
             logger.warning(
                 "the OpenAI server at %s:%d is open to everybody who can reach this address: set "
                 "serving.api_key, or leave serving.host at 127.0.0.1",
@@ -169,7 +169,7 @@ class OpenAIServer:
 
     async def application(self) -> ASGIApp:
         """Return the ASGI application with its layers."""
-        serving, key = self._config.serving, api_key(self._config.serving)
+        serving, key = self._config.serving, self._config.serving.key
         # model.path is also a name, unless another was configured
         names = [self.model_name, *([] if serving.served_model_name else [self._config.model.path])]
         app = await build(self._config, self._generator, self.sessions, names)
@@ -347,7 +347,7 @@ async def list_sessions(
     try:
         place = None if after is None else (float(created), name)
     except ValueError:
-        raise HTTPException(400, "after must be the next of the page before") from None
+        raise HTTPException(400, "after must be the value of next on the page before") from None
     listed = server.sessions.page(place, limit + 1)
     if server.processes is not None:
         listed += await server.processes.list_sessions(place, limit + 1)

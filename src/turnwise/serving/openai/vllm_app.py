@@ -20,7 +20,9 @@ from turnwise.config import Config
 from turnwise.core.gguf import resolve_model, resolve_tokenizer
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
+from turnwise.engine.adapters import EngineAdapters
 from turnwise.engine.protocol import Generator
+from turnwise.engine.vllm_start import engine_arguments
 from turnwise.errors import InputError
 from turnwise.internals import vllm_server as vllm
 from turnwise.serving.openai.chat_service import ChatService
@@ -78,7 +80,9 @@ async def build(
     # vLLM writes its default, 16, into requests, where it looks like a client's choice.
     vllm.CompletionRequest.model_fields["max_tokens"].default = None
     try:
-        client = EngineClient(config, generator)
+        adapters = EngineAdapters.of(config)
+        engine = engine_arguments(config.model, config.engine, config.deterministic, adapters)
+        client = EngineClient(engine, config.sampling, generator)
         root = logging.getLogger()
         level, handlers = root.level, [(handler, handler.level) for handler in root.handlers]
         try:
