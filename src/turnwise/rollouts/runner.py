@@ -341,8 +341,8 @@ class Runner:
         stage = self._stages.get(problem.environment)
         if stage is None:  # as problems of programs have none in a run with several environments
             raise InputError(
-                f"{problem.id} names none of the environments ({', '.join(self._stages)}), and only "
-                "train, eval and rollout choose among several: set environment for a single one"
+                f"{problem.id} names none of the environments ({', '.join(self._stages)}), and "
+                "only train, eval and rollout choose among several: set environment for one"
             )
         return stage
 

@@ -309,7 +309,7 @@ def _sizes(args: GRPOConfig, rows: int | None) -> tuple[int, int, int, int, int]
     # Several passes over a batch of completions, or several batches, may make one update.
     batches, passes = max(1, repeated // args.num_iterations), args.num_iterations
     epochs, rest = divmod(passes * batches, repeated)
-    why = f"it must divide the {repeated} batches of completions of an update, or be divisible by them"
+    why = f"it must divide, or be divisible by, the {repeated} batches of an update"
     check(rest == 0, "num_iterations", passes, why)
     samples = per_device * given * batches
     check(n > 1, "num_generations", n, "a group needs at least 2")
