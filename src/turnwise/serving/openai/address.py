@@ -1,4 +1,4 @@
-"""A server's address and key: its socket, its address for others, what clients must send."""
+"""A server's address and key: its socket, its address for other machines, and its API key."""
 
 import os
 import socket
@@ -59,5 +59,5 @@ def api_key(serving: ServingConfig) -> str | None:
 
 
 def with_api_key(config: Config) -> Config:
-    """Return the configuration for servers on any node, where the environment is not known."""
+    """Return the configuration with the key, for servers on nodes without this environment."""
     return config.changed({"serving": {"api_key": api_key(config.serving)}})
