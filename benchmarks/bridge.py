@@ -25,7 +25,7 @@ NEW_TOKENS = 200
 
 
 def conversation(template: ChatTemplate, tokens: int) -> list[dict[str, Any]]:
-    """Return turns of a user and an assistant whose rendering has about so many tokens."""
+    """Return turns of a user and an assistant, whose rendering has about `tokens` tokens."""
     pair = [
         {"role": "user", "content": text_of(template, 150, "Please work out 12 plus 345")},
         {"role": "assistant", "content": text_of(template, 150, "The answer is 357")},
@@ -35,7 +35,7 @@ def conversation(template: ChatTemplate, tokens: int) -> list[dict[str, Any]]:
 
 
 def text_of(template: ChatTemplate, tokens: int, words: str) -> str:
-    """Repeat `words` to about so many tokens."""
+    """Repeat `words` until the text has about `tokens` tokens."""
     return " ".join([words] * (tokens // len(template.encode(" " + words)) + 1))
 
 
@@ -84,7 +84,7 @@ def main() -> None:
 
         def rendered() -> list[int]:
             text = template.render_text([*messages, turn, *results])  # noqa: B023
-            return list(backend.encode(text, add_special_tokens=False).ids)  # no cache of ours
+            return list(backend.encode(text, add_special_tokens=False).ids)  # without our caches
 
         assert bridged().token_ids == rendered(), "the bridge and the template differ"
         bridges.append(microseconds(bridged, repeats))

@@ -1,8 +1,9 @@
 """Two results of `make bench` side by side: `python -m benchmarks.compare BEFORE AFTER`.
 
-Rows are matched by claim, unit and counterpart. A row is judged by its ratio, where it has one, or
-by its own value, and only if it has a goal, which tells the better direction. It is worse if the
-ranges of its rounds do not overlap. Exits with 1 if a row is.
+Rows are matched by claim, unit and counterpart. A row is judged by its ratio, or by its own value
+if it has no ratio; and only if it has a goal, which gives the better direction. It is worse if it
+moved in the other direction and the ranges of its rounds do not overlap. Exits with 1 if any row is
+worse.
 """
 
 import argparse

@@ -1,22 +1,22 @@
 """A fleet beyond any machine here: `python -m benchmarks.fleet [--quick]`.
 
 200,000 sessions on 4,096 simulated engines, from 64 rollout processes, 16 sessions for each engine
-at a time. A session has 5 to 99 turns, half of them up to 29, as recorded from coding agents
-(`TURNS`), of 32 tokens each; its prompt grows with them, and between two a tool takes 10 ms or
-200 ms. Groups have 8 sessions.
+at a time. A session has 5 to 99 turns of 32 tokens each; half of the sessions have up to 29 turns,
+as recorded from coding agents (`TURNS`). The prompt grows with each turn, and between two turns a
+tool takes 10 ms or 200 ms. Groups have 8 sessions.
 
-What is real: the driver's loop over groups, its choice of a process and what processes report to
-it, the processes' slots and schedulers. What is not: Ray, and engines, which are those of
-`benchmarks.scale` without tokens, on a virtual clock. The fleet is simulated in as many parts as
-`--parts` says, side by side in processes of this machine, each with its share of engines, rollout
-processes and sessions: nothing but the driver's choice of a process passes between them. A perfect
-balancer is one engine with the speed and the cache of all of a part.
+Real parts: the driver's loop over groups, its choice of a process, the processes' reports to it,
+and the processes' slots and schedulers. Ray is left out. The engines of `benchmarks.scale` are
+simulated without tokens, on a virtual clock. The fleet is divided into `--parts` parts, which are
+simulated side by side in processes of this machine. Each part has its share of engines, rollout
+processes and sessions: only the driver's choice of a process would connect them. A perfect
+balancer is one engine with the speed and the cache of all engines of a part.
 
 Then the driver alone, in real time: it receives groups with whole trajectories, pickled as Ray
-would send them, and writes them to the file of `turnwise rollout`; and the reports of processes,
-four a second from each. Its processor time of a turn, and the share of a core that reports take,
-say how many turns a second one driver can take, and so how short a turn may be on such a fleet.
-`benchmarks.processes` has the time of Ray.
+would send them, and writes them to the file of `turnwise rollout`; it also receives the reports of
+processes, four a second from each. The driver's processor time per turn, and the share of a core
+that reports take, give the turns per second that one driver can take, and so the shortest turn on
+such a fleet. `benchmarks.processes` measures the time of Ray.
 """
 
 import argparse
@@ -62,23 +62,24 @@ from turnwise.trajectory import Outcome as Judged
 from turnwise.trajectory import Prompt, Trajectory
 
 TURNS = ((0.0, 5), (0.5, 29), (0.9, 56), (0.99, 85), (1.0, 99))
-"""Quantiles of a session's turns; between two of them any number is as likely."""
+"""Quantiles of a session's number of turns; between two quantiles the numbers are uniform."""
 PROMPT, ANSWER, RESULT = 100, 32, 16
 """Tokens of a first prompt, an answer, and a tool's result."""
 SAMPLING = SamplingConfig(max_tokens=ANSWER)
 LONGEST_TURN = 10.0
-"""Goal, in seconds with its tool: turns of a few hundred tokens on a GPU take about this long."""
+"""Goal for the shortest turn, tool included, in seconds: turns of a few hundred tokens on a GPU
+take about this long."""
 _IDS, _LOGPROBS = [1] * ANSWER, [-1.0] * ANSWER
 
 
 class TokenlessEngine(SimulatedEngine):
-    """One whose tokens are all alike, and that caches prompts by session and group: the ids of
-    millions are neither made nor read."""
+    """A simulated engine whose tokens are all alike, and that caches prompts by session and group,
+    so that the ids of millions of turns are neither made nor read."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self._known: OrderedDict[str, int] = OrderedDict()
-        """Tokens of each session and group, the last used at the end."""
+        """Cached tokens of each session and group, the most recently used last."""
         self._room = self._cache_blocks * BLOCK
 
     def _sample(
@@ -103,7 +104,7 @@ class TokenlessEngine(SimulatedEngine):
 
 @dataclass
 class Part:
-    """One part of the fleet, of `of` parts."""
+    """Part number `part` of the `of` parts of the fleet; the other numbers are the whole fleet's."""
 
     engines: int
     processes: int
@@ -131,7 +132,7 @@ class Outcome:
     memory: int
     """Peak bytes of the process so far."""
     events: Counter[str]
-    """Those of all schedulers, as the driver knows them."""
+    """Events of all schedulers, as the driver counts them."""
 
 
 def turns_of(quantile: float) -> int:
@@ -167,7 +168,7 @@ async def play_group(generator: Generator, admission: Admission, seed: int, numb
 async def open_sessions(
     seed: int, config: Config, scheduler: Scheduler
 ) -> AsyncIterator[GroupRunner]:
-    """Yield what runs groups in a rollout process: sessions in place of trajectories."""
+    """Yield a runner of groups for a rollout process; it plays sessions in place of trajectories."""
     admission = Admission(limits_of(config))
 
     async def run_group(
@@ -205,7 +206,7 @@ class Here:
 
 
 class HereHandle(ActorHandle):
-    """Handle of such an object, which Ray cannot kill."""
+    """Handle of an object of this process, which Ray cannot kill."""
 
     def kill(self) -> None:
         pass
@@ -282,7 +283,7 @@ def simulate(part: Part) -> Outcome:
 
 
 def balance_perfectly(part: Part) -> Outcome:
-    """Play a part's sessions on one engine as fast as all of them."""
+    """Play a part's sessions on one engine that is as fast as all engines of the part."""
     began = time.process_time()
 
     async def work() -> Outcome:
@@ -295,7 +296,7 @@ def balance_perfectly(part: Part) -> Outcome:
 
 
 def play_part(part: Part) -> tuple[Outcome, Outcome]:
-    gc.disable()  # which would mostly walk through the simulation's own objects
+    gc.disable()  # it would mostly walk through the simulation's own objects
     return simulate(part), balance_perfectly(part)
 
 
@@ -342,8 +343,8 @@ def recorded_group(seed: int) -> tuple[bytes, int]:
 async def measure_driver(
     engines: int, processes: int, groups: int, seconds: float, folder: Path
 ) -> tuple[float, float]:
-    """Return the driver's processor time of a turn without reports, and the share of a core that
-    these take; both in seconds."""
+    """Return the driver's processor time of a turn without reports, in seconds, and the share of a
+    core that the reports take."""
     config = configuration(processes, PER_ENGINE * engines, str(folder))
     scheduler = schedule(make_engines(engines))
     known = [recorded_group(seed) for seed in range(16)]

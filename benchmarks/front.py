@@ -2,15 +2,15 @@
 
 `turnwise serve` and vLLM's own API server hold the demo's model in engines with the same arguments,
 each in processes of its own. Both get the same chat requests in turn, 64 at a time: a question with
-the calculator's tool, which 24 tokens answer. Counted are all processes but the engines': HTTP,
+the calculator's tool, and an answer of 24 tokens. All processes except the engines count: HTTP,
 chat template, tokenizer and tool parser in both; sessions, scheduler, the worker's actor and Ray in
 Turnwise's, which keeps the exact trajectory of each session. A second row gives both servers the
 same requests with a JSON schema, and counts the time until all are answered.
 
 Then both get a seeded agentic load in turn (`benchmarks.agentic`): sessions of several turns with
 tools that take a while, streamed and not, by one client with the same seeds. The engines sample
-greedily, so that histories are mostly equal: the note has the share of the sessions in which all
-messages were.
+greedily, so that histories are mostly equal. The note has the share of sessions in which all
+messages were equal.
 """
 
 import asyncio
@@ -68,25 +68,25 @@ async def ask(
 
 
 def spent(base_url: str, pid: int, model: Path, questions: list[str], tag: str) -> float:
-    """Return the processor time of a request in milliseconds, without the engine's."""
+    """Return the processor time of a request in milliseconds, without the engine process."""
     before = cpu_seconds(pid)["others"]
     asyncio.run(ask(base_url, model, questions, tag, CALLING))
     return (cpu_seconds(pid)["others"] - before) / len(questions) * 1e3
 
 
 def waited(base_url: str, pid: int, model: Path, questions: list[str], tag: str) -> float:
-    """Return the time of a request with a JSON schema in milliseconds, of many at once."""
+    """Return the wall time of many concurrent requests with a JSON schema, in ms per request."""
     begun = time.perf_counter()
     asyncio.run(ask(base_url, model, questions, tag, STRUCTURED))
     return (time.perf_counter() - begun) / len(questions) * 1e3
 
 
 Runs = dict[bool, tuple[list[Measured], list[Measured]]]
-"""Those of both servers, round by round, streamed or not."""
+"""Runs of the load on Turnwise's server and on vLLM's, round by round, by whether streamed."""
 
 
 def agentic(servers: Sequence[tuple[str, int]], model: Path, rounds: int, sessions: int) -> Runs:
-    """Send the agentic load to both servers in turn, which other requests have warmed up."""
+    """Send the agentic load to both servers in turn; earlier requests have warmed them up."""
     runs: Runs = {False: ([], []), True: ([], [])}
     seed = time.time_ns() % 1_000_000
     for number in range(rounds):
@@ -165,7 +165,7 @@ def main() -> None:
 
 
 def claim(name: str, ours: list[float], theirs: list[float], at_most: float) -> Claim:
-    """Return the claim of all rounds but the first, which warms up."""
+    """Return the claim of all rounds except the first, which warms up."""
     ours, theirs = ours[1:], theirs[1:]
     ratios = quotients(ours, theirs)
     return Claim(name, "ms", ours, "vLLM's API server", theirs, ratios, at_most=at_most)

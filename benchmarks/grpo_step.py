@@ -12,9 +12,9 @@ With the long tail Turnwise runs one step ahead (training.max_staleness 1); with
 would gain nothing.
 
 Rewards are compared with the tool that answers at once: both train on the same problems in as many
-steps, each problem once. A problem's mean reward is one value, the ratio is that of the means over
-all problems, and its standard error comes from the differences problem by problem. With so
-few samples, the goal is that Turnwise is not worse by more than two of these errors.
+steps, each problem once. Each problem gives one value, its mean reward. The ratio compares the
+means over all problems, and its standard error comes from the differences problem by problem. With
+so few samples, the goal is that Turnwise is not worse by more than two standard errors.
 """
 
 import asyncio
@@ -42,10 +42,10 @@ EXAMPLE = ROOT / "examples" / "calculator"
 PROMPTS, GROUP = 8, 8
 MAX_TOKENS, MAX_TURNS = 64, 6
 SEQUENCE = 256
-"""Most tokens of a whole rollout for TRL, after its prompt."""
+"""Maximum tokens of a whole rollout for TRL, after its prompt."""
 LEARNING_RATE = 0.0003
 PHASES = {"idle": "rollouts", "train": "training", "weights": "weights"}
-"""What a step of Turnwise waits for, by its name in the metrics."""
+"""Phases that a step of Turnwise waits for, by their names in the metrics."""
 DEADLINE = 1200.0
 """Deadline of one run, in seconds."""
 
@@ -81,17 +81,17 @@ class SlowCalculator(Calculator):
 
 @dataclass
 class Run:
-    """A short run: seconds by step, mean reward by question, and how long the rollouts are."""
+    """A short run: seconds by step, mean reward by question, and mean length of the rollouts."""
 
     seconds: list[float]
     rewards: dict[str, float]
     tokens: float
     """Mean number of a rollout's tokens after its prompt."""
     phases: dict[str, float] = field(default_factory=dict)
-    """Median seconds of what Turnwise's steps but the first wait for."""
+    """Median seconds of each phase that Turnwise's steps wait for, without the first step."""
 
     def note(self, other: "Run") -> str:
-        """Return where the time of a step goes, and what both sides sampled."""
+        """Return the parts of a step's time, and the tokens and rewards of both sides."""
         rest = statistics.median(self.seconds[1:]) - sum(self.phases.values())
         parts = {**self.phases, "the rest": rest}
         tokens, theirs = digits(self.tokens), digits(other.tokens)
@@ -206,7 +206,7 @@ def step_claim(
 
 
 def reward_claim(ours: dict[str, float], theirs: dict[str, float]) -> Claim:
-    """Return the claims about the rewards of the problems that both trained on."""
+    """Return the claim about the rewards of the problems that both trained on."""
     pairs = [(reward, theirs[question]) for question, reward in ours.items()]
     mine, other = (statistics.mean(side) for side in zip(*pairs, strict=True))
     base = max(other, 1e-9)

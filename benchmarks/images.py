@@ -1,12 +1,12 @@
-"""Images beside text of the same length: `python -m benchmarks.images [--quick]`.
+"""Images compared with text of the same length: `python -m benchmarks.images [--quick]`.
 
-A random Qwen2.5-VL of 3.3 M parameters, a tenth of them in the part that reads images. Games of 3
-turns of 24 tokens, in groups of 8: with the question, and after the first two answers, comes a
-picture of 112 x 112 pixels, which is 16 ids; or, in the engine of text (engine.images_per_prompt
-0), as many ids of text. Both engines have the same weights, prompts of the same lengths, and take
-turns; every round has new pictures. The trainer takes an optimizer step on what was
-sampled, by its default layout; its memory is the rise of a process's peak above its size before the
-model was loaded. The memory of an engine is the peak of its process.
+A random Qwen2.5-VL of 3.3 M parameters, a tenth of them in the part that reads images. Games have 3
+turns of 24 tokens, in groups of 8. The question, and each message after the first two answers, has
+a picture of 112 x 112 pixels, which is 16 ids. In the text engine (engine.images_per_prompt 0) it
+has as many ids of text. Both engines have the same weights, prompts of the same lengths, and take
+turns; every round has new pictures. The trainer takes optimizer steps on the sampled trajectories,
+in its default layout. Its memory is the rise of a process's peak above its size before the model
+was loaded. The memory of an engine is the peak of its process.
 """
 
 import asyncio
@@ -73,7 +73,7 @@ class Album:
 
 
 class FixedTurns:
-    """The loop of a random model: each answer ends at its length, and the game goes on."""
+    """The loop of a random model: each answer ends at its maximum length, and the game goes on."""
 
     async def run(self, environment: Environment, context: RolloutContext) -> None:
         trajectory = context.trajectory
@@ -93,7 +93,7 @@ class FixedTurns:
 
 
 def make_problems(count: int, kind: str) -> list[Problem]:
-    """Return games that no earlier round had."""
+    """Return problems with games that no earlier round had."""
 
     def shown() -> bytes | str:
         if kind == "text":  # the tokenizer has an id for each digit, and one for the space
@@ -155,7 +155,7 @@ class Player:
 
 
 def processor_seconds() -> float:
-    """Return the processor time so far of this process and of all that it started."""
+    """Return the processor time so far of this process and of all its descendants."""
     here = psutil.Process(os.getpid())
     times = [each.cpu_times() for each in (here, *here.children(recursive=True))]
     return sum(each.user + each.system for each in times)
@@ -174,7 +174,7 @@ def peak_mib(pids: set[int]) -> float:
 
 def train(config: Config, groups: Sequence[Group], reply: Connection) -> None:
     """Take optimizer steps on the same samples; sends the tokens per second, the bytes of memory
-    and the mean length of a sample."""
+    and the mean length of a sample in tokens."""
     import torch
 
     torch.set_num_threads(2)

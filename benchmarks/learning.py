@@ -1,23 +1,24 @@
-"""Time in which the demo's model learns: `python -m benchmarks.learning [--quick]`, and
-`--corrections [NAME ...]`: its accuracy ahead of the trainer, with each correction.
+"""Time in which the demo's model learns: `python -m benchmarks.learning [--quick]`; and with
+`--corrections [NAME ...]`, its accuracy if rollouts run ahead, for each correction.
 
 The demo's model, problems and configuration, with a tool whose calls take 10 ms, 200 ms (15 %) or
 2 s (5 %). Rollouts wait for the trainer (in step), or run up to 1 or 4 steps ahead of it. Each
 round has a seed, and problems, of its own.
 
-A step is 256 trajectories and two optimizer steps, on one half of them after the other; the engines
-get the weights after the second.
+A step is 256 trajectories and two optimizer steps, each on one half of them; the engines get the
+weights after the second optimizer step.
 
-A run has learned once the mean reward of a step's 256 trajectories reaches 0.9. Its problems are
-new to it, and sampled at temperature 1. The time is that of all steps until then, without start and
-evaluation. Held-out accuracy is measured after the last step.
+A run has learned once the mean reward of a step's 256 trajectories reaches 0.9. The step's problems
+are new to the model, and sampled at temperature 1. The time is the sum of all steps until then,
+without start and evaluation. Held-out accuracy is measured after the last step.
 
-TRL's `GRPOTrainer` gets the same model, problems, samples a step and loss, with the same tool. It
-is stopped after 4.5 times the time of Turnwise in step, which decides the goal; its time is then
-at least that. One TRL step takes minutes, because its tools are called one after the other.
+TRL's `GRPOTrainer` gets the same model, problems, samples per step and loss, with the same tool. It
+is stopped after 4.5 times the time of Turnwise in step, which is enough to decide the goal; TRL's
+time is then at least that long. One TRL step takes minutes, because its tools are called one after
+the other.
 
-With `--corrections`, each of `CORRECTIONS`, or each that is named, trains 2 and 4 steps ahead
-(`--ahead`), with the seeds of the runs in step that it is compared with. There is no TRL.
+With `--corrections`, each of `CORRECTIONS`, or each named correction, trains 2 and 4 steps ahead
+(`--ahead`). It is compared with runs in step that have the same seeds; TRL does not run.
 """
 
 import json
@@ -43,11 +44,11 @@ TARGET = 0.9
 PROMPTS, UPDATES = 32, 2
 """Groups and optimizer steps of a step, as the demo has them."""
 PATIENCE = 4.5
-"""Times of Turnwise's time after which TRL is stopped."""
+"""Multiple of Turnwise's time after which TRL is stopped."""
 DEADLINE = 900.0
 AHEAD_CORRECTED = (2, 4)
 KEPT = 0.97
-"""Goal for the accuracy ahead with the best correction, as a share of that in step."""
+"""Goal for the accuracy ahead with the best correction, as a share of the accuracy in step."""
 CORRECTIONS: dict[str, tuple[str, ...]] = {
     "none": (),
     **{
@@ -56,7 +57,7 @@ CORRECTIONS: dict[str, tuple[str, ...]] = {
             *("token_tis", "sequence_tis", "geometric_tis", "mask", "icepop", "sequence_mask"),
         )
     },
-    # The geometric mean of stale tokens leaves the bounds that are meant for the engine's rounding.
+    # Stale tokens' geometric mean leaves the default bounds, meant for the engine's rounding.
     "geometric_mask": ("algorithm.correction={name: geometric_mask, low: 0.9, high: 1.1}",),
     "dppo_tv": ("algorithm.loss={name: dppo, divergence: tv}",),
     "dppo_kl": ("algorithm.loss={name: dppo, divergence: kl}",),
@@ -81,7 +82,7 @@ class Run:
 
     @property
     def learned(self) -> float:
-        """Seconds until a step's mean reward is the target; infinite if none is."""
+        """Seconds until a step's mean reward reaches the target; infinite if none does."""
         spent = 0.0
         for seconds, reward in zip(self.seconds, self.rewards, strict=True):
             spent += seconds
@@ -138,10 +139,10 @@ def turnwise(
 def trl(data: Path, limit: float, seed: int, prompts: int) -> Run:
     """Train with TRL until the target is reached or the time is over.
 
-    The time of a step that did not end is counted, too, with a reward of 0.
+    The time of an unfinished step also counts, with a reward of 0.
 
     Raises:
-        RuntimeError: when it ends by itself before.
+        RuntimeError: when TRL ends by itself before.
     """
     command = [
         *(sys.executable, "-m", "benchmarks.peers.trl_grpo", "--model", str(data / "model")),
@@ -179,7 +180,7 @@ def trl(data: Path, limit: float, seed: int, prompts: int) -> Run:
 
 
 def claims_of(runs: dict[int, list[Run]], steps: int, other: Run | None) -> list[Claim]:
-    """Return the claims about all rounds of Turnwise, and TRL's run beside the first one."""
+    """Return the claims about all rounds of Turnwise, and about TRL's run of the first round."""
     tools = "long-tailed tools"
     in_step = [run.learned for run in runs[0]]
     claims = []

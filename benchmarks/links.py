@@ -38,7 +38,7 @@ def run(*commands: str) -> None:
 
 @contextmanager
 def link() -> Iterator[None]:
-    """Have a namespace with a virtual cable to it."""
+    """Make a network namespace with a virtual cable to it, and remove both at the end."""
     inside = f"ip netns exec {NAMESPACE}"
     try:
         run(
@@ -78,7 +78,7 @@ def receive_inside(tasks: Connection, shapes: list[tuple[str, int]]) -> None:
 
 
 def measure(tensors: Named, child: Connection, port: int, repeats: int, delta: bool) -> float:
-    """Return the median seconds of updates, of which the first two are not counted."""
+    """Return the median seconds of updates; the first two do not count."""
     sender = make_sender("collective", tensors, torch.bfloat16, timeout=SECONDS)
     sender = with_deltas(sender) if delta else sender
     child.send((HOST, port))

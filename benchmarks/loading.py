@@ -3,9 +3,9 @@
 Four ranks, each a process, share a random model of 430 MB in float32 over gloo. Each reads its
 shard from the model's files, publishes the weights (transport `disk`, which gathers whole tensors
 one by one), and exports the model. The figure of each phase is the rise of a process's resident
-set, at its peak, above its size before the model was loaded, divided by the size of its shard; that
-of the rank with the highest one. The counterpart is Transformers' `from_pretrained` in one process,
-which each rank would need before it keeps its shard.
+set, at its peak, above its size before the model was loaded, divided by the size of a shard; the
+highest rank counts. The counterpart is Transformers' `from_pretrained` in one process, which each
+rank would otherwise need before it keeps only its shard.
 """
 
 import multiprocessing
@@ -28,12 +28,12 @@ from turnwise.config import Config, parse_config
 RANKS = 4
 LAYERS, QUICK_LAYERS = 20, 2
 GOALS = {"load": 1.5, "publish": 1.5, "export": 1.5}
-"""Largest peak of each phase, in shards: at most one whole tensor is gathered at a time."""
+"""Maximum peak of each phase, in shards: at most one whole tensor is gathered at a time."""
 SECONDS = 300.0
 
 
 def make_model(layers: int, folder: Path) -> Path:
-    """Save a random Qwen3 whose largest tensor is a small part of it."""
+    """Save a random Qwen3 whose largest tensor is a small part of the model."""
     tokenizer = build_tokenizer(0)
     shape = Qwen3Config(
         vocab_size=8192,
@@ -64,7 +64,7 @@ def configuration(path: Path, folder: Path) -> Config:
 
 
 def peak_of(step: Callable[[], object], base: int) -> int:
-    """Return the bytes by which this process's peak is above `base` in a step."""
+    """Return the bytes by which this process's peak memory exceeds `base` during a step."""
     Path("/proc/self/clear_refs").write_text("5")
     step()
     return resident("VmHWM") - base
@@ -77,7 +77,7 @@ def resident(field: str) -> int:
 
 
 def rank(number: int, path: Path, folder: Path, reply: Connection) -> None:
-    """Be one rank; send the peak of each phase, and the bytes of the shard."""
+    """Run one rank; send the peak of each phase, and the bytes of the shard."""
     from turnwise.training.export import export_model
     from turnwise.training.loading import distribute, load_model, path_of
     from turnwise.training.model import Scorer
@@ -124,7 +124,7 @@ def whole(path: Path, reply: Connection) -> None:
 
 
 def in_processes(tasks: list[Any]) -> list[list[Any]]:
-    """Run functions, each in a process of its own; returns all that each one sent."""
+    """Run functions, each in a process of its own; return the list of objects that each sent."""
     context = multiprocessing.get_context("spawn")
     started = []
     for function, *arguments in tasks:

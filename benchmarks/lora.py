@@ -1,17 +1,17 @@
 """LoRA against full training and TRL with PEFT: `python -m benchmarks.lora [--quick]`.
 
-The same work for all: steps of GRPO on a random model of 100 M parameters, 2 prompts of 8 rollouts
+All do the same work: steps of GRPO on a random model of 100 M parameters, 2 prompts of 8 rollouts
 of 64 tokens a step, adapters of rank 16 in all linear layers, float32, two threads. Rewards are the
 parity of an answer's length, since a random model solves nothing. Turnwise is `turnwise train`, TRL
 its `GRPOTrainer` with `peft_config` (generation by Transformers: its vLLM mode needs a GPU). They
 run one at a time; the first step of each warms up and is not counted.
 
-Memory is the peak of the trainer's process: for Turnwise that of its rank, with the two buffers of
-the weights in shared memory, whose engine is another process; for TRL that of the process which
-also generates. Micro-batches are small (512 tokens, or 2 rows), or activations would hide what
-adapters save. The pause of an update is the time
-from the trainer's publishing to the engine's check, `weight_update_seconds` in metrics.jsonl; an
-adapter (`weights.lora: adapter`) is loaded in that time while requests go on.
+Memory is the peak of the trainer's process. For Turnwise this is the rank, with the two buffers of
+the weights in shared memory; its engine is another process. For TRL it is the process that also
+generates. Micro-batches are small (512 tokens, or 2 rows), because activations would otherwise hide
+the memory that adapters save. The pause of an update is the time from the trainer's publishing to
+the engine's check, `weight_update_seconds` in metrics.jsonl; an adapter (`weights.lora: adapter`)
+is loaded in that time while requests go on.
 """
 
 import json
@@ -35,7 +35,7 @@ ROOT = Path(__file__).parent.parent
 CONFIG = ROOT / "examples" / "calculator" / "config.yaml"
 RANK, GROUP, TOKENS = 16, 8, 64
 MICRO_TOKENS, MICRO_ROWS = 512, 2
-"""Sizes of a micro-batch: small, so that activations do not hide what adapters save."""
+"""Tokens or rows of a micro-batch: few, so that activations do not hide the saved memory."""
 DEADLINE = 500.0
 
 
@@ -53,7 +53,8 @@ class Parity(Calculator):
 
 @dataclass
 class Run:
-    """Values of the counted steps, and of the whole run."""
+    """Seconds, tokens per second and seconds of an update by counted step; memory and trained
+    parameters of the run."""
 
     seconds: list[float]
     rollout_tokens: list[float]

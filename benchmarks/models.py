@@ -20,17 +20,17 @@ SHAPES = {
 }
 """Model shapes by their approximate parameters, without the embeddings for the smallest."""
 PAUSES = {"instant": ((1.0, 0.0),), "long-tailed": ((0.8, 0.01), (0.15, 0.2), (0.05, 2.0))}
-"""Shares of the calls of a tool with a long tail, and their seconds."""
+"""Kinds of tools: each has shares of its calls, with the seconds that such calls take."""
 
 
 def pause(tools: str) -> float:
-    """Draw the seconds of one call of such a tool."""
+    """Draw the seconds of one call of a tool of this kind."""
     shares, seconds = zip(*PAUSES[tools], strict=True)
     return float(random.choices(seconds, shares)[0])
 
 
 def as_in_a_worker() -> None:
-    """Give engines that this process starts the environment of those in Turnwise's workers."""
+    """Give engines that this process starts the environment variables of Turnwise's workers."""
     os.environ.update(
         OMP_NUM_THREADS="1",
         VLLM_CPU_OMP_THREADS_BIND="nobind",
@@ -41,7 +41,8 @@ def as_in_a_worker() -> None:
 
 
 def cpu_seconds(pid: int) -> dict[str, float]:
-    """Return the processor time so far of vLLM's engine processes, and of all others here."""
+    """Return the processor time so far of a process and its descendants, in seconds: of vLLM's
+    engine processes, and of all others."""
     spent = {"engine": 0.0, "others": 0.0}
     process = psutil.Process(pid)
     for each in (process, *process.children(recursive=True)):
@@ -76,7 +77,7 @@ def make_model(size: str, folder: Path) -> Path:
 
 
 def demo_files() -> Path:
-    """Return the demo's folder of model and problems; make it where it is missing."""
+    """Return the demo's folder of model and problems; make it if it is missing."""
     if not (BUILD / "model" / "config.json").exists():
         prepare(BUILD)
     return BUILD

@@ -1,14 +1,14 @@
 """Rollouts and sessions in two processes against one: `python -m benchmarks.processes [--quick]`.
 
 The trajectories of `benchmarks.rollouts` (3 turns of 24 tokens, in groups of 8, tools that answer
-at once), on engines that cost nothing: a turn's tokens are there at once. What remains is the work
-of Turnwise itself: prompts, templates, parser, tools, scheduler, trajectories. One process is the
+at once), on engines that cost nothing: a turn's tokens are there at once. Only the work of Turnwise
+itself remains: prompts, templates, parser, tools, scheduler, trajectories. One process is the
 driver (`rollout.processes: 1`). With two, the driver receives the finished groups from them.
 
 Then sessions of clients over HTTP (`serving.session_processes`): conversations of three requests,
-64 at a time. Their client, which is in the driver, shares the two cores, so that two processes
-cannot answer twice as much there. What shows whether they would elsewhere is the processor time of
-a request in the processes.
+64 at a time. Their client runs in the driver and shares the two cores, so two processes cannot
+answer twice as much on this machine. The processor time of a request in the processes shows whether
+they would elsewhere.
 """
 
 import asyncio
@@ -45,13 +45,13 @@ from turnwise.trajectory.audit import audit
 
 ENGINES = 8
 CLIENTS = 64
-"""Conversations at a time."""
+"""Number of conversations at a time."""
 IN_FLIGHT = 32
-"""Groups in flight."""
+"""Number of groups in flight."""
 
 
 class FreeEngine:
-    """An engine whose tokens are random ids, and there at once."""
+    """An engine that returns random token ids at once."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -65,7 +65,7 @@ class FreeEngine:
 
 
 class FreeProcess(FrontProcess):
-    """A process with such engines."""
+    """A front process with `FreeEngine`s."""
 
     def _attach(self, name: str, worker: ActorHandle | None) -> Engine:
         return engine_of(name)
@@ -78,7 +78,7 @@ def engine_of(name: str) -> Engine:
 
 
 def scheduler_of(config: Config) -> Scheduler:
-    """Return a scheduler of such engines."""
+    """Return a scheduler of `FreeEngine`s."""
     scheduler = Scheduler(config.serving, 60.0)
     for index in range(ENGINES):
         scheduler.add(f"worker-{index}", engine_of(f"worker-{index}"))
@@ -86,8 +86,8 @@ def scheduler_of(config: Config) -> Scheduler:
 
 
 async def measure_turns(run_group: RunGroup, seconds: float) -> tuple[float, float]:
-    """Run groups for some seconds; every trajectory is audited. Returns turns per second, and this
-    process's time of a turn in microseconds."""
+    """Run groups for some seconds, and audit every trajectory. Return turns per second, and this
+    process's processor time of a turn in microseconds."""
     groups: list[Group] = []
     until = time.perf_counter() + seconds
 
@@ -113,7 +113,7 @@ Rounds = list[tuple[float, float]]
 
 
 async def measure(path: Path, rounds: int, seconds: float) -> tuple[Rounds, Rounds]:
-    """Return what `measure_turns` does, in one process and in two, round by round."""
+    """Return the results of `measure_turns` in one process and in two, round by round."""
     config = configuration(path, IN_FLIGHT)
     rollout = {"concurrency": IN_FLIGHT * config.sampling.n, "processes": 2}
     config = config.model_copy(
@@ -142,7 +142,7 @@ async def measure(path: Path, rounds: int, seconds: float) -> tuple[Rounds, Roun
 
 
 def processor_seconds() -> float:
-    """Return the processor time of all processes with such engines so far."""
+    """Return the processor time so far of all processes with `FreeEngine`s."""
     total = 0.0
     for process in psutil.process_iter():
         with suppress(psutil.Error):
@@ -153,7 +153,7 @@ def processor_seconds() -> float:
 
 
 async def milliseconds(base_url: str, seconds: float) -> float:
-    """Return the processor time of a request, of conversations in sessions of their own."""
+    """Return the processor time of a request in milliseconds; each conversation has a session."""
     until, before = time.perf_counter() + seconds, processor_seconds()
     answered = 0
 
@@ -186,7 +186,7 @@ async def milliseconds(base_url: str, seconds: float) -> float:
 async def measure_sessions(
     path: Path, rounds: int, seconds: float
 ) -> tuple[list[float], list[float]]:
-    """Return milliseconds with one session process and with two, round by round."""
+    """Return the results of `milliseconds` with one session process and with two, by round."""
     config = configuration(path, IN_FLIGHT)
     scheduler = scheduler_of(config)
     async with AsyncExitStack() as stack:

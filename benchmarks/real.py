@@ -1,18 +1,18 @@
 """SmolLM2-135M-Instruct on two cores: `python -m benchmarks.real [--quick]`.
 
-Rows of other benchmarks with a model that others made, which has 30 layers and a vocabulary of
-49,152: rollouts against the bare engine's replay (`benchmarks.rollouts`), the trainer against a
-bare PyTorch loop and against TRL's (`benchmarks.training`), an update of an idle engine's weights
-against a plain copy (`benchmarks.updates`). One step of `make real` shows the peak memory of its
-rank and of its engine, against what `turnwise plan` expects and the libraries that both have from
-the process from which they are forked.
+Rows of other benchmarks with a published model of 30 layers and a vocabulary of 49,152: rollouts
+against the bare engine's replay (`benchmarks.rollouts`), the trainer against a bare PyTorch loop
+and against TRL's trainer (`benchmarks.training`), an update of an idle engine's weights against a
+plain copy (`benchmarks.updates`). One step of `make real` gives the peak memory of its rank and of
+its engine. Each is compared with the memory that `turnwise plan` expects, plus the libraries that
+both inherit from the process that forks them.
 
 A step of GRPO with the problems, tool and prompts of `make real` is compared with TRL's as in
-`benchmarks.grpo_step`, but for its size, 2 prompts of 8 rollouts: TRL's takes minutes. TRL computes
-4 rollouts in a forward pass, about as many tokens as a micro-batch of Turnwise, and neither side
-computes activations twice.
+`benchmarks.grpo_step`, except that it has only 2 prompts of 8 rollouts, because TRL's step takes
+minutes. TRL computes 4 rollouts in a forward pass, about as many tokens as a micro-batch of
+Turnwise, and neither side computes activations twice.
 
-The model is that of `make real`: without it there are no rows.
+The model is the one of `make real`; if it is not installed, there are no rows.
 """
 
 import asyncio
@@ -57,11 +57,12 @@ CONCURRENCY = 32
 PROMPT_TOKENS = 500
 """About the length of a prompt of `make real`."""
 PROMPTS, STEPS, ROWS = 2, 2, 4
-"""Prompts of a step of GRPO, its steps, of which the first warms up, and TRL's rows of a pass."""
+"""Prompts of a step of GRPO, number of steps (the first warms up), and rows of TRL's forward pass.
+"""
 
 
 def grpo_claim(path: Path) -> Claim:
-    """Measure a step of GRPO beside TRL's."""
+    """Measure a step of GRPO against TRL's."""
     config, size = load_config(CONFIG), grpo_step.Size(PROMPTS, STEPS, random.randrange(10_000))
     rows = {row["question"]: row for row in Sums.rows("train")}
     chosen = random.sample([*rows.values()], PROMPTS * STEPS)
@@ -162,15 +163,15 @@ def memory_claims() -> list[Claim]:
 
 
 def libraries(reply: Connection) -> None:
-    """Send the memory of a process with the imports of the one that forks ranks and engines."""
+    """Import the libraries that the fork server preloads; send the memory of this process."""
     for name in PRELOADED:
         importlib.import_module(name)
     reply.send(resident("VmRSS"))
 
 
 def engine_bytes(pid: int) -> int:
-    """Return the resident memory of vLLM's engine process below a process, but for the trainer's
-    buffers of weights, which it maps, and which count as the rank's."""
+    """Return the resident bytes of vLLM's engine process below a process, without shared memory:
+    the trainer's weight buffers, which the engine maps, count as the rank's memory."""
     found = 0
     try:
         for process in psutil.Process(pid).children(recursive=True):
@@ -178,7 +179,7 @@ def engine_bytes(pid: int) -> int:
                 status = Path(f"/proc/{process.pid}/status").read_text()
                 kinds = dict(re.findall(r"(VmRSS|RssShmem):\s+(\d+) kB", status))
                 found = max(found, 1024 * (int(kinds["VmRSS"]) - int(kinds["RssShmem"])))
-    except (psutil.NoSuchProcess, FileNotFoundError, KeyError):  # it ends
+    except (psutil.NoSuchProcess, FileNotFoundError, KeyError):  # it ended
         pass
     return found
 

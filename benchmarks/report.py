@@ -1,9 +1,9 @@
 """Claims, the results of every benchmark: the values of each round, and a goal.
 
-A goal is met if the median of the rounds meets it, and missed only if the interval of the median
-does not reach it: the range of the rounds, which contains the true median of n independent rounds
-with a probability of 1 - 2 ** (1 - n), whatever their distribution (0.75 of 3 rounds, 0.98 of 7).
-Between the two, the rounds do not decide.
+A goal is met if the median of the rounds meets it, and missed only if no round reaches it. The
+range of n independent rounds is an interval for the true median: it contains the median with a
+probability of 1 - 2 ** (1 - n), whatever their distribution (0.75 for 3 rounds, 0.98 for 7). If the
+range reaches the goal and the median does not, the rounds do not decide.
 """
 
 import argparse
@@ -32,9 +32,9 @@ class Claim:
     """The counterpart's value of each round, in `unit`."""
     ratios: list[float] = field(default_factory=list)
     ratio_of: str = ""
-    """Ratio of each round, where it is not ours by theirs."""
+    """Meaning of the ratios, if they are not `ours` divided by `theirs`."""
     at_least: float | None = None
-    """Goal for the median of the ratios, or of `ours` where there are none."""
+    """Goal for the median of the ratios, or of `ours` if there are no ratios."""
     at_most: float | None = None
     note: str = ""
 
@@ -44,12 +44,12 @@ class Claim:
 
     @property
     def met(self) -> bool:
-        """Whether the median reaches the goal; true where there is none."""
+        """Whether the median reaches the goal; true if there is no goal."""
         return self._reached_by(self.judged, self.judged)
 
     @property
     def missed(self) -> bool:
-        """Whether the median misses the goal beyond its interval; see the module's docstring."""
+        """Whether the whole range of the rounds misses the goal; see the module's docstring."""
         values = self.ratios or self.ours
         return not self.met and not self._reached_by(min(values), max(values))
 
@@ -111,7 +111,7 @@ def quotients(above: Sequence[float], below: Sequence[float]) -> list[float]:
 
 
 def parser(name: str, doc: str | None) -> argparse.ArgumentParser:
-    """Parse the options that every benchmark takes."""
+    """Return a parser of the options that every benchmark takes."""
     made = argparse.ArgumentParser(
         prog=f"benchmarks.{name}", description=doc, formatter_class=argparse.RawTextHelpFormatter
     )
@@ -141,9 +141,9 @@ def show(claims: Sequence[Claim]) -> None:
 def verdict(claims: Sequence[Claim], failed: Sequence[str], quick: bool) -> tuple[int, list[str]]:
     """Return the exit status of a run and the lines that explain it.
 
-    Failed scripts end every run with 1; missed goals only a full one, because a quick one measures
-    nothing. Claims without a goal are listed, so that they do not count as met, and so are those
-    that the rounds did not decide.
+    The status is 1 if a script failed or, in a full run, a goal was missed; a quick run measures
+    nothing. Claims without a goal, and undecided claims, are listed, so that they do not count as
+    met.
     """
     judged = [] if quick else claims
     missed = [claim.name for claim in judged if claim.missed]

@@ -13,12 +13,12 @@ actor. The trajectories are audited afterwards, and each must be exact.
    scheduler, calls between processes).
 2. Tools with a long tail (80 % take 10 ms, 15 % 200 ms, 5 % 2 s), in the steady state: steps of 128
    trajectories, the next step's rollouts running ahead (training.max_staleness 1), no training.
-   What counts is the part of each turn that falls into the measured time. Whole steps would not do:
-   the first two begin together, so long and short steps alternate, and of three in a row two are
-   long (with tools that take no time their rate is 0.75 of the ideal), or two are short (1.5).
-   Against: a batch-synchronous loop (vLLM's LLM.generate on the 128, all tools at once, next turn,
-   next step), and against the ideal, in which tools cost no time: the bare engine's replay with as
-   many trajectories at a time.
+   Each turn counts by the part of it that falls into the measured time. Counting whole steps would
+   be wrong: the first two begin together, so long and short steps alternate. Of three steps in a
+   row, two are long (with tools that take no time their rate is 0.75 of the ideal), or two are
+   short (1.5). Against: a batch-synchronous loop (vLLM's LLM.generate on the 128, all tools at
+   once, next turn, next step), and against the ideal, in which tools cost no time: the bare
+   engine's replay with as many trajectories at a time.
 
 Every round has new prompts, and every engine begins it with an empty prefix cache.
 """
@@ -68,7 +68,7 @@ RESULT = "357"
 
 
 class LookUp:
-    """An environment whose one tool always returns the same, after a while."""
+    """An environment whose only tool always returns the same result, after a pause."""
 
     def __init__(self, row: dict[str, Any]) -> None:
         self.problem = [{"role": "user", "content": row["question"]}]
@@ -90,9 +90,9 @@ class LookUp:
 
 
 class FixedTurns:
-    """The tool-calling loop for a random model: the tool is called whatever its text is.
+    """The tool-calling loop for a random model: it calls the tool whatever the model's text is.
 
-    The text is decoded and parsed like that of any other model.
+    The text is decoded and parsed as for any other model.
     """
 
     async def run(self, environment: Environment, context: RolloutContext) -> None:
@@ -115,7 +115,7 @@ class FixedTurns:
 
 
 def make_problems(count: int, tools: str) -> list[Problem]:
-    """Return questions that no earlier round had."""
+    """Return problems with questions that no earlier round had."""
     words = ["apples", "pears", "boxes", "coins", "trains", "books"]
 
     def question() -> str:
@@ -152,7 +152,7 @@ def configuration(path: Path, prompts_per_step: int) -> Config:
 
 @dataclass
 class Run:
-    """Trajectories/s, and the processor time of one in milliseconds, by process."""
+    """Trajectories/s, and the processor time of one trajectory in milliseconds, by process."""
 
     rate: float
     cpu: dict[str, float]
@@ -170,7 +170,7 @@ async def metered(work: Awaitable[_Result], trajectories: int) -> tuple[_Result,
 
 @dataclass
 class Trace:
-    """Return the ids that turns added: the first prompt, and those after each completion."""
+    """Ids of a trajectory: its first prompt, and the ids added to the prompt after each completion."""
 
     prompt: list[int]
     added: list[list[int]]
@@ -232,7 +232,7 @@ def in_batches(llm: vllm.LLM, traces: Sequence[Trace]) -> float:
 
 
 class Bench:
-    """Turnwise's runtime, a bare AsyncLLM and a bare LLM, which take turns."""
+    """Turnwise's runtime, a bare AsyncLLM and a bare LLM, measured alternately."""
 
     def __init__(
         self, config: Config, manager: AsyncLLMServerManager, bare: Any, blocking: vllm.LLM
@@ -279,7 +279,7 @@ class Bench:
         producer = GroupProducer(config, lambda p, tag: self.group(runner, p, tag), stream, trains)
         groups: list[Group] = []
         await self.clear()
-        times = [time.time()]  # at which steps have their groups
+        times = [time.time()]  # times at which steps have all their groups
         async with task_group() as tasks:
             producing = tasks.create_task(producer.run())
             for step in range(1, last + 1):
@@ -299,7 +299,7 @@ class Bench:
 
 
 def rate_between(began: float, ended: float, groups: Iterable[Group]) -> float:
-    """Return trajectories/s between two times, in which only a part of some turns falls."""
+    """Return trajectories/s between two times; turns count by the part that falls between them."""
     turns = 0.0
     for turn in (turn for group in groups for calls in group.calls.values() for turn in calls):
         within = min(turn.ended, ended) - max(turn.asked, began)
@@ -308,7 +308,7 @@ def rate_between(began: float, ended: float, groups: Iterable[Group]) -> float:
 
 
 async def trains(group: Group) -> bool:
-    """Return that a group can train something, as every one can here."""
+    """Return True: every group here can train something."""
     return True
 
 
@@ -385,7 +385,7 @@ def against_bare(
 
 
 def split(runs: Sequence[Run]) -> str:
-    """Return the claims about processor time."""
+    """Return the median processor time of each kind of process, as text."""
     parts = {kind: statistics.median(run.cpu[kind] for run in runs) for kind in runs[0].cpu}
     return " + ".join(f"{kind} {digits(spent)}" for kind, spent in parts.items())
 

@@ -132,7 +132,8 @@ class Pool:
 
 
 class HttpEngine:
-    """An upstream, with all that the scheduler asks of an engine that does not fail."""
+    """An upstream, with the part of an engine's interface that the scheduler needs without
+    failures."""
 
     name = "upstream"
 
@@ -146,7 +147,7 @@ class HttpEngine:
 
 
 def three_ways(ports: Sequence[int], router: int) -> dict[str, Ask]:
-    """Ways to send a request, by name."""
+    """Return the ways to send a request, by name."""
     pools, turns, names = [Pool(port) for port in ports], itertools.count(), itertools.count()
     scheduler = Scheduler(ServingConfig(), 60.0)
     for index, port in enumerate(ports):
@@ -165,7 +166,7 @@ def three_ways(ports: Sequence[int], router: int) -> dict[str, Ask]:
 
 
 def sessions() -> Callable[[], str]:
-    """Yield the names of sessions of four requests each."""
+    """Return a function that returns the session name of each request; sessions have four."""
     numbers, tag = itertools.count(), random.getrandbits(40)
     return lambda: f"{tag:x}-{next(numbers) // 4}"
 

@@ -1,10 +1,11 @@
 """Memory of many rows: `python -m benchmarks.rows [--quick]`.
 
 `eval`, `rollout` and `train` of a thousand and of a million rows (JSON Lines of 200 bytes), each
-in a process of its own, whose peak is measured. The rows are read, groups of two begun, judged,
-written to their file or given to the trainer as in a run, in one epoch. Only sampling is left out:
-a group is answered at once, by one token for each trajectory. `train` has a curriculum, which knows
-every row in the end. Two processes run at a time; the note has the time of a row.
+in a process of its own, whose peak memory is measured. As in a run of one epoch, the rows are read,
+groups of two are begun and judged, and then written to their file or given to the trainer. Only
+sampling is left out: a group is answered at once, with one token for each trajectory. `train` has a
+curriculum, which in the end has seen every row. Two processes run at a time; the note has the time
+of a row.
 """
 
 import argparse
@@ -33,7 +34,7 @@ COMMANDS = ("eval", "rollout", "train")
 N = 2
 PER_STEP = 64
 MOST = 300e6
-"""Goal for the bytes that a million rows may take beyond a thousand."""
+"""Maximum of the bytes that a million rows take in addition to the bytes of a thousand."""
 
 
 async def answer(problem: Problem, tag: str) -> Group:
@@ -69,7 +70,7 @@ async def train(config: Config) -> None:
 
 
 async def play(command: str, folder: Path, rows: int) -> None:
-    """Play all rows of a folder by a command."""
+    """Play all rows of a folder with a command."""
     sampling = {"sampling": {"n": N}}
     tree: dict[str, Any] = {
         "environment": "package:Class",
@@ -122,7 +123,7 @@ def peak(command: str, folder: Path, rows: int) -> tuple[float, float]:
 
 def measure(folder: Path, few: int, many: int) -> list[Claim]:
     claims = []
-    with ThreadPoolExecutor(2) as pool:  # memory does not depend on what runs beside it
+    with ThreadPoolExecutor(2) as pool:  # memory does not depend on other processes
         runs = {
             (command, rows): pool.submit(peak, command, folder, rows)
             for command in COMMANDS

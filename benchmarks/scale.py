@@ -5,21 +5,22 @@ scheduler, the same sessions, the same queues. Sessions of 1 to 4 turns come in 
 prompt; between two turns a tool takes 10 ms or 200 ms. 16 sessions
 for each engine are in flight.
 
-A perfect balancer is one engine with the speed and the cache of all of them: no queue is ever
-longer than another, and no turn ever misses what some engine has cached. Its makespan in virtual
-time is the reference for the fleet's. The cost of a turn is real time, of scheduler and simulation
-together, and of the scheduler's choice alone; the garbage collector is off, because it would mostly
-work on the simulation's heap. Round robin shows the growth that is not the scheduler's.
+A perfect balancer is one engine with the speed and the cache of all engines: no queue is ever
+longer than another, and no turn ever misses a prefix that some engine has cached. Its makespan in
+virtual time is the reference for the fleet's makespan. The cost of a turn is real time, of
+scheduler and simulation together, and of the scheduler's choice alone; the garbage collector is
+off, because it would mostly work on the simulation's heap. Round robin shows the part of the growth
+that the scheduler does not cause.
 
 In two more runs, of twice as many sessions, 5 % of the engines take twice the time, or 2 % of them
-die one after the other and are not replaced. The perfect balancer loses the speed of the slow ones,
-and none that died.
+die one after the other and are not replaced. The perfect balancer loses the speed that the slow
+engines lose, but keeps the speed of the engines that die.
 
 Four engines, three of which join after a second, are compared with four from the beginning, by
 their turns in the third second.
 
-With `rollout.processes`, each of 16 schedulers gives its sessions to a sixteenth of the engines;
-against that, each may use all of them, without knowledge of the others' loads.
+With `rollout.processes`, each of 16 schedulers gives its sessions to a sixteenth of the engines.
+The counterpart lets each scheduler use all engines, without knowledge of the others' loads.
 """
 
 import asyncio
@@ -72,8 +73,8 @@ class RoundRobin:
 class Processes:
     """Several schedulers over the same engines, as rollout processes have them.
 
-    A group runs in the process with the fewest requests, as the driver sends it to that with the
-    fewest groups.
+    A group runs in the process with the fewest requests, much as the driver sends a group to the
+    process with the fewest groups.
     """
 
     def __init__(self, engines: Sequence[SimulatedEngine], count: int, *, divided: bool) -> None:
@@ -100,7 +101,7 @@ class Processes:
 def make_engines(
     count: int, faster: int = 1, kind: type[SimulatedEngine] = SimulatedEngine
 ) -> list[SimulatedEngine]:
-    """Make `count` engines, each as fast as `faster` of the usual ones."""
+    """Make `count` engines, each as fast as `faster` usual engines."""
     usual = Latency()
     latency = Latency(usual.prefill_token / faster, usual.step, usual.step_request / faster)
     return [
@@ -126,7 +127,7 @@ def hurt(
 ) -> None:
     """Slow a share of the engines down by half, and let another share die within three seconds.
 
-    None that died is replaced: their turns continue on other engines.
+    Dead engines are not replaced: their turns continue on other engines.
     """
     count, loop = len(engines), asyncio.get_running_loop()
     for engine in engines[: round(slow * count)]:
@@ -205,7 +206,7 @@ def fleet_of_processes(
 
 
 def perfect(count: int, sessions: int, seed: int, lost: float = 0.0) -> Outcome:
-    """Run all sessions on one engine as fast as `count`, without the speed that is lost."""
+    """Run all sessions on one engine as fast as `count` engines, less the share `lost`."""
 
     async def work() -> Outcome:
         (engine,) = engines = make_engines(1, faster=round(count * (1 - lost)))
@@ -226,8 +227,8 @@ async def choice_microseconds(workers: int, count: int) -> float:
 
 
 def rate_with_joined(count: int, joining: int, sessions: int, seed: int) -> float:
-    """Return the turns per virtual second of `count` engines, the last `joining` of which join
-    after one second, in the third second."""
+    """Return the turns of `count` engines in the third virtual second; the last `joining` engines
+    join after one second."""
 
     async def work() -> float:
         engines, loop = make_engines(count), asyncio.get_running_loop()
@@ -252,7 +253,7 @@ def makespan(
     against: str = "a perfect balancer",
     at_most: float = 1.05,
 ) -> Claim:
-    """Return the claim about the virtual time that a run takes beside another."""
+    """Return the claim about the virtual time that a run takes, compared with another run."""
     ratio = run.makespan / other.makespan
     return Claim(
         what, "virtual s", [run.makespan], against, [other.makespan], [ratio], at_most=at_most

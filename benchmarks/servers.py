@@ -22,7 +22,7 @@ START_SECONDS = 120.0
 
 @contextmanager
 def serving(model: Path, folder: Path, max_length: int = 512) -> Iterator[tuple[str, int]]:
-    """Run `turnwise serve`; its base URL and process id."""
+    """Run `turnwise serve`; yield its base URL and process id."""
     config = folder / "serve.yaml"
     tree = {
         "model": {"path": str(model), "max_length": max_length},
@@ -46,7 +46,7 @@ def serving(model: Path, folder: Path, max_length: int = 512) -> Iterator[tuple[
 
 @contextmanager
 def vllm_server(model: Path, folder: Path, max_length: int = 512) -> Iterator[tuple[str, int]]:
-    """Run vLLM's API server with the engine of `serving`; its base URL and process id."""
+    """Run vLLM's API server with an engine as in `serving`; yield its base URL and process id."""
     with closing(socket.create_server(("127.0.0.1", 0))) as free:
         port = free.getsockname()[1]
     config = ModelConfig(path=str(model), max_length=max_length)
@@ -86,7 +86,7 @@ def vllm_server(model: Path, folder: Path, max_length: int = 512) -> Iterator[tu
 def both_servers(
     model: Path, folder: Path, max_length: int = 512
 ) -> Iterator[tuple[tuple[str, int], tuple[str, int]]]:
-    """Run both, `serving` first; they start at the same time."""
+    """Run both servers, which start at the same time; yield `serving`'s values first."""
     with ExitStack() as stack, ThreadPoolExecutor(2) as pool:
         ours, theirs = (
             pool.submit(stack.enter_context, server(model, folder, max_length))

@@ -2,9 +2,9 @@
 
 Requests of 50 + 24 tokens, closed loops of 64 callers (or `--callers`), four ways in
 turn: the bare engine (vLLM's AsyncLLM in the caller's process), the same engine as a worker
-behind the scheduler, and the OpenAI server before either, with a client in the same process over
-HTTP. Ratios are medians over alternating rounds, so that slow phases of the machine cancel out.
-Added latency is against the bare engine's.
+behind the scheduler, and the OpenAI server in front of either, with a client in the same process
+over HTTP. Ratios are medians over alternating rounds, so that slow phases of the machine cancel
+out. Added latency is relative to the bare engine.
 
 `--statistics` measures one thing only: the processor time of a request through a bare engine that
 collects vLLM's statistics (`engine.metrics`), and through one that does not, in turn.
@@ -47,7 +47,7 @@ Ask = Callable[[list[int], str], Awaitable[None]]
 
 @dataclass
 class Measured:
-    """Results of one way at one number of callers."""
+    """Results of one way at one number of callers: requests/s by round, seconds by request."""
 
     rates: list[float] = field(default_factory=list)
     latencies: list[float] = field(default_factory=list)
@@ -77,7 +77,8 @@ async def measure(ask: Ask, callers: int, seconds: float, into: Measured) -> Non
 
 
 async def beside_a_long_one(generator: Generator, rounds: int) -> list[float]:
-    """Run 63 short requests with one of 400 tokens; returns their time by that without it."""
+    """Run 63 short requests next to one of 400 tokens; returns the ratios of the short requests'
+    time to their time alone."""
     numbers = itertools.count()
 
     async def ask(tokens: int) -> None:
@@ -104,7 +105,7 @@ async def beside_a_long_one(generator: Generator, rounds: int) -> list[float]:
 
 
 async def of_statistics(config: Config, rounds: int, seconds: float) -> list[Claim]:
-    """Processor time of a request, engine process and caller together, in ms."""
+    """Measure the processor time of a request, engine process and caller together, in ms."""
     collecting = config.engine.model_copy(update={"metrics": True})
     engines = [VllmEngine(config.model, each) for each in (collecting, config.engine)]
     spent: list[list[float]] = [[], []]

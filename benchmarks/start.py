@@ -1,10 +1,10 @@
 """Start-up time: `python -m benchmarks.start [--quick]`.
 
-Seconds, of the wall clock and of all processes together, from the command to the first token:
-`turnwise serve`, and vLLM's own API server of the same model with the same context, cache and
-memory. `turnwise train` counts until its first trajectory is done, which includes the trainer and
-the first weight update. The three take turns; a goal is a ratio to
-vLLM's wall time in the same round.
+Wall time, and processor time of all processes together, from the command to the first token: of
+`turnwise serve`, and of vLLM's own API server with the same model, context, cache and memory.
+`turnwise train` is measured until its first trajectory is done, which includes the trainer and the
+first weight update. The three take turns; goals are ratios to the same time of vLLM's server in the
+same round.
 """
 
 import json
@@ -56,7 +56,7 @@ class Measured:
 
 
 def measure(command: list[str], ready: Callable[[], bool], folder: Path, into: Measured) -> None:
-    """Run a command until it is ready, and end it.
+    """Run a command until it is ready, note its times, and end it.
 
     Raises:
         RuntimeError: when it ends earlier, or is not ready in time; with the end of its output.
@@ -68,7 +68,7 @@ def measure(command: list[str], ready: Callable[[], bool], folder: Path, into: M
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    environment.pop("TURNWISE_FORK_SERVER", None)  # shares nothing with other programs
+    environment.pop("TURNWISE_FORK_SERVER", None)  # share nothing with other programs
     log = folder / "log"
     with log.open("w") as output:
         began = time.perf_counter()
@@ -107,7 +107,7 @@ def processor_seconds(pid: int) -> float:
 
 
 def gives_a_token(port: int, model: Path) -> Callable[[], bool]:
-    """Return whether a server at this address completes a prompt."""
+    """Return a function that returns whether the server at this port completes a prompt."""
     body = json.dumps({"model": str(model), "prompt": "1", "max_tokens": 1}).encode()
 
     def ask() -> bool:

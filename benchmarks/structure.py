@@ -1,9 +1,9 @@
-"""Count what a reader of `src/turnwise` has to hold in the head.
+"""Measure how much a reader of `src/turnwise` has to keep in mind.
 
     python -m benchmarks.structure [SOURCE]
 
 SOURCE is the package's folder, `src/turnwise` by default. Prints one line for each figure. The
-figures are those of the syntax trees alone: nothing is imported.
+figures come from the syntax trees alone: nothing is imported.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _FOREIGN = ("vllm", "ray", "torch", "transformers", "peft", "uvicorn", "fastapi", "multiprocessing")
-"""Packages whose internals the project may touch, in the folder that is meant for it."""
+"""Packages whose internals the project may touch, but only in the folder `internals`."""
 _PROCESSES = (
     "Popen",
     "subprocess_exec",
@@ -51,7 +51,7 @@ def read(source: Path) -> list[Module]:
 
 
 def figures(modules: Sequence[Module]) -> dict[str, str]:
-    """Return the figures as texts, by what they count."""
+    """Return the figures as texts, by name."""
     nodes = [node for module in modules for node in ast.walk(module.tree)]
     functions = [node for node in nodes if isinstance(node, _Function)]
     circles = import_circles(modules)
@@ -89,8 +89,8 @@ def _length(function: _Function) -> int:
 def import_circles(modules: Sequence[Module]) -> list[list[str]]:
     """Return the groups of modules that import one another, the largest first.
 
-    Imports inside functions and for type checkers count, since a reader follows them, too; a
-    package's `__init__` does not if it only passes on what its modules define.
+    Imports inside functions and for type checkers count, because a reader also follows them. A
+    package's `__init__` does not count if it only re-exports names of its modules.
     """
     names = {module.name for module in modules}
     packages = {
@@ -146,7 +146,8 @@ def _components(edges: Mapping[str, set[str]]) -> Iterator[list[str]]:
 
 
 def called_once(modules: Sequence[Module]) -> tuple[int, int]:
-    """Return the number of private functions whose name stands at one other place, and of all."""
+    """Return the number of private functions whose name is used exactly once, and the number of all
+    private functions."""
     once = private = 0
     for module in modules:
         used = Counter(
@@ -164,10 +165,10 @@ def called_once(modules: Sequence[Module]) -> tuple[int, int]:
 def foreign_internals(module: Module) -> Iterator[tuple[str, str]]:
     """Yield the module's name and each use of an internal of another package.
 
-    An internal is a private name that is imported or read from another package's module, and an
-    attribute or item of another's object that is replaced: of what is imported from such a package
-    or from the folder `internals`, of a parameter that has such a type, and of variables that are
-    made from these. Uses in the folder `internals`, which is meant for them, do not count.
+    A use of an internal is a private name that is imported or read from another package's module,
+    or an assignment to an attribute or item of another package's object. Such objects are imported
+    from the package or from the folder `internals`, are parameters of such a type, or are variables
+    made from these. Uses in the folder `internals` itself do not count.
     """
     if ".internals" in module.name:
         return
@@ -208,7 +209,7 @@ def _uses(scope: ast.AST, known: set[str]) -> set[str]:
     for node in own:
         if isinstance(node, ast.Attribute | ast.Subscript) and _root(node) in foreign:
             is_attribute = isinstance(node, ast.Attribute)
-            # An item of a variable is data; an attribute's item is a part of the other's object.
+            # An item of a variable is data; an item of an attribute is part of the foreign object.
             stored = isinstance(node.ctx, ast.Store) and (
                 is_attribute or isinstance(node.value, ast.Attribute)
             )

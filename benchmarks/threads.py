@@ -1,8 +1,8 @@
 """Cost of a thread for each environment: `python -m benchmarks.threads [--quick]`.
 
-256 environments are live at once, and each makes calls of plain functions that take 5 or 50
-microseconds, all in its own thread (`UserThread`), or each in whichever thread is idle. The figure
-is processor time a call, of the call itself too; and the memory of a live environment's thread.
+256 environments are live at once, and each calls plain functions that take 5 or 50 microseconds:
+all in its own thread (`UserThread`), or each in any idle thread. The figures are the processor time
+per call, including the function itself, and the memory of a live environment's thread.
 """
 
 import asyncio
@@ -19,7 +19,7 @@ LIVE = 256
 
 
 def spin(seconds: float) -> None:
-    """Compute for some time, as a tool does."""
+    """Keep the processor busy for some seconds, as a tool does."""
     end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         pass
@@ -50,7 +50,7 @@ async def main() -> None:
     """Run the benchmark and print the table."""
     options = parser("threads", __doc__).parse_args()
     calls, rounds = (4, 1) if options.quick else (40, 5)
-    _, memory = await measure(0.0, 1, own=True)  # which starts all threads
+    _, memory = await measure(0.0, 1, own=True)  # this starts all threads
     claims = [Claim(f"memory of a thread of each of {LIVE} environments", "KiB", [memory])]
     for microseconds in (5, 50):
         found: dict[bool, list[float]] = {True: [], False: []}

@@ -1,16 +1,16 @@
 """Programs of Tinker's SDK against a `Pipeline`: `python -m benchmarks.tinker [--quick]`.
 
-The same work for both: steps of an RL loop with an adapter of rank 8 on a random model, prompts of
-8 samples each, float32, on the same engine and trainer settings. The program of Tinker
+Both do the same work: steps of an RL loop with an adapter of rank 8 on a random model, prompts of
+8 samples each, float32, on the same engine and trainer settings. The Tinker program
 (`peers/tinker_loop.py`, the cookbook's rl_loop without its data set) runs in a process of its own
 with the SDK of `.venv-tinker`, against `turnwise tinker`; the other is a `Pipeline`. They run one
 after the other; the first step of each warms up and is not counted.
 
-- Values: log-probs that `sample` and `forward_backward` gave the same tokens, against
+- Values: log-probs from `sample` and `forward_backward` for the same tokens, against
   `Pipeline.score`; the largest difference counts.
-- Step: seconds from the weights of a sampler to the end of `optim_step`.
-- Eight clients at once, each with an eighth of the prompts, against one with all of them: sampled
-  tokens by seconds of the whole loop, training included.
+- Step: seconds from saving the weights for a sampler to the end of `optim_step`.
+- Eight clients at once, each with an eighth of the prompts, against one client with all prompts:
+  sampled tokens per second of the whole loop, training included.
 """
 
 import json
@@ -50,7 +50,7 @@ def settings(model: Path, folder: Path) -> dict[str, Any]:
 
 
 def prompts_of(data: Path, model: Path, count: int) -> list[list[int]]:
-    """Return the demo's problems as ids of the chat that a model is asked."""
+    """Return the demo's problems as token ids of chat prompts."""
     tokenizer = AutoTokenizer.from_pretrained(model)
     rows = [json.loads(line) for line in data.read_text().splitlines()[:count]]
     return [
@@ -93,7 +93,7 @@ def stop(started: "subprocess.Popen[bytes]") -> None:
 
 
 def loop(url: str, model: Path, prompts: Path, **sizes: int) -> dict[str, Any]:
-    """Run the program of Tinker."""
+    """Run the Tinker program, and return its results."""
     command = [sys.executable, "-m", "benchmarks.peers.tinker_loop", "--url", url]
     command += ["--model", str(model), "--prompts", str(prompts), "--rank", str(RANK)]
     command += [part for k, v in sizes.items() for part in (f"--{k.replace('_', '-')}", str(v))]
@@ -116,8 +116,8 @@ def say(text: str) -> None:
 def pipeline(
     keys: dict[str, Any], prompts: list[list[int]], values: dict[str, Any], steps: int, tokens: int
 ) -> tuple[list[float], float]:
-    """Run the same loop by a `Pipeline`; return the seconds of its steps, and the largest
-    difference of its log-probs from those that Tinker's calls gave."""
+    """Run the same loop with a `Pipeline`; return the seconds of its steps, and the largest
+    difference between its log-probs and the log-probs of Tinker's calls."""
     policy, seconds = VLLMModule("policy"), list[float]()
     own = {
         "sampling.n": GROUP,
@@ -166,7 +166,7 @@ def main() -> None:
         file = folder / "prompts.jsonl"
         file.write_text("".join(f"{json.dumps(each)}\n" for each in prompts))
         keys, sizes = settings(model, folder), {"tokens": tokens, "steps": steps}
-        slots = CLIENTS + 1  # one of each client, and one to change
+        slots = CLIENTS + 1  # an adapter of each client, and one that is replaced
         room = {f"engine.vllm_args.{key}": slots for key in ("max_loras", "max_cpu_loras")}
         with server(keys | room, folder) as url:
             one = loop(url, model, file, groups=groups, group_size=GROUP, **sizes)

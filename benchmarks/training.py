@@ -5,17 +5,17 @@ PyTorch loop over the same model, the same sequences in the same micro-batches, 
 clipped loss, AdamW and gradient clipping; the bare loop's tensors are prepared in advance, and
 it computes no metrics. The two alternate, so that slow phases of the machine cancel out; each
 round's data is new. The policy's micro-batches have the default layout (`training.packing: auto`).
-"Groups of 8" are samples of which each 8 begin with the same prompt, half of their tokens, which
-the policy computes once then.
+In "groups of 8", each 8 samples begin with the same prompt, half of their tokens, which the policy
+then computes only once.
 
 TRL's trainer (`benchmarks.peers.trl_training`) gets the same groups of 8 and takes turns with the
 policy; its time begins when its loop has the step's data and ends after the optimizer's step. The
 rows "supervised" compare in the same way with its SFTTrainer (`benchmarks.peers.trl_sft`): the same
 sequences and masks with cross-entropy, without groups.
 
-The peak memory of the loss is that of log-probs, entropies and their gradients from the last hidden
-states of 2,048 tokens, with a vocabulary of 150,000: the rise of a process's resident set above its
-size before. The counterpart computes the log-probs alone, by `log_softmax` of all logits.
+The peak memory of the loss covers log-probs, entropies and their gradients from the last hidden
+states of 2,048 tokens, with a vocabulary of 150,000. It is the rise of a process's resident set
+above its size before. The counterpart computes only the log-probs, by `log_softmax` of all logits.
 """
 
 import random
@@ -53,7 +53,7 @@ def make_samples(count: int, group: int = 1) -> list[Sample]:
     """Make sequences like short conversations: a prompt, then sampled and given tokens in turn.
 
     Args:
-        group: Number of sequences with the same prompt, which then is as long as the rest.
+        group: Number of sequences with the same prompt; above 1, the prompt is as long as the rest.
     """
     samples = []
     for number in range(count):
@@ -82,7 +82,7 @@ def configuration(path: Path, budget: int = BUDGET) -> Config:
 
 
 class Bare:
-    """A training loop as one writes it by hand."""
+    """A training loop in plain PyTorch, as written by hand."""
 
     def __init__(self, path: Path, budget: int) -> None:
         self.model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
@@ -131,7 +131,7 @@ def measure(
     Args:
         name: Its name in the claim.
         count: Sequences of a step.
-        group: Number of sequences of each prompt.
+        group: Number of sequences with the same prompt.
         budget: Tokens of a micro-batch.
     """
     policy, bare = TrainerRank(configuration(path, budget)), Bare(path, budget)
@@ -161,7 +161,7 @@ def measure(
 
 
 def measure_trl(name: str, path: Path, count: int, rounds: int, budget: int = BUDGET) -> Claim:
-    """Measure the tokens per second of a model beside TRL's trainer; arguments as `measure`'s."""
+    """Measure a model's tokens per second against TRL's trainer; for the arguments see `measure`."""
     from benchmarks.peers import trl_training  # imports TRL, which takes seconds
 
     config = configuration(path, budget)
@@ -196,7 +196,7 @@ def measure_trl(name: str, path: Path, count: int, rounds: int, budget: int = BU
 
 
 def measure_sft(name: str, path: Path, count: int, rounds: int, budget: int = BUDGET) -> Claim:
-    """Measure supervised training beside TRL's SFTTrainer; arguments as `measure`'s."""
+    """Measure supervised training against TRL's SFTTrainer; for the arguments see `measure`."""
     from benchmarks.peers import trl_sft, trl_training  # imports TRL, which takes seconds
 
     config = supervised_config(configuration(path, budget))

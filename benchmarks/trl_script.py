@@ -1,9 +1,9 @@
-"""One script of TRL in TRL and in Turnwise: `python -m benchmarks.trl_script [--quick]`.
+"""A script for TRL, run by TRL and by Turnwise: `python -m benchmarks.trl_script [--quick]`.
 
-Only the import differs (`benchmarks/peers/trl_script.py`). For each name that both log, the mean
-over all steps, side by side; the two sample different answers, so the values are near each other
-and not equal. The goals: the mean reward rises by at least 0.8 times as much as TRL's from the
-first quarter of the steps to the last, and no more names are missing than the documentation says.
+Only the import differs (`benchmarks/peers/trl_script.py`). Each name that both log has its mean
+over all steps side by side; the two sample different answers, so the values are similar, not equal.
+The goals: from the first quarter of the steps to the last, the mean reward rises at least 0.8 times
+as much as TRL's, and no names are missing in addition to those that the documentation lists.
 """
 
 import json
@@ -52,7 +52,7 @@ def means(log: Log) -> dict[str, float]:
 
 
 def rise(log: Log) -> float:
-    """Return the mean reward of the last quarter of the steps, less that of the first."""
+    """Return the mean reward of the last quarter of the steps, less the mean of the first quarter."""
     rewards = [entry["reward"] for entry in log]
     part = max(1, len(rewards) // 4)
     return statistics.mean(rewards[-part:]) - statistics.mean(rewards[:part])

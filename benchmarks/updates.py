@@ -3,16 +3,16 @@
 64 callers keep requests of 50 + 128 tokens in flight on the demo's architecture (0.7 M parameters)
 while a trainer in this process publishes its weights by shm and the manager brings them to the
 worker. In-flight requests freeze and resume, with their cache (weights.in_flight=keep_cache) or
-with one that is recomputed under the new weights (keep, the default). Windows of a second with one
-update alternate with windows without; the cost of an update is the time that the missing tokens
+with a cache that is recomputed under the new weights (keep, the default). Windows of a second with
+one update alternate with windows without; the cost of an update is the time that the missing tokens
 would have taken. Each round is 3 pairs. Against keep_cache: the same update of the engine while it
-is idle. Against keep: the time to recompute those requests' cache, measured separately: as many
-prompts as callers, each of a request's length at its middle, and one sampled token.
+is idle. Against keep: the time to recompute the requests' cache. It is measured separately, with as
+many prompts as callers, each as long as a request at its middle, and one sampled token.
 
 The time of an update itself, until the engine serves again, is also measured on an idle engine with
-100 M parameters, against a plain copy of as many: compared with `benchmarks.weights` it includes
-vLLM's repacking of the weights, the check that the engine has them, and the calls. The same with
-`weights.delta`, where one value in a hundred changes.
+100 M parameters, against a plain copy of as many. Unlike the times of `benchmarks.weights` it
+includes vLLM's repacking of the weights, the check that the engine has them, and the calls. The
+same is measured with `weights.delta`, where one value in a hundred changes.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ class Trainer:
     """A trainer in this process whose weights change a little at every version.
 
     Args:
-        delta: Whether it sends only what changed, one value in `CHANGED`.
+        delta: Whether it changes only one value in `CHANGED`, and sends only the changed values.
     """
 
     def __init__(self, path: Path, delta: bool = False) -> None:
@@ -63,7 +63,7 @@ class Trainer:
         self.version = 0
 
     def train(self) -> None:
-        """Change the weights, which is not a part of an update."""
+        """Change the weights; the time of this does not count as part of an update."""
         self.version += 1
         with torch.no_grad():
             for _, parameter in self._named:
@@ -81,7 +81,7 @@ class Trainer:
 
 
 class Policy(WeightSync):
-    """Updates by its own policy, whatever the configuration says."""
+    """Updates with its own policy for requests in flight, and ignores the configured one."""
 
     in_flight: InFlight = "keep"
 
@@ -103,8 +103,8 @@ def configuration(path: Path) -> Config:
 
 @dataclass
 class Measured:
-    """Milliseconds by round: lost to an update, and from publishing to serving, by policy; of
-    computing the cache; and of an update while the engine is idle."""
+    """Milliseconds by round: by policy, lost to an update and from publishing to serving; for
+    recomputing the cache; and for an update while the engine is idle."""
 
     lost: dict[InFlight, list[float]]
     took: dict[InFlight, list[float]]
@@ -180,8 +180,8 @@ async def measure(config: Config, rounds: int, pairs: int) -> Measured:
 async def idle_updates(
     manager: AsyncLLMServerManager, trainer: Trainer, sync: WeightSync, count: int
 ) -> list[float]:
-    """Measure updates of an idle engine, in milliseconds; the first two are not counted, in which
-    it maps the trainer's two buffers."""
+    """Measure updates of an idle engine, in milliseconds. The first two, in which the engine maps
+    the trainer's two buffers, do not count."""
     took = []
     for _ in range(2 + count):
         trainer.train()

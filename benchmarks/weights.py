@@ -6,7 +6,7 @@ transport's time is also given as a multiple of a plain copy of the same bytes i
 (torch's copy_, warm, in one process). Extra memory is the rise of a process's resident set above
 its size before the update; pages of shared memory count in both.
 
-Rows with "delta" are of `weights.delta`, next to whole updates of the same tensors in bfloat16:
+Rows with "delta" measure `weights.delta`, next to whole updates of the same tensors in bfloat16:
 before each update one value in a hundred changes, and the receiver copies all tensors, because each
 has changed.
 """
@@ -43,11 +43,11 @@ from turnwise.weights.transport import (
 )
 
 GOALS = {"shm": 2.5, "ipc": 1.5, "collective": 3.0, "disk": 3.5}
-"""Largest times of an update of 100 M parameters, in plain copies."""
+"""Maximum time of an update of 100 M parameters, as a multiple of a plain copy's time."""
 TRANSPORTS = tuple(GOALS)
 DELTAS = ("shm", "collective", "disk")
 """Transports that send deltas."""
-CHANGED = 100  # of so many values one changes between two updates
+CHANGED = 100  # one of this number of values changes between two updates
 SIZES = {"3 M": 3_000_000, "100 M": 100_000_000, "1 B": 1_000_000_000}
 WIDTH = 2048
 SECONDS = 600.0
@@ -56,7 +56,7 @@ Named = list[tuple[str, torch.Tensor]]
 
 
 def make_tensors(parameters: int, dtype: torch.dtype) -> Named:
-    """Return matrices of a transformer's usual size, and one for the rest."""
+    """Return tensors of the usual size of a transformer's matrices, and one with the rest."""
     block = min(WIDTH**2, parameters // 8)
     count, rest = divmod(parameters, block)
     sizes = [block] * count + ([rest] if rest else [])
@@ -106,8 +106,8 @@ def peak() -> int:
 def update(
     sender: WeightSender, version: int, tensors: Named, child: Connection
 ) -> tuple[float, ...]:
-    """Run one update; returns its seconds, the extra bytes in the trainer and the receiver, and the
-    bytes that were sent."""
+    """Run one update; returns its seconds, the extra bytes in the trainer and in the receiver, and
+    the bytes sent."""
     for _, tensor in tensors:
         part = tensor[version % CHANGED :: CHANGED]
         part.copy_(torch.rand(part.shape))
@@ -122,8 +122,8 @@ def update(
 def measure(
     transport: str, tensors: Named, child: Connection, repeats: int, delta: bool = False
 ) -> tuple[float, ...]:
-    """Return median seconds, both sides' largest memory, and the bytes that were sent; the first
-    two updates are not counted, in which the receiver maps the trainer's two buffers."""
+    """Return median seconds, the largest extra memory of trainer and receiver, and the bytes sent.
+    The first two updates, in which the receiver maps the trainer's two buffers, do not count."""
     with tempfile.TemporaryDirectory() as folder:
         dtype = tensors[0][1].dtype
         sender = make_sender(transport, tensors, dtype, folder=folder, timeout=SECONDS)
@@ -219,10 +219,11 @@ def cells(measured: tuple[float, ...], copied: float) -> list[str]:
 
 
 def measure_size(size: str, repeats: int, table: Table) -> dict[str, tuple[float, float, float]]:
-    """Add a size's rows: float32, and bfloat16 where float32 would not fit beside its copies.
+    """Add a size's rows, in float32, or in bfloat16 if float32 and its copies would not fit.
 
     Returns:
-        Seconds of each transport, of a plain copy, and of what limits the transport (or 0).
+        For each transport: seconds of the transport, of a plain copy, and of the transport's limit
+        in `LIMITS` (0 without a limit).
     """
     dtype = torch.bfloat16 if SIZES[size] >= SIZES["1 B"] else torch.float32
     tensors = make_tensors(SIZES[size], dtype)

@@ -1,1 +1,1 @@
-"""Agents of other frameworks as commands, which know a base URL and a row."""
+"""Agents of other frameworks, as commands that know only a base URL and a row."""

@@ -4,7 +4,7 @@
 
 Builds the demo's model if it is missing, runs `turnwise train` for each algorithm, and prints the
 mean reward on the same held-out problems before and after, sampled as in training. Exits with 1 if
-it did not rise in one of them.
+the reward did not rise in every run.
 """
 
 import argparse
@@ -46,7 +46,7 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
         "algorithm.reduction=sequence_mean",
         "algorithm.correction.name=sequence_tis",
     ),
-    "cispo": (  # nothing stops a token from becoming ever less likely: smaller steps
+    "cispo": (  # smaller steps, because nothing stops a token from becoming ever less likely
         "algorithm.loss.name=cispo",
         "algorithm.correction.name=mask",
         "training.updates_per_step=2",
@@ -77,7 +77,7 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
     ),
     "muon": ("training.optimizer=muon", "training.lr_schedule=cosine", "training.warmup_steps=4"),
     "gdpo": ("algorithm.advantage.name=gdpo", "algorithm.entropy.top_quantile=0.5"),
-    "dpo": (  # the same, for both trajectories of a pair
+    "dpo": (  # smaller steps for the same reason, in both trajectories of a pair
         "algorithm.loss={name: dpo, beta: 0.3}",
         "algorithm.kl={coef: 0.01, estimator: k2}",
         "training.updates_per_step=2",
@@ -89,7 +89,7 @@ and each kind of correction."""
 COMMON = (
     "training.updates_per_step=4",
     "training.lr_schedule=constant",
-    "eval.every=1000",  # that is, before the first step and after the last
+    "eval.every=1000",  # only before the first step and after the last
     "eval.target=null",
     "eval.sampling={n: 4, temperature: 1, max_tokens: 64}",
 )

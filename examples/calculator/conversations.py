@@ -1,8 +1,8 @@
 """Solved problems as chat conversations, and conversations as token ids with labels.
 
-The ids are those of the chat template, so that a warm-started model sees the same forms in
-rollouts as in its training: a prompt ends with the generation prompt, an assistant turn ends with
-`<|im_end|>`. Labels are the ids of assistant turns, that token included, and `IGNORED`
+The ids come from the chat template, so that a warm-started model sees the same forms in rollouts
+as in its training: a prompt ends with the generation prompt, an assistant turn ends with
+`<|im_end|>`. Labels are the ids of assistant turns, including `<|im_end|>`, and `IGNORED`
 everywhere else.
 """
 

@@ -26,7 +26,7 @@ TURNWISE = Path(sys.executable).with_name("turnwise")
 
 def main() -> int:
     """Run the demo; returns the exit code of the training."""
-    from .prepare import BUILD, prepare  # imports torch, which other programs with this file spare
+    from .prepare import BUILD, prepare  # imports torch, which this file's importers need not
 
     parser = argparse.ArgumentParser(prog="examples.calculator.demo", description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
@@ -53,7 +53,8 @@ def main() -> int:
 
 
 def how_to_view(run: Path) -> str:
-    """Return the command that shows a run, as a shell finds it: `turnwise` is not on its path."""
+    """Return the shell command that shows a run, by the path of the program: `turnwise` need not be
+    on the shell's path."""
     program = Path(os.path.relpath(TURNWISE))
     activate = program.with_name("activate")
     return f"{program} view {run}   (`. {activate}` makes that `turnwise view {run}`)"
@@ -117,7 +118,7 @@ def _arguments(arguments: dict[str, Any]) -> str:
 
 
 def free_name(name: str, runs: Path) -> str:
-    """Return a name that no run has: this one, or this one with a number."""
+    """Return a name that no run has: `name`, or `name` with a number."""
     candidates = itertools.chain([name], (f"{name}-{i}" for i in itertools.count(2)))
     return next(c for c in candidates if not (runs / c).exists())
 

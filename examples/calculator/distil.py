@@ -2,9 +2,10 @@
 
     python -m examples.calculator.distil [--seed N] [--teacher FOLDER] [KEY=VALUE ...]
 
-Trains the teacher as the demo does (GRPO), unless there is one, and then the same initial model by
-the teacher's log-probs of its own tokens alone, without a reward. Prints the sampled tokens after
-which each of the two reached the same accuracy; exits with 1 if the second needed more than half.
+Trains the teacher as the demo does (GRPO), unless `--teacher` names one. Then trains the same
+initial model without a reward, only by the teacher's log-probs of the model's own tokens. Prints
+the number of sampled tokens after which each of the two reached the same accuracy; exits with 1 if
+the second needed more than half as many as the first.
 """
 
 import argparse
@@ -27,7 +28,7 @@ STUDENT = (
 
 def main() -> int:
     """Run the example; returns its exit code."""
-    from .prepare import prepare  # imports torch, which other programs with this file spare
+    from .prepare import prepare  # imports torch, which this file's importers need not
 
     parser = argparse.ArgumentParser(prog="examples.calculator.distil", description=__doc__)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,7 +1,7 @@
-"""A plain loop in which a small model from scratch imitates conversations, without processes.
+"""A plain training loop, without other processes: a small model learns to imitate conversations.
 
-The other examples make their initial models by it, from token ids with labels. That of the demo
-learns from rows with `turnwise.sft`: see `warm_start`.
+The other examples make their initial models with it, from token ids with labels. The demo's initial
+model learns from rows with `turnwise.sft` instead: see `warm_start`.
 """
 
 import itertools
@@ -26,7 +26,7 @@ class WarmStart:
 
     updates: int = 800
     conversations: int = 32
-    """Number of conversations in one update, and of rows of numbers."""
+    """Number of conversations in one update, and also of rows of numbers."""
     learning_rate: float = 4e-3
     """Peak, kept from the end of the warm-up to half of the training; then it falls to about 0."""
     warmup: int = 20
@@ -104,7 +104,8 @@ def _rate(update: int, options: WarmStart) -> float:
 
 
 def _optimizers(model: Qwen3ForCausalLM) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices inside the layers (a third of AdamW's updates), AdamW for the rest."""
+    """Return Muon for the matrices inside the layers, where it needs a third of AdamW's updates,
+    and AdamW for the rest."""
     inner = [parameter for parameter in model.model.layers.parameters() if parameter.ndim == 2]
     matrices = {id(parameter) for parameter in inner}
     rest = [parameter for parameter in model.parameters() if id(parameter) not in matrices]

@@ -2,8 +2,8 @@
 
     python -m examples.calculator.recording [--output FILE] [--steps N]
 
-The first run is the calculator's. In the second one the same problems are solved over HTTP, by an
-agent that solves each one twice, while the trainer may be one step ahead of the engine.
+The first run is the calculator's. In the second run, an agent solves the same problems over HTTP,
+each problem twice, and the trainer may be one step ahead of the engine.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from .prepare import BUILD, prepare
 from .tool import TOOL_SCHEMA, calculate
 
 CERTIFICATES = ssl.create_default_context()
-"""Read once: it takes longer than anything else in making a client."""
+"""Read once, because reading it takes longer than all other work of making a client."""
 RUNS: dict[str, tuple[str, ...]] = {
     "calculator": (),
     "careful-agent": (
@@ -49,7 +49,7 @@ COMMON = (
 KEPT: tuple[str, ...] = ("config.yaml", "metrics.jsonl", "exactness.json")
 KEPT += ("trajectories/*.jsonl", "timeline/*.jsonl", "training/*.safetensors")
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-"""Files of the last checkpoint that show texts; the weights are left out."""
+"""Files of the last checkpoint that the viewer needs for texts; the weights are left out."""
 
 
 async def careful(base_url: str, problem: dict[str, Any]) -> None:
@@ -83,7 +83,7 @@ async def solve(client: AsyncOpenAI, question: str) -> str:
 
 
 def record(output: Path, steps: int, folder: Path) -> None:
-    """Train the runs in a folder, and pack what the viewer reads of them.
+    """Train the runs in a folder, and pack the files that the viewer reads.
 
     Args:
         output: The archive to write.

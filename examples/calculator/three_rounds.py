@@ -1,7 +1,7 @@
 """A conversation of three rounds with callbacks: a question and two follow-ups.
 
-Each round names the previous completion (`x-request-id`), so its prompt begins with the exact
-tokens of that round. As a program, with the model of `make demo`:
+Each round names the previous round's completion (`x-request-id`), so its prompt begins with the
+previous round's exact tokens. As a program, with the model of `make demo`:
 
     python -m examples.calculator.three_rounds
 

@@ -61,7 +61,7 @@ def make_model(
 
     Args:
         count: Number of rows to train on, in as many epochs as the steps take.
-        **keys: Keys of the configuration, over `SETTINGS`.
+        **keys: Keys of the configuration, which override `SETTINGS`.
     """
     made, tokenizer = rows(seed), build_tokenizer(seed)
     with tempfile.TemporaryDirectory() as folder:

@@ -13,7 +13,7 @@ from typing import Any
 
 MOST_STEPS = 20_000
 MOST_BITS = 4_096
-"""Longest integer."""
+"""Maximum size of an integer, in bits."""
 MOST_ITEMS = 1_000
 """Maximum number of items of a list, characters of its texts, and printed lines."""
 MOST_NUMBERS = 10_000

@@ -1,10 +1,10 @@
-"""Evaluations between steps and beside training, on two held-out sets by name.
+"""Evaluations between steps and in parallel with training, on two named held-out sets.
 
     python -m examples.evaluation.run [--build DIR] [key.sub=value ...]
 
-Writes the model and the rows, trains twice, and prints for each run the seconds of its steps, those
-that its trainer waited for evaluations, and accuracy and pass@4 of each set. Overrides are those of
-`turnwise train`. The runs differ by chance, because they are not deterministic.
+Writes the model and the rows, and trains twice. For each run it prints the seconds of its steps,
+the seconds that its trainer waited for evaluations, and accuracy and pass@4 of each set. Overrides
+work as in `turnwise train`. The runs differ by chance, because they are not deterministic.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from examples.calculator.prepare import prepare
 CONFIG = Path(__file__).parent / "config.yaml"
 BUILD = Path(__file__).parent / "build"
 SETS = {"two": 2, "three": 3}
-"""Number of calls of the calculator that the problems of each set take."""
+"""Number of calculator calls that a problem of each set takes."""
 
 
 def main() -> None:
@@ -53,7 +53,7 @@ def write_sets(build: Path) -> dict[str, Path]:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a line for each evaluation of a run, and one of its seconds."""
+    """Return a line for each evaluation of a run, and a line with the run's seconds."""
     lines = [
         f"step {row['step']:3d}   "
         + "   ".join(

@@ -1,9 +1,9 @@
 """Four cards, seen from afar: which digit is on the blue one?
 
 From afar a card shows its colour and the dots of its number, and no digit. The tool `zoom` shows
-the card of a number from near. So the model has to find the card of a colour with its eyes, look at
-it, and read. Without eyes it is right in one of ten games; if it sees only what is near, in one of
-three.
+the card with a given number from near. So the model has to find the card of a colour by sight, zoom
+in, and read the digit. Without sight it is right in one of ten games; if it sees only from near, in
+one of three.
 """
 
 import random
@@ -20,18 +20,18 @@ COLOURS = {
     "blue": (50, 80, 220),
     "yellow": (230, 200, 40),
 }
-SIDE = 28  # pixels of a card, which the model reads as one token
-ACROSS = 2  # cards in a line
+SIDE = 28  # width and height of a card in pixels; the model reads a card as one token
+ACROSS = 2  # cards in a row
 _LINES = {
     **{"a": (0, 0, 8, 0), "b": (8, 0, 8, 7), "c": (8, 7, 8, 14), "d": (0, 14, 8, 14)},
     **{"e": (0, 7, 0, 14), "f": (0, 0, 0, 7), "g": (0, 7, 8, 7)},
 }
-"""The lines of a display of seven segments, from and to (x, y)."""
+"""The lines of a seven-segment display, each from (x, y) to (x, y)."""
 _DIGITS = ("abcdef", "bc", "abged", "abgcd", "fgbc", "afgcd", "afgecd", "abc", "abcdefg", "abcdfg")
 
 
 class Eyes(turnwise.Environment):
-    """One game; the row has the cards, the colour that is asked for, and the seed of how they lie.
+    """One game; the row has the cards, the colour that is asked for, and the picture's seed.
 
     The game ends with the first turn that does not call `zoom`: the answer.
     """
@@ -44,7 +44,7 @@ class Eyes(turnwise.Environment):
 
     @classmethod
     def rows(cls, split: str) -> Sequence[dict[str, Any]]:
-        """Return 4,000 rows to train on, or 128 others."""
+        """Return 4,000 rows to train on, or 128 other rows for another split."""
         rng = random.Random(f"cards to {split}")
         return [make_row(rng) for _ in range(4000 if split == "train" else 128)]
 
@@ -77,7 +77,7 @@ def make_row(rng: random.Random) -> dict[str, Any]:
 def question(row: dict[str, Any]) -> dict[str, Any]:
     """Return the message that asks for a digit, with the cards from afar.
 
-    The question comes first: so what a model makes of each card can depend on what is asked.
+    The question comes first, so that the model's reading of each card can depend on the question.
     """
     text = f"Which digit is on the {row['asked']} card?"
     content = [{"type": "text", "text": text}, {"type": "image", "image": table(row, digits=False)}]

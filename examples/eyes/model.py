@@ -1,6 +1,6 @@
 """The example's model: Qwen2.5-VL's architecture, small, with random weights, and its processor.
 
-Heads are 32 wide, the least that vLLM's attention takes on a CPU. Two layers are enough: in the
+Heads have size 32, the minimum for vLLM's attention on a CPU. Two layers are enough: in the
 first, each card can compare itself with the colour that is asked for; in the second, the answer can
 find the card that fits.
 """
@@ -28,7 +28,7 @@ _VOCABULARY = 1024  # at most: each word of the example's texts becomes a token
 
 
 def build_tokenizer(rows: list[dict[str, Any]]) -> PreTrainedTokenizerBase:
-    """Train a tokenizer on conversations (`messages`, `tools`), and add what marks images."""
+    """Train a tokenizer on conversations (`messages`, `tools`), and add the markers of images."""
 
     def texts(bare: PreTrainedTokenizerBase) -> list[str]:
         bare.chat_template = TEMPLATE
@@ -90,7 +90,7 @@ def build_model(
 def save(
     model: Qwen2_5_VLForConditionalGeneration, tokenizer: PreTrainedTokenizerBase, folder: Path
 ) -> None:
-    """Write the model with its tokenizer and the settings of its processor of images."""
+    """Write the model with its tokenizer and the settings of its image processor."""
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     settings = {

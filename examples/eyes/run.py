@@ -2,7 +2,7 @@
 
     python -m examples.eyes.run [--seed N] [--build DIR] [--updates N] [key.sub=value ...]
 
-Overrides are those of `turnwise train`. It ends with a game before and after, and the share of
+Overrides work as in `turnwise train`. It ends with a game before and after, and the share of
 held-out games that were won.
 """
 

@@ -2,11 +2,11 @@
 
     python -m examples.eyes.warm_start [--seed N] [--steps N] [--output DIR]
 
-The rows are conversations with images (`turnwise sft`). Every fourth is a game: the player mostly
-guesses, and where it looks, it now and then looks at another card, or misreads the digit. The three
-rows after it are exercises of the eyes, without mistakes, on the same cards: twice, which one of
-some of them has a colour; and which digit is on a card. So the model sees well, and copies the
-haste.
+The rows are conversations with images (`turnwise sft`). Every fourth row is a game: the player
+mostly guesses, and if it looks, it sometimes looks at a wrong card, or misreads the digit. The
+three rows after a game are exercises in seeing, without mistakes, with the same cards. Two ask
+which of some cards has a colour, one asks which digit is on a card. So the model sees well, and
+copies the haste.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from .environment import COLOURS, Eyes, card_of, from_near, make_row, question, 
 
 BUILD = Path(__file__).parent / "build"
 LOOKS, FINDS, READS = 0.4, 0.85, 0.9
-"""Probability with which the player looks at a card, and then at the right one; and with which it
+"""Probabilities that the player looks at a card, that it then looks at the right card, and that it
 says the digit that it sees."""
 ROWS = 8000
 SETTINGS: dict[str, Any] = {
@@ -110,7 +110,7 @@ def make_model(output: Path, seed: int, **keys: Any) -> "turnwise.TrainingResult
     """Train a model from scratch and write it, with tokenizer and processor, to a folder.
 
     Args:
-        **keys: Keys of the configuration, over `SETTINGS`.
+        **keys: Keys of the configuration, which override `SETTINGS`.
     """
     from .model import build_model, build_tokenizer, save  # with torch
 

@@ -3,13 +3,13 @@ r"""Grade-school word problems (GSM8K, Cobbe et al. 2021, arXiv:2110.14168) with
 `Gsm8k` contains one problem: its chat messages, its tool and the reward of a finished trajectory,
 which depends only on `final_text`.
 
-The reward is 1.0 or 0.0, and strict. The final answer is the text at the last marker, the rest
-of the line after `####` or the inside of `\boxed{}`, and has to be one number: `72`, `1,080`,
+The reward is 1.0 or 0.0, and strict. The final answer is the text at the last marker: the rest of
+the line after `####`, or the inside of `\boxed{}`. It has to be one number: `72`, `1,080`,
 `72.00` or `-3`, with signs of currency, percentage, emphasis or LaTeX around it (`$72`, `72%`,
 `**72**`, `1{,}080`). No marker, no number or more than a number (`72 or 73`, `8*9`,
 `72 clips`) earns 0.0.
 
-Only the number goes to math-verify, which compares it with the gold one. Any output of a model
+Only the number goes to math-verify, which compares it with the gold answer. Any output of a model
 is safe: no text raises or is slow, because neither powers nor LaTeX are ever evaluated.
 math-verify's timeouts are switched off: they need signals, which only the main thread may handle,
 and rewards run in worker threads.

@@ -2,7 +2,7 @@
 
     python -m examples.gsm8k.run FOLDER [key.sub=value ...]
 
-FOLDER holds `train.jsonl` and `test.jsonl`. Overrides are those of `turnwise train`;
+FOLDER holds `train.jsonl` and `test.jsonl`. Overrides work as in `turnwise train`;
 with `model.path=Qwen/Qwen3-0.6B` there is no warm start.
 """
 
@@ -48,7 +48,7 @@ def main() -> int:
 
 
 def summary(run: Path, rows: str) -> str:
-    """Return a run's accuracy on held-out `rows` before and after, and what it lost."""
+    """Return a run's accuracy on held-out `rows` before and after, and its lost trajectories."""
     steps = [json.loads(line) for line in (run / "metrics.jsonl").open()]
     measured = [s["accuracy_heldout"] for s in steps if s["accuracy_heldout"] is not None]
     trained = [s for s in steps if s["step"]]

@@ -1,7 +1,7 @@
 """Worked solutions of GSM8K as conversations with a calculator.
 
 The annotations in the rows are the calculations: `48/2 = <<48/2=24>>24 clips` becomes the
-text up to the annotation, a call for each operation of it, and the rest after the tool's answer.
+text up to the annotation, a call for each operation in it, and, after the tool's answer, the rest.
 """
 
 import ast

@@ -27,7 +27,7 @@ from .solutions import earns, render, solved_conversation
 BUILD = Path(__file__).parent / "build"
 _VOCABULARY = 2048
 _LONGEST = 384
-"""Most tokens of a conversation; longer ones are left out."""
+"""Maximum number of tokens of a conversation; longer ones are left out."""
 _OPTIONS = WarmStart(updates=800, conversations=8, learning_rate=3e-3)
 
 

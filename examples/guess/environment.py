@@ -1,8 +1,8 @@
 """Find the number: the environment answers each guess with "higher" or "lower".
 
 A turn earns its share of the search: 0.5 * log(before / after) / log(50), where `before` and
-`after` count the numbers that the answers allow. Over a game that found the number these are 0.5 in
-all; to find it earns 1 more.
+`after` count the numbers that the answers allow. In a game that finds the number, these rewards add
+up to 0.5, and finding the number earns 1 more.
 """
 
 import math
@@ -50,6 +50,6 @@ class Guess(turnwise.Environment):
 
 
 def read_guess(text: str) -> int | None:
-    """Return the number that a message consists of; None if it is anything else."""
+    """Return the number if a message has nothing else; otherwise None."""
     text = text.strip()
     return int(text) if re.fullmatch(r"[0-9]{1,2}", text) else None

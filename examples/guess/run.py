@@ -2,7 +2,7 @@
 
     python -m examples.guess.run [--seed N] [--build DIR] [--updates N] [key.sub=value ...]
 
-Overrides are those of `turnwise train`.
+Overrides work as in `turnwise train`.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def curve(steps: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a line for each evaluation: step, share of games won, and a bar of it."""
+    """Return a line for each evaluation: step, share of games won, and a bar of that length."""
     measured = [(step["step"], step["accuracy_heldout"]) for step in steps]
     return [
         f"step {step:3d}   {won:.3f}  {'#' * round(40 * won)}"

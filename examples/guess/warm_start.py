@@ -51,7 +51,7 @@ def games(seed: int) -> Iterator[list[dict[str, str]]]:
 
 
 def inattentive_guess(answers: list[tuple[int, str]], rng: random.Random) -> int:
-    """Return any number that the answers allow at which the player happens to look."""
+    """Return any number that is allowed by the answers at which the player happens to look."""
     low, high = SMALLEST, LARGEST
     for guess, answer in answers:
         if rng.random() >= ATTENTION:
@@ -103,7 +103,7 @@ def _batches(
 
 def run(output: Path, seed: int, updates: int) -> None:
     """Make a model, and print how its loss falls."""
-    torch.set_num_threads(1)  # the matrices are too small for two, which would wait for each other
+    torch.set_num_threads(1)  # the matrices are too small for two threads, which would wait
     began, used = time.monotonic(), time.process_time()
 
     def report(update: int, loss: float) -> None:

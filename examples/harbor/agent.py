@@ -4,7 +4,7 @@
 
 Then `rollout.agent: python examples/harbor/agent.py run` plays a row: it runs `harbor run` on the
 task, with an agent of Harbor whose model is at the trajectory's base URL, and posts the verifier's
-reward. Further words go to `harbor run`: `... agent.py run --agent terminus-2 --env docker`.
+reward. Further arguments go to `harbor run`: `... agent.py run --agent terminus-2 --env docker`.
 """
 
 import json
@@ -17,7 +17,7 @@ from urllib.request import Request, urlopen
 
 AGENT = ["--agent", "terminus-2"]
 REWARD = "reward"
-"""Name of the verifier's number that is the reward."""
+"""Name of the verifier's result that becomes the reward."""
 POST_SECONDS = 30
 
 

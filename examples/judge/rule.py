@@ -1,6 +1,6 @@
 """A server of Chat Completions that follows the example's rubric by a rule, not by a model.
 
-It stands for a judge where there is no large model: it reads the document in the prompt, and
+It stands in for a judge where there is no large model: it reads the document in the prompt, and
 answers as a judge does.
 
 python -m examples.judge.rule 8765

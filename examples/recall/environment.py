@@ -1,8 +1,9 @@
-"""Two pages of digits, in a context that holds only one: what counts is what a summary says.
+"""Two pages of digits, in a context that holds only one, so that the summaries decide the answer.
 
 The model says `next` for a page. A page is long, so the conversation is shortened after it
-(`rollout.context`), and all that is left is the problem and the model's own summary. It can say the
-digits of both pages only if its first summary has those of the first page, and its second one all.
+(`rollout.context`), and only the problem and the model's own summary are left. The model can say
+the digits of both pages only if its first summary has the digits of the first page, and its second
+summary has all digits.
 """
 
 import random
@@ -29,13 +30,13 @@ class Recall(turnwise.Environment):
 
     @classmethod
     def rows(cls, split: str) -> Sequence[dict[str, Any]]:
-        """Return 2,000 rows to train on, or 100 others."""
+        """Return 2,000 rows to train on, or 100 other rows for another split."""
         numbers = random.Random(0).sample(range(10 ** (PAGES * DIGITS)), 2100)
         chosen = numbers[:2000] if split == "train" else numbers[2000:]
         return [{"pages": pages_of(number)} for number in chosen]
 
     def step(self, message: dict[str, Any]) -> str | None:
-        """Show the next page; anything else is the answer, and ends it."""
+        """Show the next page for `next`; any other message is the answer, and ends the attempt."""
         self.said = message["content"].strip()
         if self.said != NEXT or self.read == len(self.pages):
             return None
@@ -50,7 +51,7 @@ class Recall(turnwise.Environment):
 
 
 def pages_of(number: int) -> list[str]:
-    """Return the digits of each page, of a number that has all of them."""
+    """Split a number that has all digits into the digits of each page."""
     digits = f"{number:0{PAGES * DIGITS}}"
     return [digits[at : at + DIGITS] for at in range(0, PAGES * DIGITS, DIGITS)]
 

@@ -1,8 +1,8 @@
-"""Recall, from nothing to summaries that hold what is needed: a warm start, a run, its curve.
+"""Recall, from nothing to summaries that keep the digits: a warm start, a run, its curve.
 
     python -m examples.recall.run [--seed N] [--build DIR] [--updates N] [key.sub=value ...]
 
-Overrides are those of `turnwise train`. It ends with an attempt before and after, and the share of
+Overrides work as in `turnwise train`. It ends with an attempt before and after, and the share of
 held-out attempts in which all digits were said.
 """
 
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def attempt(trajectory: Trajectory) -> str:
-    """Return an attempt in one line, pages without what is of no use."""
+    """Return an attempt in one line, with only the digits of each page."""
     texts = [message["content"].replace(REST, "") for message in trajectory.messages[1:]]
     return ", ".join(" ".join(text.split()) for text in texts)
 

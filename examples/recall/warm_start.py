@@ -2,8 +2,9 @@
 
     python -m examples.recall.warm_start [--seed N] [--output DIR]
 
-Tokenizer and weights are trained from scratch. The reader writes down the digits that it knows with
-probability `CARE`, and otherwise that it has read a page; it goes on from what its summary says.
+Tokenizer and weights are trained from scratch. With probability `CARE`, the reader's summary has
+the digits that it knows; otherwise it only says that a page was read. The reader then continues
+from its summary alone.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from .environment import DIGITS, NEXT, PAGES, PROBLEM, page, pages_of
 BUILD = Path(__file__).parent / "build"
 OPTIONS = WarmStart(updates=400, conversations=32, learning_rate=4e-3)
 CARE = 0.6
-"""Probability with which the reader writes down what it knows."""
+"""Probability with which the reader writes down the digits that it knows."""
 CARELESS = "I have read a page."
 _VOCABULARY = 640
 
@@ -91,7 +92,7 @@ def _batches(
 
 def run(output: Path, seed: int, updates: int) -> None:
     """Make a model, and print how its loss falls."""
-    torch.set_num_threads(1)  # the matrices are too small for two, which would wait for each other
+    torch.set_num_threads(1)  # the matrices are too small for two threads, which would wait
     began = time.monotonic()
 
     def report(update: int, loss: float) -> None:

@@ -3,7 +3,7 @@
     python -m examples.retool.prepare [--seed N] [--output DIR] [--updates N]
 
 The demo's model can read its problems already. A minute of supervised training on solutions of the
-demo's careless teacher, written as Python, gives it the form. It copies the teacher's mistakes,
+demo's careless teacher, written as Python, teaches it the form. It copies the teacher's mistakes,
 which leaves room for reinforcement learning.
 """
 
@@ -43,7 +43,7 @@ def solution(row: Row) -> tuple[str, str, str]:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, row: Row) -> Example:
-    """Encode a row's problem and solution; all but the code and the end is not trained."""
+    """Encode a row's problem and solution; only the code and the end are trained."""
     message = {"role": "user", "content": row["question"]}
     prompt = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)
     ids: list[int] = []

@@ -1,7 +1,7 @@
 """Sessions of Daytona: `python: {sandbox: "examples.sandboxes.daytona:DaytonaSandbox"}`.
 
 pip install daytona, and the key in DAYTONA_API_KEY. Written from Daytona's documentation and never
-run: check it before you rely on it. A sandbox there has a network of its own.
+run: check it before you rely on it. Its sandboxes have network access.
 """
 
 import math
@@ -28,7 +28,7 @@ class DaytonaSandbox:
                 ended = f"\n[exit code {done.exit_code}]" if done.exit_code else ""
                 return f"{done.result}{ended}" or "[no output]"
             done = self.session.code_interpreter.run_code(code, timeout=self.seconds)
-        except Exception as error:  # the service's: the model could not mend it
+        except Exception as error:  # an error of the service, which the model cannot fix
             raise TrajectoryError("sandbox_error", f"Daytona: {error}") from error
         parts = [done.stdout, done.stderr]
         if done.error is not None:

@@ -1,7 +1,7 @@
 """Sessions of E2B's code interpreter: `python: {sandbox: "examples.sandboxes.e2b:E2B"}`.
 
 pip install e2b-code-interpreter, and the key in E2B_API_KEY. Written from E2B's documentation and
-never run: check it before you rely on it. A sandbox there has a network of its own.
+never run: check it before you rely on it. Its sandboxes have network access.
 """
 
 import math
@@ -10,7 +10,7 @@ from turnwise.config.rollout import CodeToolConfig
 from turnwise.core.optional import Foreign, required
 from turnwise.errors import TrajectoryError
 
-LIFE_SECONDS = 3600  # after which E2B ends a session that was not closed
+LIFE_SECONDS = 3600  # then E2B ends a session that was not closed
 
 
 class E2B:
@@ -27,7 +27,7 @@ class E2B:
                 done = self.session.commands.run(code, timeout=math.ceil(self.seconds))
                 return str(done.stdout) + str(done.stderr) or "[no output]"
             done = self.session.run_code(code, timeout=self.seconds)
-        except Exception as error:  # the service's: the model could not mend it
+        except Exception as error:  # an error of the service, which the model cannot fix
             raise TrajectoryError("sandbox_error", f"E2B: {error}") from error
         parts = [*done.logs.stdout, *done.logs.stderr, done.text or ""]
         if done.error is not None:

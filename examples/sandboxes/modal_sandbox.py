@@ -10,7 +10,7 @@ from turnwise.config.rollout import CodeToolConfig
 from turnwise.core.optional import Foreign, required
 from turnwise.errors import TrajectoryError
 
-LIFE_SECONDS = 3600  # after which Modal ends a session that was not closed
+LIFE_SECONDS = 3600  # then Modal ends a session that was not closed
 
 
 class ModalSandbox:
@@ -32,7 +32,7 @@ class ModalSandbox:
             process = self.session.exec(*self.program, code, timeout=seconds)
             said = process.stdout.read() + process.stderr.read()
             code_of_exit = process.wait()
-        except Exception as error:  # the service's: the model could not mend it
+        except Exception as error:  # an error of the service, which the model cannot fix
             raise TrajectoryError("sandbox_error", f"Modal: {error}") from error
         return said + (f"\n[exit code {code_of_exit}]" if code_of_exit else "") or "[no output]"
 

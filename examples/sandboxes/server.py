@@ -1,8 +1,9 @@
-"""A server of sandboxes: this machine runs the code of models that are trained on another.
+"""A server of sandboxes: this machine runs the code of models that another machine trains.
 
 SANDBOX_KEY=... python -m examples.sandboxes.server 0.0.0.0 8900
 
-and there, with the same key in TURNWISE_SANDBOX_KEY: `python: {sandbox: "http://HOST:8900"}`.
+On the training machine, set TURNWISE_SANDBOX_KEY to the same key, and configure
+`python: {sandbox: "http://HOST:8900"}`.
 """
 
 import hmac
@@ -22,7 +23,7 @@ MOST_BYTES = 4 << 20
 
 
 class Server(ThreadingHTTPServer):
-    """Sessions by their ids; those that nobody has used for an hour are ended."""
+    """Sessions by their ids; each new session ends the sessions that were unused for an hour."""
 
     daemon_threads = True
 

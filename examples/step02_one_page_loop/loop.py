@@ -18,7 +18,7 @@ def main(file: str, overrides: list[str]) -> None:
             # A group is several trajectories of one problem, each with its reward.
             groups = run.rollout(run.problems(run.config.rollout.prompts_per_step))
 
-            # Rewards become advantages, advantages belong to sampled tokens; then the loss.
+            # Rewards become advantages of the sampled tokens, which the loss uses.
             run.forward_backward(run.samples(groups))
             step = run.optim_step()
 

@@ -1,4 +1,4 @@
-"""A credit for each token: a trajectory's advantage, spread over its tool calls by a function."""
+"""Credit for each token: a function spreads a trajectory's advantage over its tool calls."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,8 @@ from turnwise.training.algorithms.advantages import WithinGroup, grpo
 
 
 class CreditCalls(WithinGroup):
-    """GRPO, of which a turn gets the share of its calls that worked, most of it at its end."""
+    """GRPO's advantage, scaled in each turn by the share of its tool calls that worked; it decays
+    from the end of the turn to its beginning."""
 
     def __init__(self, decay: float = 0.9) -> None:
         super().__init__(grpo)

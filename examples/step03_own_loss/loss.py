@@ -6,7 +6,7 @@ from turnwise.training.algorithms import Loss, TokenLoss, Tokens
 class Reinforce(Loss):
     """REINFORCE: the log-prob of each token, weighted by its advantage; no clip, no ratio.
 
-    Williams 1992. The trainer averages over the batch as `algorithm.reduction` says.
+    Williams 1992. The trainer averages over the batch by `algorithm.reduction`.
     """
 
     def __init__(self, scale: float = 1.0) -> None:

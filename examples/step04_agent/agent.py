@@ -1,6 +1,6 @@
 """An agent that knows OpenAI's client and a problem, and nothing of turnwise.
 
-The base URL records what it asks: exact token ids, log-probs and weight versions.
+The server at the base URL records its calls: exact token ids, log-probs and weight versions.
 """
 
 import json
@@ -12,7 +12,7 @@ from openai import AsyncOpenAI, DefaultAsyncHttpxClient
 from examples.calculator.tool import TOOL_SCHEMA, calculate
 
 CERTIFICATES = ssl.create_default_context()
-"""Read once: it takes longer than anything else in making a client."""
+"""Read once, because reading it takes longer than all other work of making a client."""
 
 
 async def solve(base_url: str, problem: dict[str, Any], **sampling: Any) -> str:

@@ -18,7 +18,7 @@ OPTIONS = WarmStart(updates=300, conversations=32, learning_rate=4e-3)
 
 
 def conversations(seed: int) -> Iterator[list[dict[str, str]]]:
-    """Yield endless games as the user sees them: the player's guesses come from its user."""
+    """Yield endless games as the user's model sees them: its `user` messages are the guesses."""
     rng = random.Random(seed)
     while True:
         number = rng.randint(SMALLEST, LARGEST)

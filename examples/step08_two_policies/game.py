@@ -7,8 +7,8 @@ from examples.step07_self_play.game import Race
 
 
 class Match(Race):
-    """A player is the policy of the same name; in held-out rows, the other one is the model as it
-    was before training."""
+    """A player is the policy of the same name. In held-out rows, the player that is not measured is
+    the model before training."""
 
     def __init__(self, row: dict[str, Any]) -> None:
         super().__init__(row)

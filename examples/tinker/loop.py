@@ -1,11 +1,11 @@
-"""An RL loop in Tinker's four verbs, on engines and a trainer of one's own.
+"""An RL loop in Tinker's four verbs, on your own engines and trainer.
 
     python -m examples.tinker.loop [--url URL] [--steps N] [--model FOLDER]
 
 It needs Tinker's SDK (`pip install tinker`; in the repository `make tinker`, and
-PYTHONPATH=.venv-tinker). Without --url it starts engines and a trainer in this program; with it, it
-is a client of `turnwise tinker` or of any other server that speaks the protocol. The model learns
-to answer with few tokens.
+PYTHONPATH=.venv-tinker). Without --url it starts engines and a trainer in this program. With --url
+it is a client of `turnwise tinker` or of any other server that speaks the protocol. The model
+learns to answer with few tokens.
 """
 
 import argparse

@@ -63,7 +63,7 @@ class Service:
     async def run(self, request: web.Request) -> web.Response:
         asked = await request.json()
         task = self.tasks[asked["row"]["idx"]]
-        # An environment for each episode: it keeps a client for every base URL until it stops.
+        # One environment per episode: each keeps a client for every base URL until it stops.
         env = vf.load_environment(vf.resolve_env_config(dict(self._tree)))
         async with env.serving():
             (slot,) = env.slots(task)
@@ -100,7 +100,7 @@ def main() -> None:
     made.add_argument("--limit", type=int)
     options = made.parse_args()
     logging.basicConfig(level=logging.WARNING)
-    sys.path.insert(0, str(options.env.resolve().parent))  # plug-ins beside the file
+    sys.path.insert(0, str(options.env.resolve().parent))  # plug-ins next to the file
     service = Service(tomllib.loads(options.env.read_text()), options.limit)
     if options.rows:
         options.rows.write_text("".join(json.dumps(row) + "\n" for row in service.rows()))

@@ -1,6 +1,6 @@
 """Turnwise: reinforcement learning for tool-calling language models, exact to the token.
 
-This module holds the public API. Most names are imported on first use, which takes seconds.
+This module holds the public API. Most names are imported on first use; the import takes seconds.
 
 Example:
     import turnwise
@@ -94,10 +94,10 @@ _COMPAT = {
     "verl": ("ChatCompletionScheduler", "LLMServerManager"),
 }
 _MOVED = {name: f"turnwise.compat.{system}" for system, names in _COMPAT.items() for name in names}
-"""Homes of names of other systems, which this module had."""
+"""Present modules of other systems' names, which were in this module before."""
 _HOMES = {name: f"turnwise.{module}" for module, names in _PUBLIC.items() for name in names}
 
-# Without `open`, which a star import would put in the place of Python's own.
+# Without `open`: a star import would replace Python's own `open`.
 __all__ = [
     "AgentLoop",
     "AgentTask",
@@ -144,7 +144,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name on its first use."""
+    """Import a public name at its first use; for a moved name, raise where it is now."""
     if name in _MOVED:
         raise ImportError(f"turnwise.{name} is {_MOVED[name]}.{name} now")
     if name not in _HOMES:

@@ -13,7 +13,7 @@ your agent, for an environment without turnwise.
     if __name__ == "__main__":
         serve(run)
 
-The protocol has one JSON object a line. Any number of requests run at once:
+The protocol has one JSON object per line. Any number of requests run at once:
 
     to the worker                                                   from the worker
     {"id": 1, "method": "run", "task": {...}, "base_url": "..."}    {"id": 1, "result": {...}}
@@ -22,8 +22,8 @@ The protocol has one JSON object a line. Any number of requests run at once:
 
 A `run` also has the keys `model` and `name`. Its result is null or an object with any of `reward`,
 `metrics`, `sessions` and `error`. `cancel` has no answer. The worker ends at the end of its input.
-If the trainer sends spans to a collector, a `run` has the headers of its span (`traceparent`) in
-`trace`; where OpenTelemetry is installed, they are the context of the call.
+If the trainer sends spans to a collector, a `run` has its span's headers (`traceparent`) in the key
+`trace`. If OpenTelemetry is installed, that span becomes the context of the call.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ Function = Callable[..., Any]
 
 
 def serve(run: Function, tasks: Optional[Function] = None) -> None:  # noqa: UP045
-    """Answer requests until standard input ends. What the agent prints goes to standard error.
+    """Answer requests until standard input ends. The agent's prints go to standard error.
 
     Args:
-        run: Function `run(task, base_url)`, async or plain; plain ones run in threads. It plays
-            one task and returns its report, or None. What it raises is the task's error.
+        run: Function `run(task, base_url)`, async or plain; plain functions run in threads. It
+            works on one task and returns a report, or None. An exception is the task's error.
         tasks: Function that returns the rows of data, for `data.path`; None if there are none.
 
     Example:
@@ -55,14 +55,14 @@ def serve(run: Function, tasks: Optional[Function] = None) -> None:  # noqa: UP0
     """
     requests = os.fdopen(os.dup(0), "rb")
     answers = os.fdopen(os.dup(1), "wb")
-    # Prints, and children that read, would otherwise disturb the protocol.
+    # Otherwise prints, and child processes that read standard input, would break the protocol.
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.stdin = open(os.devnull)  # noqa: SIM115  # for the rest of the process
     worker = _Worker(run, tasks, answers)
     for line in requests:
         worker.handle(json.loads(line))
-    for listing in worker.listing:  # runs are abandoned
+    for listing in worker.listing:  # unfinished runs are abandoned
         listing.result()
 
 
@@ -77,7 +77,7 @@ class _Worker:
         threading.Thread(target=self._loop.run_forever, daemon=True).start()
 
     def handle(self, request: dict[str, Any]) -> None:
-        """Begin or cancel a request."""
+        """Begin a request, or cancel one."""
         number, method = request["id"], request["method"]
         if method == "cancel":
             running = self._running.get(number)
@@ -102,7 +102,7 @@ class _Worker:
             self._write({"id": number, "result": value})
         except asyncio.CancelledError:
             raise
-        except BaseException as error:  # reported, and the worker goes on
+        except BaseException as error:  # report it, and continue with other requests
             traceback.print_exc()
             self._write({"id": number, "error": f"{type(error).__name__}: {error}"})
         finally:
@@ -114,7 +114,7 @@ class _Worker:
 
 
 def _join(trace: Optional[dict[str, str]]) -> None:  # noqa: UP045
-    """Make the trajectory's span the context of this task."""
+    """Make the trajectory's span the current context of this asyncio task."""
     if trace:
         try:
             from opentelemetry import context, propagate

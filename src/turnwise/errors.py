@@ -1,7 +1,7 @@
-"""The exceptions of turnwise: one small tree under `TurnwiseError`.
+"""The exceptions of turnwise, all derived from `TurnwiseError`, and helpers to describe errors.
 
-Each message is one sentence for the user: what is wrong, or what did not answer, and how to fix it.
-The command line prints it and exits with status 2, without a traceback.
+Each message is one sentence for the user: the mistake, or the part that did not answer, and how to
+fix it. The command line prints it and exits with status 2, without a traceback.
 """
 
 import inspect
@@ -40,12 +40,12 @@ class InputError(TurnwiseError):
 
 
 class CompleteError(InputError):
-    """A run that is to go on has ended as it should; the command line prints it, and exits with
+    """A run that should be resumed is complete already; the command line prints this and exits with
     status 0, so that launchers do not repeat the command."""
 
 
 class DeadlineError(TurnwiseError):
-    """A deadline passed; the message names what did not answer, and the deadline."""
+    """A deadline passed; the message names the part that did not answer, and the deadline."""
 
 
 class EngineError(TurnwiseError):
@@ -63,7 +63,7 @@ class WeightUpdateError(TurnwiseError):
 class TrajectoryError(TurnwiseError):
     """One trajectory failed; it is counted under `reason`, and the run continues.
 
-    The message may quote an agent, a tool or a model; it is made `visible`.
+    The message may quote an agent, a tool or a model; `visible` escapes its control characters.
     """
 
     def __init__(self, reason: str, message: str) -> None:
@@ -79,14 +79,14 @@ class StepError(TurnwiseError):
 
 
 class ExactnessError(TurnwiseError):
-    """Tokens to train on differ from the sampled ones; the message names the first."""
+    """Tokens to train on differ from the sampled tokens; the message names the first difference."""
 
 
 def where_in_user_code(error: BaseException) -> str:
-    """Return the last line of the user's own code that an error passed through, as `file:line`.
+    """Return the last line of user code in an error's traceback, as `file:line`.
 
-    Falls back to the last line in an installed package; "" if the error passed through turnwise
-    and Python only.
+    Without user code, return the last line in an installed package; "" if the error passed through
+    turnwise and Python only.
     """
     frames = traceback.extract_tb(error.__traceback__)
     lines = [(frame.filename, frame.lineno) for frame in frames]
@@ -100,11 +100,11 @@ def where_in_user_code(error: BaseException) -> str:
 
 
 def defined_at(what: object) -> str:
-    """Return where a function or class of user code is defined, as `file:line`; "" if that is
-    unknown."""
+    """Return the place where a function or class of user code is defined, as `file:line`; "" if it
+    is unknown, or not in user code."""
     file, line = None, 0
     if isinstance(what, type):
-        with suppress(OSError, TypeError):  # it has no source
+        with suppress(OSError, TypeError):  # a class may have no source
             file, line = inspect.getsourcefile(what), inspect.getsourcelines(what)[1]
     elif code := getattr(getattr(what, "__func__", what), "__code__", None):
         file, line = code.co_filename, code.co_firstlineno
@@ -112,8 +112,8 @@ def defined_at(what: object) -> str:
 
 
 def user_traceback(error: BaseException) -> str:
-    """Return the lines of an error's traceback that begin in user code, then those of turnwise
-    that led there."""
+    """Return the frames of an error's traceback from the first one in user code on, then the
+    frames before it, which called the user code."""
     frames = traceback.extract_tb(error.__traceback__)
     first = next((n for n, frame in enumerate(frames) if in_user_code(frame.filename)), 0)
     text = "".join(traceback.format_list(frames[first:]))
@@ -128,7 +128,7 @@ def in_user_code(filename: str) -> bool:
 
 
 def short_path(path: str) -> str:
-    """Return a path relative to the working directory if it is below that."""
+    """Return a path below the working directory as a relative path, any other unchanged."""
     return os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else path
 
 
@@ -143,8 +143,8 @@ def describe_error(error: BaseException) -> str:
 def visible(text: str) -> str:
     r"""Return text with control characters as escapes, except line breaks and tabs.
 
-    Everything that an agent, a tool or a model wrote goes through this before a terminal or a log
-    gets it: it can then neither drive the terminal nor hide a line.
+    Texts of agents, tools and models go through this before they reach a terminal or a log, so that
+    they can neither control the terminal nor hide a line.
 
     Example:
         >>> visible("\x1b[2Jall is well")
@@ -161,8 +161,9 @@ def visible(text: str) -> str:
 
 
 def without_numbers(text: str) -> str:
-    """Return a message as the name of its cause: numbers and ids as #, except lines of Python
-    files.
+    """Return a message with # for numbers and ids, so that equal causes have equal texts.
+
+    Line numbers of Python files stay.
 
     Example:
         >>> without_numbers("rows.jsonl:7: 0x7f3a gave 1.5 (env.py:12)")
@@ -172,10 +173,10 @@ def without_numbers(text: str) -> str:
 
 
 def ordinary_error(error: BaseException) -> Exception:
-    """Return the error, or a RuntimeError in its place if raising it would end more than the call.
+    """Return the error, or a RuntimeError in its place if the error would end more than the call.
 
-    This replaces SystemExit, KeyboardInterrupt, CancelledError, and StopIteration, which a future
-    cannot hold.
+    A RuntimeError replaces SystemExit, KeyboardInterrupt and CancelledError, and StopIteration,
+    because a future cannot hold it.
     """
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
@@ -200,7 +201,7 @@ def text_of(error: BaseException) -> str:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or the name of its type if it has none.
 
-    For errors of libraries, whose messages continue with advice and stack traces.
+    Use it for errors of libraries, whose messages often continue with advice and stack traces.
 
     Example:
         except OSError as error:

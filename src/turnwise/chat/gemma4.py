@@ -1,8 +1,8 @@
 """Gemma 4's arguments with the types that the model wrote.
 
 The format marks each text: `a:<|"|>1<|"|>` is a text, `a:1` a number. vLLM's parser keeps both as
-texts and converts them by the tool's schema, so that where the schema names no type, in a `dict` or
-a `list[dict]`, a number, true, false and null stay texts.
+texts and converts them by the tool's schema. Where the schema names no type, as in a `dict` or a
+`list[dict]`, numbers, true, false and null stay texts.
 """
 
 import json
@@ -20,7 +20,7 @@ _CHOICES = ("enum", "const", "allOf", "$ref")
 
 @dataclass(frozen=True, slots=True)
 class _Bare:
-    """A value without marks of a text."""
+    """A value that is not marked as a text."""
 
     text: str
 
@@ -28,10 +28,11 @@ class _Bare:
 def with_types(
     text: str, calls: list[tuple[str, str]], schemas: Mapping[str, JsonObject]
 ) -> list[str]:
-    """Return the arguments of each call, of which vLLM read name and arguments from a text, with
-    JSON's types where `schemas`, those of the parameters by tool, name none."""
+    """Return the arguments of each call, with the types that the model wrote where the schema names
+    none. `calls` has the names and arguments that vLLM read from `text`; `schemas` has the schema
+    of each tool's parameters."""
     written = [_call(part.partition(_END)[0]) for part in text.split(_BEGIN)[1:]]
-    if len(written) != len(calls):  # vLLM read others: leave what it says
+    if len(written) != len(calls):  # vLLM read other calls: keep its arguments
         return [arguments for _, arguments in calls]
     typed = []
     for (name, arguments), (named, found) in zip(calls, written, strict=True):
@@ -44,7 +45,7 @@ def with_types(
 
 
 def _merged(given: Foreign, written: Foreign, schema: Foreign) -> Foreign:
-    """Return vLLM's value, with the type that was written where it left a text."""
+    """Return vLLM's value; where vLLM left a text, with the type that the model wrote."""
     schema = schema if isinstance(schema, dict) else {}
     if isinstance(written, _Bare):
         if given != written.text or takes_texts(schema):
@@ -65,7 +66,7 @@ def _merged(given: Foreign, written: Foreign, schema: Foreign) -> Foreign:
 
 
 def takes_texts(schema: JsonObject) -> bool:
-    """Return whether a schema names the type of a text, or chooses among values or schemas."""
+    """Return whether a schema allows a string, or defers to listed values or other schemas."""
     types = schema.get("type", [])
     if "string" in (types if isinstance(types, list) else [types]):
         return True
@@ -91,7 +92,7 @@ class _ArgumentReader:
         self._text, self._at, self._depth = text, 0, 0
 
     def members(self) -> JsonObject:
-        """Return an object, whose brace has been read."""
+        """Return an object whose opening brace has been read."""
         found: JsonObject = {}
         while self._next() != "}":
             key = self._text_at() if self._begins() else self._until(":").strip()

@@ -1,9 +1,9 @@
-"""Images in messages: the forms in which users and clients give them, and the one that we keep.
+"""Images in messages: convert the forms that users and clients give into the form that we keep.
 
-A part of a message's content is `{"type": "image", "image": Image}` from here on. Its `image` may
-be given as a PIL image, bytes, a data URL, a path, or the `{"bytes", "path"}` of Hugging Face's
-datasets; `{"type": "image_url", "image_url": {"url": ...}}` and Responses' `input_image` are the
-same. Equal bytes are one `Image`, decoded once while any trajectory has it.
+We keep an image in a message's content as the part `{"type": "image", "image": Image}`. Its `image`
+may be given as a PIL image, bytes, a data URL, a path, or the `{"bytes", "path"}` of Hugging Face's
+datasets; `{"type": "image_url", "image_url": {"url": ...}}` and Responses' `input_image` are read
+in the same way. Equal bytes are one `Image`, decoded once while any trajectory has it.
 """
 
 import base64
@@ -23,7 +23,7 @@ from turnwise.trajectory import Image, Message
 from turnwise.trajectory.images import KINDS, data_url, hash_of
 
 _TEXTS = ("text", "input_text", "output_text")
-_MAX_LOOKED_AT = 1000  # number of parts of a tool's result of which one is an image, or none is
+_MAX_LOOKED_AT = 1000  # maximum parts of a tool's result in which an image is looked for
 _known: WeakValueDictionary[str, Image] = WeakValueDictionary()  # by hash
 _known_lock = Lock()  # requests are read in threads
 
@@ -106,13 +106,14 @@ def with_urls(value: Foreign) -> Foreign:
 
 
 def parts_of(value: object) -> list[JsonObject] | None:
-    """Return what a tool returned as parts of a message, if there is an image in it; else None.
+    """Return a tool's result as parts of a message, if there is an image in it; else None.
 
-    It is a PIL image or an `Image`, a part with an image, or a list of these, texts and parts with
-    text. A part whose image is a text is meant if that is a data URL: results may describe images.
+    The result may be a PIL image, an `Image`, a part with an image, or a list of these, of texts
+    and of parts with text. A part whose image is given as text counts as an image only if the text
+    is a data URL, because results may describe images.
     """
     given: Sequence[Foreign] = value if isinstance(value, list | tuple) else [value]
-    if not any(map(_shows, islice(given, _MAX_LOOKED_AT))):  # a list may have no end
+    if not any(map(_shows, islice(given, _MAX_LOOKED_AT))):  # a list may be very long
         return None
     parts = [
         {"type": "text", "text": part}

@@ -48,7 +48,7 @@ class Conversation:
     def digests(self) -> list[bytes]:
         """Digests of the messages, one for each."""
         digests = []
-        for message in self.messages:  # those of equal meaning have equal ones
+        for message in self.messages:  # messages of equal meaning have equal digests
             if message["role"] == "assistant":
                 called = [call["function"] for call in message.get("tool_calls") or []]
                 calls = [(call["name"], call.get("arguments") or "") for call in called]
@@ -74,7 +74,7 @@ class Conversation:
 
     @cached_property
     def bare(self) -> "Conversation":
-        """The same with nothing in the places of its images; itself if it has none."""
+        """The same conversation with None in place of each image; itself if it has no images."""
         if not images_in(self.messages):
             return self
         return Conversation(replaced(self.messages, lambda image: None), self.tools)
@@ -97,7 +97,7 @@ def extended_by(prefix: bytes, said: Answer) -> bytes:
 
 def plain(message: Message, between: str = "") -> Message:
     """Return a message as templates take it: content as text, or parts if it has images; no keys
-    that are None. Parts of text have `between` them in the text."""
+    that are None. `between` separates the texts of joined parts."""
     result = {key: value for key, value in message.items() if value is not None}
     if not images_in([message]):
         result["content"] = _text(message.get("content"), between)
@@ -140,12 +140,13 @@ def bytes_of(view: Message) -> int:
 
 
 def answer(text: str | None, calls: Iterable[tuple[str, object]]) -> Answer:
-    """Return an answer in its canonical form; `calls` have names and arguments, as JSON or not."""
+    """Return an answer in its canonical form; `calls` has the name and the arguments of each call,
+    as JSON text or as plain values."""
     called = []
     for name, value in calls:
         if isinstance(value, str):
             try:
-                value = json.loads(value or "{}")  # a call without arguments may have either
+                value = json.loads(value or "{}")  # without arguments, either is sent
             except ValueError:
                 called.append((name, str(value)))
                 continue

@@ -1,12 +1,12 @@
-"""A process that parses long answers, and is ended where a parse takes too long.
+"""A process that parses long answers, and abandons a parse that takes too long.
 
-Of some texts that a model may write, vLLM's parsers take time that grows with the square or the
-cube of the length, and they keep Python's lock meanwhile. A `ParsingProcess` gets such texts. What
-parses is a fork of it, which the system kills after a limit of its processor time; another
-fork continues with the next text.
+For some texts that a model may write, vLLM's parsers take time that grows with the square or the
+cube of the length, and they hold the GIL meanwhile. A `ParsingProcess` gets such texts. A fork of
+the process parses them. At a limit of CPU time the system kills the fork, and another fork
+continues with the next text.
 
-The process, which runs `main`, reads its parser as a pickle from its standard input, a socket, then
-texts, and answers each there, in JSON. Only its program writes to it.
+The process runs `main`. Its standard input is a socket, from which it reads a pickled parser, then
+texts; it answers each text there, in JSON. Only its program writes to the socket.
 """
 
 import gc
@@ -38,11 +38,11 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _SECONDS, _SECONDS_EACH = 0.5, 50e-6
-"""Maximum processor time of one parse, and of each character more: the slowest of vLLM's parsers
-take 15 us for a character of an ordinary call."""
-_STARTING_SECONDS = 120.0  # deadline for vLLM's imports, of which a machine may have many at once
+"""Maximum CPU time of one parse: a base, and an addition for each character. The slowest of vLLM's
+parsers take 15 us for a character of an ordinary call."""
+_STARTING_SECONDS = 120.0  # deadline for vLLM's imports, which many processes may do at once
 _ANSWER_SECONDS = 30.0
-"""Deadline for an answer, far above its processor time: a machine may have none left."""
+"""Deadline for an answer, far above its CPU time, because the machine may be overloaded."""
 _ENDING_SECONDS = 5.0
 _LATE = b"null"
 
@@ -54,18 +54,18 @@ class Parser(Protocol):
 
 
 class Parsed(NamedTuple):
-    """Outcome of the parse of a text, as `ParsedText` has it."""
+    """Outcome of the parse of a text, with the fields of `ParsedText`."""
 
     content: str
     calls: list[tuple[str, str]]
     malformed: bool
     seconds: float
-    """Processor time that it took."""
+    """CPU time that it took."""
 
 
 class ParsingProcess:
-    """Parses texts one after another, in a process that the first text starts, with the parser that
-    `make`, which is pickled, returns there. It ends with this object and the program."""
+    """Parses texts one after another, in a process that the first text starts. `make` is pickled,
+    and makes the parser there. The process ends with this object or the program."""
 
     def __init__(self, make: "Callable[[], Parser]") -> None:
         self._make = make
@@ -129,9 +129,9 @@ class ParsingProcess:
 
 
 def _end(process: subprocess.Popen[bytes], connection: socket.socket) -> None:
-    from turnwise.core.child import kill_group  # not there on Windows
+    from turnwise.core.child import kill_group  # not available on Windows
 
-    connection.close()  # at which a fork ends by itself
+    connection.close()  # a fork ends by itself when its input ends
     kill_group(process.pid, process.poll() is not None)
     with suppress(subprocess.TimeoutExpired):
         process.wait(_ENDING_SECONDS)
@@ -148,7 +148,7 @@ def _receive(connection: socket.socket, ends: float) -> bytes:
 def main() -> None:
     """Make the parser, then fork for texts until the program is gone."""
     connection = socket.socket(fileno=os.dup(0))
-    stream = connection.makefile("rb")  # of at most one request: none waits in it when a fork dies
+    stream = connection.makefile("rb")  # buffers at most one request: a dying fork loses no other
     if (recipe := _read(stream)) is None:
         return
     parser: Parser = pickle.loads(recipe)()
@@ -176,7 +176,7 @@ def _parse_all(stream: BinaryIO, connection: socket.socket, parser: "Parser") ->
             parsed = parser.parse(text, schemas)
             calls = [(call.name, call.arguments) for call in parsed.calls]
             answer = [number, parsed.content, calls, parsed.malformed]
-        except Exception:  # schemas that others describe may be anything
+        except Exception:  # others write the schemas, which may be anything
             answer = [number, text, [], True]
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         answer.append(time.process_time() - began)

@@ -1,10 +1,9 @@
 """The next prompt of a conversation: continue a turn, render the messages, or refuse.
 
 Agent loops call `next_prompt`. The OpenAI server and the chat scheduler have only text: their
-sessions find the turn that a request continues and call `continue_turn`, and render the
-conversations that continue no turn by `whole_prompt`. Where no bridge is exact, the whole
-conversation is rendered and begins a branch; a template that raises or drops a message is
-refused.
+sessions find the turn that a request continues and call `continue_turn`. They render conversations
+that continue no turn with `whole_prompt`. Where no bridge is exact, the whole conversation is
+rendered and begins a branch; a template that raises or drops a message is refused.
 """
 
 import json
@@ -83,11 +82,11 @@ async def next_prompt(
     tools: Tools | None,
     history: Literal["exact", "template"] = "exact",
 ) -> tuple[Prompt, str | None]:
-    """Return the next prompt, and the reason if they begin a branch.
+    """Return the next prompt, and the fork reason if it begins a branch, else None.
 
-    The whole `conversation` is rendered where no bridge is exact, and with the history `template`
-    also where the template changes it. TrajectoryError: `message_dropped`, when the template leaves
-    out a new message; `template_refuses`, when it raises.
+    The whole `conversation` is rendered where no bridge is exact; if `history` is "template", also
+    where the template changes the history. TrajectoryError: `message_dropped`, when the template
+    leaves out a new message; `template_refuses`, when it raises.
     """
     bridging = partial(
         continue_turn,
@@ -117,8 +116,8 @@ async def next_prompt(
 def echoed_prompt(
     template: ChatTemplate, asked: Conversation, *, refuse_dropped: bool
 ) -> NextPrompt | None:
-    """Continue the last assistant message that contains its ids, as the server's answers do; None
-    when none does. Raises as `token_ids_of` and `continue_turn` do."""
+    """Continue the last assistant message that carries its token ids, as the server's answers do;
+    None when no message does. Raises as `token_ids_of` and `continue_turn` do."""
     for index in range(len(asked.messages) - 2, -1, -1):
         message = asked.messages[index]
         if message["role"] == "assistant" and message.get("generation_token_ids"):
@@ -155,13 +154,13 @@ def spliced_prompt(template: ChatTemplate, asked: Conversation, required: Sequen
     try:
         shown: Sequence[Message] = [with_objects(message) for message in messages]
         ids = rendered(shown)
-    except Exception:  # of a template that takes arguments as text alone
+    except Exception:  # the template may take arguments only as text
         shown, ids = messages, rendered(messages)
     try:
         try:
             return replace_prefix(template.tokenizer, required, *ids)
         except TrajectoryError:
-            # A template may leave out what is said before calls, which the client has sent.
+            # A template may leave out the text before calls, although the client's ids contain it.
             said = [m["content"].strip() for m in shown if m.get("tool_calls")]
             bare = [{**m, "content": ""} if m.get("tool_calls") else m for m in shown]
             own = template.decode_all(required)
@@ -175,7 +174,7 @@ def spliced_prompt(template: ChatTemplate, asked: Conversation, required: Sequen
 
 def with_objects(message: Message) -> Message:
     """Return a message with the arguments of its calls as objects, which most templates take;
-    clients send them as text. Arguments that are no JSON stay what they are."""
+    clients send them as text. Arguments that are no JSON object stay as they are."""
     calls = []
     for call in message.get("tool_calls") or ():
         function = dict(call["function"])
@@ -191,10 +190,10 @@ def with_objects(message: Message) -> Message:
 def whole_prompt(
     template: ChatTemplate, asked: Conversation, *, generation: bool = True, special: bool = False
 ) -> Prompt:
-    """Render a whole conversation as clients send it, with the generation prompt, and on request
-    with the `special` tokens that the tokenizer puts around a text.
+    """Render a whole conversation as clients send it: with `generation`, including the generation
+    prompt; with `special`, including the tokens that the tokenizer puts around a text.
 
-    A template that takes arguments only as text, or only as objects, gets them so.
+    Calls' arguments are rendered as objects, or as text if the template takes only text.
 
     Raises:
         TrajectoryError: `template_refuses`, when the template raises.
@@ -232,7 +231,7 @@ def _rendered(render: Callable[[], Prompt]) -> Prompt:
 
 
 def _readable(message: Message) -> Message:
-    """Return a message whose calls have objects as arguments, empty ones in place of others."""
+    """Return a message whose calls have objects as arguments: {} replaces all other arguments."""
     calls = []
     for call in message.get("tool_calls") or ():
         function = dict(call["function"])

@@ -1,8 +1,9 @@
 """A session: the server's side of one trajectory.
 
-An agent sends its whole conversation with each request, as text. A session finds the turn that it
-continues, and returns the exact ids of the next prompt; otherwise a branch begins, with a reason.
-Sessions under it, for sub-agents, share its trajectory, and each continues only its own turns.
+An agent sends its whole conversation with each request, as text. A session finds the turn that the
+conversation continues, and returns the exact ids of the next prompt; if there is no such turn, a
+branch begins, with a reason. Sessions of sub-agents, under a session, share its trajectory, and
+each continues only its own turns.
 Memory grows with the amount of new text, not with the number of times it is sent: each message is
 stored once, as a view for people, and conversations are compared by digests.
 """
@@ -41,16 +42,16 @@ from turnwise.trajectory import (
 )
 
 NAME_PATTERN = r"^[A-Za-z0-9_:~-][A-Za-z0-9._:~-]{0,199}$"
-"""Names that clients may give to sessions: safe in a URL without quoting, and not resolved away by
-clients like `..`."""
+"""Names that clients may give to sessions: safe in a URL without quoting, and no names like `..`,
+which HTTP clients resolve away."""
 NAME_RULE = "a session's name is 1 to 200 of A-Z a-z 0-9 _ : ~ - . and does not begin with a dot"
 _SESSION_BYTES = 2_000
 _TURN_BYTES = 700  # a turn and its digests
 _POINTER_BYTES = 8
 _PROMPT_TOKEN_BYTES = 8  # an id in its turn and in the last path
-_LOGPROB_BYTES = 32  # of a token of a prompt, if they are recorded
-_ANSWERS, _ANSWERS_BYTES = 8, 1 << 20  # most of those that are kept for retries
-_SAMPLED_TOKEN_BYTES = 90  # the same, a log-prob and a weight version
+_LOGPROB_BYTES = 32  # per prompt token, if the prompt's log-probs are recorded
+_ANSWERS, _ANSWERS_BYTES = 8, 1 << 20  # maximum number and bytes of answers kept for retries
+_SAMPLED_TOKEN_BYTES = 90  # an id in its turn and in the last path, a log-prob, a weight version
 
 
 def valid_name(name: str) -> bool:
@@ -60,14 +61,14 @@ def valid_name(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TurnSampling:
-    """A turn's own part in how it is sampled and trained."""
+    """The sampling and training of one turn, where they differ from the configuration."""
 
     distribution: Distribution | None = None
     """As in `Turn`."""
     untrained: str = ""
     """As in `Turn`."""
     events: tuple[str, ...] = ()
-    """Events of the trajectory that are counted with the turn."""
+    """Events that are counted in the trajectory when the turn is recorded."""
 
 
 AS_CONFIGURED = TurnSampling()
@@ -81,7 +82,7 @@ class _RecordedTurn:
     length: int  # number of messages that were sent for the turn
     prefix: bytes  # digest of these messages
     tools: bytes
-    bare: bytes  # digest of these messages with any images in place of their own
+    bare: bytes  # digest of these messages, whatever their images show
     read: Callable[[], Answer] | None
     """Function that reads the answer; None once called, since it keeps the whole request alive."""
     answer: Answer | None = None
@@ -104,7 +105,7 @@ class StoredResponse:
     before: "StoredResponse | None"
     """The response that it continues."""
     asked: list[object]
-    """Its own items of input."""
+    """Its own input items, without the conversation that it continues."""
     output: list[object]
     body: JsonObject
     """The response as its client got it."""
@@ -125,8 +126,8 @@ class Session:
 
     id: str
     sampling: SamplingConfig | None = None
-    """Sampling of a training session, which its requests may change as `agent_sampling` says; None
-    in other sessions."""
+    """Sampling of a training session, which its requests may change if `agent_sampling` allows it;
+    None in other sessions."""
     group: str = ""
     """Sessions of one group begin with the same prompt."""
     trajectory: Trajectory = field(default_factory=lambda: Trajectory(""))
@@ -138,7 +139,7 @@ class Session:
     """True if the agent of a private session may read, reward and close it."""
     agent_sampling: AgentSamplingRule | None = None
     """Rule for requests with sampling parameters of their own that cannot be trained exactly; None
-    refuses whatever is not `sampling`."""
+    refuses all parameters that differ from `sampling`."""
     created: float = field(default_factory=time.time)
     lost_turns: int = 0
     """Number of turns whose client did not get the answer: it left, or got an error."""
@@ -149,11 +150,11 @@ class Session:
     max_response_tokens: int | None = None
     """Maximum number of tokens of a conversation after its first prompt; None means no limit."""
     max_turns: int | None = None
-    """Maximum number of turns, with those of the sessions under it; None means no limit."""
+    """Maximum number of turns, child sessions' turns included; None means no limit."""
     begun_turns: int = 0
-    """Turns recorded or in flight, with those of the sessions under it."""
+    """Number of turns recorded or in flight, child sessions' turns included."""
     refused_turns: int = 0
-    """Requests refused because of `max_turns`, with those of the sessions under it."""
+    """Number of requests refused because of `max_turns`, in child sessions too."""
     context_full: bool = False
     """Whether its last request was refused because its prompt left no room for an answer."""
     trace: Mapping[str, str] = field(default_factory=dict)
@@ -180,11 +181,11 @@ class Session:
     _last: _RecordedTurn | None = None
     _openings: set[bytes] = field(default_factory=set)  # digests of the first messages of all turns
     _by_answer: dict[tuple[bytes, bytes], _RecordedTurn] = field(default_factory=dict)
-    """Turns by the digests of their messages with the answer, and of their tools; the latest of
-    equal ones."""
+    """The latest turn for each pair of digests: of its messages with the answer, and of its
+    tools."""
     _bare: set[tuple[bytes, bytes]] = field(default_factory=set)
-    """As the keys of `_by_answer`, of turns with images, whatever these show."""
-    _images: set[str] = field(default_factory=set)  # hashes of the images in `size`
+    """Keys like those of `_by_answer`, for turns with images, whatever the images show."""
+    _images: set[str] = field(default_factory=set)  # hashes of the images counted in `size`
     _unread: list[_RecordedTurn] = field(default_factory=list)
     """Turns recorded since the last `read_answers`, and the turn before them."""
     _views: dict[bytes, Message] = field(default_factory=dict)
@@ -218,12 +219,12 @@ class Session:
     def _turn_before(self, asked: Conversation) -> _RecordedTurn | None:
         """Return the turn that a request continues: the longest one, the latest among equals.
 
-        A turn is continued when its messages and its answer are the beginning of what was sent, and
-        at least one message follows.
+        A request continues a turn if its messages begin with the turn's messages and answer, and at
+        least one message follows.
         """
         prefixes, tools, sent = asked.prefixes, asked.tools_digest, len(asked.messages)
-        # A copy: the event loop reads answers while a thread looks for one. Reading an answer takes
-        # time: only those that may fit.
+        # Iterate over a copy, because the event loop may read answers while this runs in a thread.
+        # Reading an answer takes time, so read only those that may fit.
         for turn in [*self._unread]:
             if turn.length + 1 < sent and prefixes[turn.length] == turn.prefix:
                 self._index(turn)
@@ -254,8 +255,8 @@ class Session:
         times: TurnTimes | None = None,
         sampling: TurnSampling = AS_CONFIGURED,
     ) -> None:
-        """Add a turn whose text `answer` reads, once, later; `prompt` is the `next_prompt` of its
-        request, and `times` has any number as the turn's."""
+        """Add a turn. `answer` reads its text; it is called once, later. `prompt` is the
+        `next_prompt` of the turn's request. The turn's number in `times` is replaced."""
         if self.closed:
             self.lost_turns += 1
             return
@@ -304,8 +305,9 @@ class Session:
         return response_room(self.trajectory, prompt, fork_reason, most)
 
     def keep_answer(self, key: bytes, sent: Sequence[MutableMapping[str, Any]], size: int) -> None:
-        """Keep an answer of `size` bytes for a retry, in place of an earlier one of its request;
-        the oldest go once all take more than `_ANSWERS_BYTES`. An empty one is forgotten."""
+        """Keep an answer of `size` bytes for a retry, in place of an earlier answer to its request.
+        Beyond `_ANSWERS` or `_ANSWERS_BYTES`, the oldest are dropped. An empty answer is not kept.
+        """
         self.size -= self._answer_bytes.pop(key, 0)
         self.answers.pop(key, None)
         if sent:
@@ -341,13 +343,13 @@ class Session:
         del self._unread[:-1]
 
     def finish(self) -> Trajectory:
-        """Return the trajectory; its view and its status are those of the last conversation of the
-        session itself, or of the last one under it if the session has none."""
+        """Return the trajectory. Its messages and status come from the session's last conversation,
+        or, if it has none, from the last session under it that has one."""
         if self.parent is not None:
             return self.parent.finish()
         trajectory = self.trajectory
         for session in (self, *self.children.values()):
-            session.read_answers()  # what an answer holds is counted when it is read
+            session.read_answers()  # reading an answer counts its tool calls
         for session in (self, *reversed(self.children.values())):
             if (last := session._last) is not None:
                 assert last.answer is not None  # `read_answers` has read it
@@ -365,8 +367,8 @@ class Session:
 
     @property
     def out_of_room(self) -> bool:
-        """Whether a limit of turns or tokens refused it an answer after some turns, so that its
-        agent may fail, and the trajectory ends with the turns that it has."""
+        """Whether a limit of turns or tokens refused a request after some turns. Then the agent may
+        fail, and the trajectory ends with the turns that it has."""
         full = self.context_full or any(child.context_full for child in self.children.values())
         return bool(self.trajectory.turns) and (full or self.refused_turns > 0)
 
@@ -377,7 +379,7 @@ class Session:
 
     @property
     def all_lost_turns(self) -> int:
-        """Number of lost turns, with those of the sessions under this one."""
+        """Number of lost turns, child sessions' turns included."""
         return self.lost_turns + sum(child.lost_turns for child in self.children.values())
 
     def summary(self) -> JsonObject:

@@ -21,13 +21,13 @@ _COMPLETION_BYTES = 250
 MAX_CHILDREN = 1_000
 """Maximum number of sessions under one."""
 MAX_TURNS = 10_000
-"""Maximum number of turns of a client's session, with those of the sessions under it."""
+"""Maximum number of turns of a client's session, child sessions' turns included."""
 Place = tuple[float, str]
 """Position of a session among all: the time at which it was opened, and its name."""
 
 
 class SessionRefused(InputError):
-    """A request whose session cannot be its own; `status` is that of the answer over HTTP."""
+    """A request that names an invalid or ended session; `status` is the HTTP status to answer."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -35,11 +35,11 @@ class SessionRefused(InputError):
 
 
 class SessionStore:
-    """The sessions of a server; those for training have one `sampling`.
+    """The sessions of a server; clients' training sessions share one `sampling`.
 
-    Private sessions, which rollouts open, and those that their agents open under them stay open
+    Rollouts open private sessions. These, and the sessions that agents open under them, stay open
     until they are closed. Sessions of clients also end when they are idle for `idle_seconds`; if
-    they take more than `max_bytes` (an estimate), the ones idle for longest end first. A request
+    all take more than `max_bytes` (an estimate), the sessions idle for longest end first. A request
     that names no session gets a new one, so that the next request can refer to its completion.
     Requests to a closed or forgotten session are refused until it is opened again.
     """
@@ -57,13 +57,14 @@ class SessionStore:
         self._named: dict[str, Session] = {}
         self._by_completion: dict[str, Session] = {}
         self._idle: OrderedDict[Session, int] = OrderedDict()
-        """Sizes of the sessions without a request, the longest idle first; none is private."""
+        """Size in bytes of each session without a request, the longest idle first; without private
+        sessions."""
         self._bytes = 0  # memory of the sessions in `_idle`, in bytes
         self._gone: OrderedDict[str, str] = OrderedDict()
         """Reason for the end of a session, by its name."""
         self.changes: dict[str, str] | None = None
-        """Sessions that began ("") or ended (why), by name, for an owner that empties it; None
-        records nothing."""
+        """For each session that began or ended, by name, "" or the reason for its end; the store's
+        owner empties it. None records nothing."""
 
     @classmethod
     def of(cls, sampling: SamplingConfig, serving: ServingConfig) -> "SessionStore":
@@ -82,8 +83,8 @@ class SessionStore:
         return (session for session in self._named.values() if not session.private)
 
     def page(self, after: Place | None, most: int) -> list[tuple[Place, JsonObject]]:
-        """Return summaries of at most `most` sessions of clients, from the oldest or `after` the
-        last one of the page before."""
+        """Return summaries of at most `most` sessions of clients, the oldest first. `after` is the
+        place of the last session on the previous page; None begins with the oldest session."""
         places = ((session.created, session.id) for session in self)
         first = heapq.nsmallest(most, (p for p in places if after is None or p > after))
         return [(place, self._named[place[1]].summary()) for place in first]
@@ -126,8 +127,9 @@ class SessionStore:
         return session
 
     def open_under(self, parent: Session, name: str | None = None) -> Session:
-        """Begin a session, under a random id, with the trajectory and rights of `parent`, which
-        knows it by `name` or its id; InputError when it has one of that name, or too many."""
+        """Begin a session with a random id, and the trajectory and rights of `parent`. The parent
+        knows it by `name`, by default its id; InputError when the name is taken there, or the
+        parent has too many sessions."""
         parent = parent.parent or parent
         session_id = secrets.token_hex(16)
         name = name or session_id
@@ -169,8 +171,9 @@ class SessionStore:
     def of_request(
         self, session_id: str | None, previous: str | None, child: str | None = None
     ) -> Session:
-        """Return the session of a request: the named one, or its `child`, which are opened if they
-        do not exist, or else that of the `previous` completion, or a new one."""
+        """Return the session of a request: the named session or its `child`, which are opened if
+        they do not exist; without a name, the session of the `previous` completion, or a new one.
+        """
         self._forget_old()
         if session_id:
             session = self._named.get(session_id) or self.open(session_id)
@@ -183,8 +186,8 @@ class SessionStore:
         )
 
     def of_response(self, session: Session | None, response_id: str) -> Session | None:
-        """Return the session of the response that a request refers to, only its own if it names
-        one; None if there is none."""
+        """Return the session of the response that a request refers to; None if there is none. A
+        request that names an open session can refer to responses of that session only."""
         if session is not None:
             if response_id in session.responses:
                 return session
@@ -203,7 +206,7 @@ class SessionStore:
         self, session_id: str | None, previous: str | None, child: str | None = None
     ) -> Iterator[Session]:
         """Hold the session of a request (see `of_request`) while the request runs; SessionRefused
-        when a name cannot be one, or the session has ended."""
+        when a name is invalid, or the session has ended."""
         if not all(valid_name(name) for name in (session_id, child) if name is not None):
             raise SessionRefused(400, NAME_RULE)
         if session_id is not None and (why := self.gone(session_id, child)) is not None:
@@ -213,7 +216,7 @@ class SessionStore:
 
     @contextmanager
     def holding(self, session: Session) -> Iterator[Session]:
-        """Keep a session, and the one that it is under, from being forgotten."""
+        """Keep a session and its parent from being forgotten during a block."""
         held = [session, *([session.parent] if session.parent is not None else [])]
         for one in held:
             one.requests += 1

@@ -43,8 +43,8 @@ def load_tokenizer(model: ModelConfig) -> "Tokenizer":
 
 
 def read_tokenizer(model: ModelConfig) -> "Tokenizer":
-    """Load the tokenizer as `load_tokenizer` does, without its checks and sentences: raises
-    anything that Transformers raises."""
+    """Load the tokenizer as `load_tokenizer` does, without its checks and error messages; it raises
+    whatever Transformers raises."""
     from transformers import AutoTokenizer
 
     tokenizer: Tokenizer = AutoTokenizer.from_pretrained(
@@ -82,7 +82,7 @@ def load_template(
 def missing_stop(model: ModelConfig, sampling: SamplingConfig, template: ChatTemplate) -> str:
     """Return a sentence if sampling does not stop where `model.chat_template` ends a turn; else
     ""."""
-    if model.chat_template is None:  # the tokenizer's own fits the generation settings
+    if model.chat_template is None:  # the tokenizer's template fits its generation settings
         return ""
     try:
         seam = find_seam(template, [{"role": "user", "content": ""}], None)

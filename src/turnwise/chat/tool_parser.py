@@ -1,9 +1,9 @@
 """Tool calls in a model's text, read by vLLM's parser for the model's format.
 
-vLLM's parsers return complete calls, but what they make of a call that is cut off or badly written
-differs: some take it for text, some raise, and some return a call with fewer arguments or with a
-part of its name. `ToolFormat.unreadable` finds such calls for all of them in the same way, by the
-marks that begin and end a call in each format.
+vLLM's parsers return complete calls, but differ for a call that is cut off or badly written: some
+take it for text, some raise, and some return a call with fewer arguments or with a part of its
+name. `ToolFormat.unreadable` finds such calls for all parsers in the same way, by the marks that
+begin and end a call in each format.
 """
 
 import json
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 _SHORTEST_PART = 4
 """Minimum number of characters of a mark that counts as begun at the end of a text."""
 _MAX_CALLS, _MAX_NESTED, _MAX_SPACE = 200, 200, 2_000
-"""Maximum number of marks of calls, of brackets within each other, and of spaces in a row, in one
-turn: with more, the time of some of vLLM's parsers grows with the square of the turn or faster."""
+"""Maximum number of call marks, of nested brackets, and of consecutive spaces in one turn: with
+more, the time of some of vLLM's parsers grows with the square of the turn's length or faster."""
 _SPACE = re.compile(r"([\[{(:,])\s+")
 """Space that a call without a mark may have after its punctuation."""
 
@@ -38,20 +38,19 @@ class ToolFormat:
     """Marks of a tool-call format."""
 
     begins: tuple[str, ...]
-    """Texts that begin calls: of a section, or of one call."""
+    """Texts that begin a section of calls, or one call."""
     each: str = ""
     """Text that begins every single call, where `begins` does not."""
     ends: str = ""
-    """Pattern of the end of a call; "" where arguments that are valid JSON show that it is
-    complete, or the parser itself waits for the end."""
+    """Pattern of the end of a call; "" where valid JSON arguments show that a call is complete, or
+    the parser itself waits for the end."""
     bare: Callable[[str], str] | None = None
     """Function that returns the beginning of a tool's call, where no mark precedes calls."""
     value_ends: tuple[str, ...] = ()
-    """Mark at the end of a value, then the marks that may follow it; () where values are JSON. At a
-    mark that a value quotes, parsers cut it."""
+    """Mark at the end of a value, then the marks that may follow it; () where values are JSON. If a
+    value quotes a mark, parsers cut the value there."""
     in_place: int = 1_000
-    """Number of characters that its parser reads within some hundredths of a second, whatever they
-    are."""
+    """Number of characters that its parser always reads within some hundredths of a second."""
     shape: str = "it again, complete and in the format that you were given"
     """Form of a call, as the advice to the model names it."""
 
@@ -61,8 +60,8 @@ class ToolFormat:
         return f"Error: the tool call cannot be read; write {self.shape}"
 
     def unreadable(self, text: str, tools: Iterable[str], arguments: Sequence[str]) -> bool:
-        """Return whether an assistant's text begins a call, outside of its reasoning, that is not
-        among those that were read; `tools` are offered, `arguments` are those of the calls read."""
+        """Return whether an assistant's text, outside of its reasoning, begins a call that was not
+        read. `tools` names the offered tools; `arguments` has the arguments of the calls read."""
         text = text.rpartition("</think>")[2]
         openings = [self.bare(tool) for tool in tools] if self.bare else []
         if arguments:
@@ -70,7 +69,7 @@ class ToolFormat:
         return self._begins_a_call(text, openings)
 
     def takes_too_long(self, text: str) -> bool:
-        """Return whether a text has more of something than parsers can take in time."""
+        """Return whether a text exceeds a limit beyond which some parsers take too long."""
         marks = {*self.begins, self.each} - {""}
         if any(text.count(mark) > _MAX_CALLS for mark in marks):
             return True
@@ -84,8 +83,7 @@ class ToolFormat:
         return False
 
     def _begins_a_call(self, text: str, openings: Sequence[str]) -> bool:
-        """Return whether a text without a call that was read begins one."""
-        # No call was read: is one begun, or is the end of the text the beginning of a mark?
+        """Return whether a text from which no call was read begins a call or ends within a mark."""
         if any(mark in text for mark in self.begins):
             return True
         parts = [
@@ -104,8 +102,8 @@ class ToolFormat:
     def _has_another_call(
         self, text: str, openings: Sequence[str], arguments: Sequence[str]
     ) -> bool:
-        """Return whether a text has a call besides those with `arguments`, which were read."""
-        # Some were read: count the marks of calls, without those that the arguments quote.
+        """Return whether a text has more calls than the calls read, which have `arguments`."""
+        # Count the marks of calls, except those that the arguments quote.
         if self.bare:
             where, marks = _without_space(text), openings
         else:
@@ -121,7 +119,8 @@ class ToolFormat:
         return bool(self.ends) and len(re.findall(self.ends, text)) < max(1, begun)
 
     def _cuts_a_value(self, text: str, arguments: Sequence[str]) -> bool:
-        """Return whether more values end in a text than were read, or one ends within itself."""
+        """Return whether a text has more ends of values than values were read, or an end inside a
+        value."""
         end, *marks = self.value_ends
         after = text.split(end)[1:]
         if len(after) > sum(len(json.loads(call)) for call in arguments if is_object(call)):
@@ -143,8 +142,8 @@ def is_object(arguments: str) -> bool:
 
 
 def _typed(arguments: str, schema: object) -> str:
-    """Return arguments with the types that the tool's schema names, in place of the texts of them
-    that some parsers leave."""
+    """Return arguments with the types that the tool's schema names; some parsers leave them as
+    texts."""
     if not is_object(arguments) or not isinstance(schema, dict):
         return arguments
     known = schema.get("properties")
@@ -289,8 +288,8 @@ FORMATS: dict[str, ToolFormat] = {
 
 
 def format_of(name: str, parser: object = None) -> ToolFormat:
-    """Return the format of a parser; a plug-in's, not in `FORMATS`, is asked for its opening
-    mark."""
+    """Return the format of a parser. A plug-in's parser is not in `FORMATS`; its attributes give
+    its opening mark."""
     if name in FORMATS:
         return FORMATS[name]
     names = ("tool_calls_start_token", "tool_call_start_token", "bot_token", "bot_string")
@@ -299,8 +298,8 @@ def format_of(name: str, parser: object = None) -> ToolFormat:
 
 
 def check_parser_name(name: str) -> None:
-    """Raise an `InputError` for a name that no parser of vLLM has; only a name that is not in
-    `FORMATS`, as a plug-in's, imports vLLM, if it is installed."""
+    """Raise an `InputError` if vLLM has no parser of this name. Only a name that is not in
+    `FORMATS`, such as a plug-in's, imports vLLM, if it is installed."""
     if name in FORMATS:
         return
     if find_spec("vllm") is None:
@@ -329,7 +328,7 @@ def silence(name: str) -> "Callable[[Tokenizer], Any]":
     return parser
 
 
-def _drop(record: logging.LogRecord) -> bool:  # one function: a filter is added once only
+def _drop(record: logging.LogRecord) -> bool:  # one function, so it is added only once
     return False
 
 
@@ -351,9 +350,10 @@ class ParsedText:
     calls: list[ToolCall]
     malformed: bool
     """True when the text begins a call that cannot be read: one that is cut off, or whose
-    arguments are no JSON object. Then no call is returned, so that none runs by halves."""
+    arguments are no JSON object. Then no call is returned, so that the turn's calls never run in
+    part."""
     late: bool = False
-    """True when it is malformed because its parse did not end in time."""
+    """True when `malformed` is True because the parse did not end in time."""
 
 
 def _same(tokenizer: "Tokenizer") -> "Tokenizer":
@@ -366,9 +366,10 @@ def _make(name: str, load: "Callable[[], Tokenizer]") -> "ToolParser":
 
 class ToolParser:
     """Reads calls in one of vLLM's tool-call formats, such as `hermes`, which Qwen models write
-    too; InputError when vLLM has none of that name, or it does not fit the tokenizer.
+    too; InputError when vLLM has no such format, or it does not fit the tokenizer.
 
-    `load` loads the tokenizer in another process, where it cannot be sent there, as vLLM's cannot.
+    `load` loads the tokenizer in another process; it is needed if the tokenizer cannot be pickled,
+    such as vLLM's.
     """
 
     def __init__(
@@ -380,7 +381,7 @@ class ToolParser:
 
         self._name, self._type, self._tokenizer = name, silence(name), tokenizer
         self._request_type = vllm.ChatCompletionRequest
-        if isinstance(tokenizer, PreTrainedTokenizerBase):  # it makes its vocabulary at each call
+        if isinstance(tokenizer, PreTrainedTokenizerBase):  # each call builds its vocabulary
             self._tokenizer = vllm.get_cached_tokenizer(tokenizer)
         try:
             probe = self._type(self._tokenizer)
@@ -397,7 +398,7 @@ class ToolParser:
         self._start: str | None = getattr(probe, "tool_call_start_token", None)
         self._end: str | None = getattr(probe, "tool_call_end_token", None)
         self._format = format_of(name, probe)
-        # Not started before it is needed.
+        # It starts when it is first needed.
         self._process = ParsingProcess(partial(_make, name, load or partial(_same, tokenizer)))
         self.advice = self._format.advice  # message to the model about a call that cannot be read
 
@@ -411,8 +412,8 @@ class ToolParser:
         return self._start, self._end
 
     async def read(self, text: str, schemas: Sequence[JsonObject]) -> ParsedText:
-        """Split a finished assistant turn as `parse` does, without holding the event loop: a text
-        that may take long is parsed in another process, and is malformed if that is not in time."""
+        """Split a finished assistant turn as `parse` does, without blocking the event loop. A text
+        that may take long is parsed in another process, and is malformed if this takes too long."""
         if self._format.takes_too_long(text):
             tools = [schema["function"]["name"] for schema in schemas]
             return ParsedText(text, [], malformed=self._format.unreadable(text, tools, ()))
@@ -425,12 +426,12 @@ class ToolParser:
         return ParsedText(parsed.content, calls, parsed.malformed)
 
     async def read_elsewhere(self, text: str, schemas: Sequence[JsonObject]) -> Parsed | None:
-        """Return what `parse` makes of a text, in another process, and the processor time that it
-        takes; None if it did not end in time."""
+        """Parse a text in another process, and measure the CPU time; None if the parse did not end
+        in time."""
         return await self._process.parse(text, schemas)
 
     def may_take_long(self, text: str) -> bool:
-        """Return whether a text may take its parser more than some hundredths of a second."""
+        """Return whether the parse of a text may take more than some hundredths of a second."""
         if self._start and self._start not in text:
             return False
         return len(text) > self._format.in_place or self._format.takes_too_long(text)
@@ -438,16 +439,16 @@ class ToolParser:
     def parse(self, text: str, schemas: Sequence[JsonObject]) -> ParsedText:
         """Split a finished assistant turn into its text and its calls, of tools with `schemas`.
 
-        It may take any time; `read` does not. A call is malformed whatever the parser makes of it:
-        it may raise, take the call for text, or return a part of it. A call without any arguments
-        has the arguments {}.
+        It may take any time; `read` does not. A broken call makes the turn malformed, whether
+        vLLM's parser raises, takes the call for text, or returns a part of it. A call without any
+        arguments has the arguments {}.
         """
         content, calls = text, list[ToolCall]()
         tools = [schema["function"]["name"] for schema in schemas]
         if not self._start or self._start in text:
             request = self._request_type(messages=[], tools=list(schemas) or None)
             try:
-                # A new parser: some keep state of the texts that they read.
+                # Make a new parser each time: some keep state of the texts that they read.
                 found = self._type(self._tokenizer).extract_tool_calls(text, request)
             except Exception:  # a model's text may be anything, and parsers have their own errors
                 return ParsedText(text, [], malformed=True)

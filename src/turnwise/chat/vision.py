@@ -1,7 +1,7 @@
-"""The model's own processor of images: the ids that stand for an image, and what the model reads.
+"""The model's own image processor: an image's token ids, and the tensors that the model reads.
 
-Both come from one call for each image, which is kept. An image is processed alone, whatever other
-images a prompt has.
+One call for each image returns both, and its result is cached. An image is processed alone,
+whatever other images a prompt has.
 """
 
 import logging
@@ -37,8 +37,8 @@ class Processed(NamedTuple):
 
 
 class ModelImages:
-    """The processor of a model, loaded for the first image; threads may share it. An `InputError`
-    says where a model takes no images.
+    """The image processor of a model, loaded for the first image; it is thread-safe. It raises an
+    `InputError` if the model takes no images.
 
     Example:
         images = ModelImages(config.model)
@@ -63,7 +63,7 @@ class ModelImages:
 
     @cached_property
     def marker(self) -> int:
-        """The id by which the chat template marks an image."""
+        """The token id by which the chat template marks an image."""
         processor = self._processor
         return int(processor.tokenizer.convert_tokens_to_ids(processor.image_token))
 
@@ -72,7 +72,7 @@ class ModelImages:
         return Prompt(own, [PlacedImage(image, 0, len(own))])
 
     def processed(self, image: Image) -> Processed:
-        """Return what the processor makes of an image; TrajectoryError (`image_refused`) when it
+        """Return the processor's result for an image; TrajectoryError (`image_refused`) when it
         refuses the image."""
         with self._lock:
             if (found := self._kept.get(image.hash)) is not None:
@@ -90,7 +90,7 @@ class ModelImages:
         given = {"text": [processor.image_token], "images": [picture]}
         try:
             made = processor(**given, add_special_tokens=False, return_tensors="pt")
-        except Exception as error:  # of another package, for a size that it does not take
+        except Exception as error:  # the processor's own, such as for a size
             why = f"{image} is refused by the model: {first_line(error)}"
             raise TrajectoryError("image_refused", why) from error
         tensors = {name: value for name, value in made.items() if name not in _OF_TEXT}

@@ -35,7 +35,7 @@ from turnwise.errors import CompleteError, TurnwiseError, describe_error, visibl
 _Debug = Annotated[bool, typer.Option("--debug", help="Print the traceback of an error.")]
 _EXIT_FAILED = 1
 _EXIT_BAD_INPUT = 2
-_FILE_CLOCK_SECONDS = 0.05  # largest lag of the clock of files' times behind `time.time`
+_FILE_CLOCK_SECONDS = 0.05  # largest lag of file times behind `time.time`
 _END_SECONDS = 10.0  # deadline for closing the event loop when user code has not returned
 _EXIT_SECONDS = 30.0  # deadline for the end of the interpreter, which joins threads
 
@@ -91,7 +91,8 @@ def print_error(text: str, style: str | None = None) -> None:
 def command_of(
     group: typer.Typer, name: str | None = None
 ) -> Callable[[Callable[..., Coroutine[object, object, None]]], Callable[..., None]]:
-    """Make a command of a coroutine function, which gets its `Command` first; add --debug."""
+    """Make a command of a coroutine function, whose first argument is its `Command`; add
+    --debug."""
 
     def register(work: Callable[..., Coroutine[object, object, None]]) -> Callable[..., None]:
         @wraps(work)
@@ -104,14 +105,14 @@ def command_of(
         given = [*inspect.signature(work).parameters.values()][1:]
         kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
         debug = inspect.Parameter("debug", kind, default=False, annotation=_Debug)
-        vars(start)["__signature__"] = inspect.Signature([*given, debug])  # which typer reads
+        vars(start)["__signature__"] = inspect.Signature([*given, debug])  # typer reads it
         return group.command(name)(start)
 
     return register
 
 
 def run_to_the_end(app: Callable[[], object]) -> None:
-    """Run the command line; if the process does not end after it by itself, end it by force."""
+    """Run the command line; end the process by force if it does not end by itself afterwards."""
     code: object = _EXIT_FAILED
     try:
         app()

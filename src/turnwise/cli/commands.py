@@ -1,4 +1,4 @@
-"""The commands of `turnwise`: each reads its arguments, and calls what does the work."""
+"""The commands of `turnwise`: each reads its arguments, and calls the code that does the work."""
 
 import asyncio
 import os
@@ -115,8 +115,8 @@ def _config_of(
     resume: Path | None,
     optional: Sequence[str] = (),
 ) -> Config:
-    """Return the configuration of a file, or of a run that is resumed, where the place of the file
-    may have a change."""
+    """Return the configuration of a file, or of a resumed run, for which `file` may be the first of
+    the overrides."""
     if resume is not None:
         changes = [*([file] if file else []), *(overrides or ())]
         return command.of(commands.config_of_run(resume, changes, optional=optional))
@@ -145,7 +145,7 @@ async def pipeline(
     ],
     overrides: Overrides = None,
 ) -> None:
-    """Train the models of a pipeline's file, from the last checkpoint where there is one."""
+    """Train the models of a pipeline's file, from the last checkpoint if there is one."""
     from turnwise.compat.chatlearn.pipeline_file import DRAFT, PipelineFile
 
     changes, inputs = overrides or (), commands.FROM_CONFIG
@@ -171,7 +171,7 @@ async def pipeline(
 
 
 def _file_or_model(file: str, overrides: Sequence[str] | None, optional: Collection[str]) -> Config:
-    """Return the configuration of a file, or the defaults with the model that it stands for."""
+    """Return the configuration of a file, or the defaults with the model that `file` stands for."""
     if stands_for_model(file):
         return make_config({"model": {"path": file}}, overrides or (), optional=optional)
     return load_config(file, overrides or (), optional=optional)
@@ -287,7 +287,7 @@ async def show(
     best: Annotated[int, typer.Option(min=0, help="Number of those with the highest reward.")] = 1,
     worst: Annotated[int, typer.Option(min=0, help="Number of those with the lowest.")] = 1,
 ) -> None:
-    """Print what was said in a run, and what it earned."""
+    """Print conversations of a run, with their rewards."""
     from turnwise.observe import conversations
     from turnwise.observe.alarms import alarms_of_run
 
@@ -420,7 +420,7 @@ async def doctor(
         bool, typer.Option("--clean", help="Remove what killed engines left in shared memory.")
     ] = False,
 ) -> None:
-    """Check that everything is ready; name the command that mends what is not."""
+    """Check that everything is ready; print a remedy for each problem."""
     if rollout and file is None:
         raise typer.BadParameter("--rollout plays the problems of a FILE")
     from turnwise.observe import conversations

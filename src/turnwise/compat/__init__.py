@@ -1,5 +1,5 @@
-"""Faces of other systems: their classes, files, keys and environments, on Turnwise's.
+"""Interfaces of other systems, built on Turnwise: their classes, files, keys and environments.
 
-Nothing below this folder imports it. A configuration names what it needs (`environment: trl:...`,
-`rollout.rewards: [{trl: ...}]`), and it is imported by that name.
+Lower layers do not import this package directly. A configuration names a part of it
+(`environment: trl:...`, `rollout.rewards: [{trl: ...}]`), and that part is imported by name.
 """

@@ -1,6 +1,6 @@
-"""The multi-turn categories of the Berkeley Function Calling Leaderboard, by its package bfcl-eval.
+"""The multi-turn categories of the Berkeley Function Calling Leaderboard (package bfcl-eval).
 
-Its simulated systems are the tools, its checker the reward.
+The tools are the functions of its simulated systems, and its checker gives the reward.
 """
 
 import importlib
@@ -26,22 +26,22 @@ from turnwise.tools import Tool
 from turnwise.trajectory import Message, Trajectory
 
 _LONG = "long_context"
-_ALL = "multi_turn"  # name of all multi-turn categories together
+_ALL = "multi_turn"  # stands for all multi-turn categories
 
 
 class Bfcl(Environment):
     """An entry of a multi-turn category: requests of a user, and simulated systems as tools.
 
-    An answer that calls no tool ends the user's request, and the next one follows. The reward is 1
-    if the checker finds each request fulfilled, otherwise 0, and so is the metric with the
-    category's name, whose mean is the category's accuracy. Calls that do not fit a tool's schema
-    are answered with the mistake, and not run.
+    After an answer without a tool call, the user's next request follows. The reward is 1 if the
+    checker finds each request fulfilled, otherwise 0. A metric with the category's name has the
+    same value; its mean is the category's accuracy. A call that does not fit the tool's schema is
+    not run; the model reads an error.
 
     Args:
         row: `id` of the entry.
         category: Name of a category, or `multi_turn` for all; "" uses the class attribute.
-        train: Share of the entries that are for training; the others are held out. Entries of one
-            number, which are variants of one scenario, are on the same side.
+        train: Fraction of the entries for training; the others are held out. Entries with the same
+            number are variants of one scenario, and are either all for training or all held out.
 
     Example:
         class Base(Bfcl):
@@ -62,7 +62,7 @@ class Bfcl(Environment):
 
     @classmethod
     def rows(cls, split: str, category: str = "", *, train: float = 0.0) -> Sequence[Row]:
-        """Return the ids of a split's entries; without `train`, all are for evaluation."""
+        """Return the ids of a split's entries; by default (`train` 0), all are for evaluation."""
         rows = list[Row]()
         for name in _categories(category or cls.category):
             ids = list(_entries(name))
@@ -83,7 +83,7 @@ class Bfcl(Environment):
             system = getattr(module, name)()
             if name not in backends.STATELESS_CLASSES:
                 beginning = deepcopy(self._entry["initial_config"].get(name, {}))
-                load = internal(system, "_load_scenario")  # BFCL's own runs load it so, too
+                load = internal(system, "_load_scenario")  # BFCL's own runs also call it
                 load(beginning, long_context=_LONG in self._category)
             self._systems[name] = system
         by_request = [(0, self._entry["function"]), *self._later.items()]
@@ -111,9 +111,10 @@ class Bfcl(Environment):
             verdict = checker.multi_turn_checker(
                 said, self._answers, deepcopy(self._entry), self._category, name
             )
-        finally:  # the checker keeps its own systems under that name for ever
+        finally:  # the checker never frees its systems, which it keeps under that name
             kept = vars(_module("eval_checker.multi_turn_eval.multi_turn_utils"))
-            for key in [key for key in list(kept) if key.startswith(name)]:  # others add theirs
+            # list(), because other threads may add their keys meanwhile.
+            for key in [key for key in list(kept) if key.startswith(name)]:
                 del kept[key]
         self._valid = bool(verdict["valid"])
         return float(self._valid)
@@ -122,8 +123,8 @@ class Bfcl(Environment):
         return {self._category: float(self._valid)}
 
     def _tool(self, function: JsonObject, request: int) -> Tool:
-        """Return a function of a system as a tool, which is there from a request on; what it
-        returns becomes a text, as in BFCL."""
+        """Return a function of a system as a tool that can be called from request number `request`
+        on; its result becomes a text, as in BFCL."""
         described, name = _schema(function), str(function["name"])
         limit: int = _module("constants.default_prompts").MAXIMUM_STEP_LIMIT
 
@@ -136,11 +137,11 @@ class Bfcl(Environment):
             steps = self._calls[-1]
             steps.setdefault(self.current_turn, []).append(f"{name}({written})")
             self.done = len(steps) > limit
-            systems = reversed(self._systems.values())  # the checker takes the last, too
+            systems = reversed(self._systems.values())  # like the checker: the last one wins
             method = next(getattr(system, name) for system in systems if hasattr(system, name))
             try:
                 result = method(**arguments)
-            except Exception as error:  # the simulation's own
+            except Exception as error:  # of the simulated system: the model reads it
                 return f"Error during execution: {error}"
             return json.dumps(result, default=str) if isinstance(result, dict) else str(result)
 
@@ -158,7 +159,7 @@ def _categories(name: str) -> list[str]:
 
 @lru_cache(maxsize=8)
 def _entries(category: str) -> dict[str, tuple[JsonObject, list[list[str]]]]:
-    """Return the entries of a category by id, with their true calls; read once."""
+    """Return the entries of a category by id, each with its ground-truth calls; cached."""
     utils = _module("utils")
     answers = {a["id"]: a["ground_truth"] for a in utils.load_ground_truth_entry(category)}
     entries = utils.load_dataset_entry(category)
@@ -166,7 +167,8 @@ def _entries(category: str) -> dict[str, tuple[JsonObject, list[list[str]]]]:
 
 
 def _schema(function: JsonObject) -> JsonObject:
-    """Return a function's description with a JSON schema, without that of its result."""
+    """Return a function's description with its parameters as JSON schema, and without `response`
+    (the schema of its result)."""
     types: Mapping[str, str] = _module("constants.type_mappings").GORILLA_TO_OPENAPI
 
     def translated(part: object) -> object:
@@ -187,5 +189,5 @@ def _schema(function: JsonObject) -> JsonObject:
 
 def _module(name: str) -> ModuleType:
     folder = Path(tempfile.gettempdir(), f"turnwise-bfcl-{os.getuid()}")
-    os.environ.setdefault("BFCL_PROJECT_ROOT", str(folder))  # it makes folders when it is imported
+    os.environ.setdefault("BFCL_PROJECT_ROOT", str(folder))  # the import creates folders there
     return required(f"bfcl_eval.{name}", "--no-deps bfcl-eval mpmath", "environment: bfcl")

@@ -1,4 +1,5 @@
-"""Environments of Gymnasium as conversations: the model reads texts, its answers are actions."""
+"""Gymnasium's environments as conversations: the model reads observations as texts, and its answers
+are actions."""
 
 import importlib
 import inspect
@@ -36,21 +37,21 @@ _RULES = {
     "BlackjackEnv": "Play Blackjack: come closer to 21 than the dealer, but not above it. Picture "
     "cards count 10, an ace 1 or 11.",
 }
-"""Rules of the toy-text environments by class; others have their docstring's."""
+"""Rules of the toy-text environments by class; other environments use their docstring."""
 
 
 class Gymnasium(Environment):
     """An environment of Gymnasium: the model reads observations, and answers with actions.
 
-    It ends when the environment terminates or truncates (`max_episode_steps`), or at
-    `rollout.max_turns`. The reward is the sum of the environment's, each for its own turn.
+    The trajectory ends when the environment terminates or truncates (`max_episode_steps`), or at
+    `rollout.max_turns`. Each turn gets the rewards of its own steps.
 
     Args:
-        row: `seed` of the environment's `reset`.
+        row: `seed`, for the environment's `reset`.
         id: Name of the environment; "" uses the class attribute.
         tool: Offer the actions as a tool, `act`, instead of reading them from answers.
         rules: Beginning of the problem; None uses the environment's own description.
-        rows: Number of rows that `rows` makes.
+        rows: Number of rows that the method `rows` returns.
         arguments: Arguments of `gymnasium.make`, such as `max_episode_steps`, and of the
             environment.
 
@@ -94,7 +95,7 @@ class Gymnasium(Environment):
             arguments.setdefault("render_mode", "ansi")
         try:
             self.env = env = gym.make(self._id, disable_env_checker=True, **arguments)
-        except TypeError as error:  # an argument that it does not take
+        except TypeError as error:  # an unknown argument
             said = str(error).partition(" was raised from")[0]
             raise InputError(f"environment_args: {said}") from error
         if env.action_space.shape is None or len(env.action_space.shape) > 1:
@@ -172,22 +173,25 @@ class Gymnasium(Environment):
 
 
 def at(name: str) -> EnvironmentType:
-    """Return the environment of a name, `FrozenLake-v1`, or `my_module:MyGame-v0`, where the module
-    registers it."""
+    """Return the environment with a name such as `FrozenLake-v1`, or `my_module:MyGame-v0`, if
+    `my_module` registers it."""
     module, _, id = name.rpartition(":")
     gym = _package()
     try:
         if module:
             importlib.import_module(module)
         gym.spec(id)
-    except Exception as error:  # Gymnasium's own, which names the closest; the module's own
+    except Exception as error:  # of Gymnasium, with the closest name, or of the user's module
         raise InputError(f"environment: gymnasium:{name}: {describe_error(error)}") from error
     return partial(Gymnasium, id=id)
 
 
 def read_action(text: str, space: Foreign, names: dict[int, str]) -> object:
-    """Return the action in an answer: the last one in brackets, or else the whole text or the last
-    number, or the words of one of `names`; None if there is none."""
+    """Return the action in an answer; None if there is none.
+
+    The action is read from the last brackets. Without brackets, it is read from the whole text, or
+    else from its last number. It may be a value, or a text whose words are in only one of `names`.
+    """
     bracketed = _IN_BRACKETS.findall(text)
     for said in bracketed[-1:] or [text, *re.findall(r"-?\d+", text)[-1:]]:
         meant = [number for number, name in names.items() if _words(said) in _words(name)]
@@ -202,21 +206,22 @@ def read_action(text: str, space: Foreign, names: dict[int, str]) -> object:
 
 
 def _words(text: str) -> str:
-    """Return the words of a text between spaces, so that whole ones are found in another's."""
+    """Return the words of a text, with spaces around each, so that `in` only finds whole words."""
     return f" {' '.join(re.findall(_WORD, text.casefold()))} "
 
 
 def _from_json(value: object, space: Foreign) -> object:
-    """Return a JSON value as an action of a space; None if it is none."""
+    """Return a JSON value as an action of a space; None if the space does not contain it."""
     try:
         (action,) = space.from_jsonable([value])
-    except Exception:  # spaces convert in their own ways
+    except Exception:  # the error depends on the kind of space
         return None
     return action if space.contains(action) else None
 
 
 def _section(described: str, title: str = "Description") -> str:
-    """Return a section of an environment's docstring; its first paragraph if it lacks it."""
+    """Return a section of an environment's docstring. A missing description is replaced by the
+    first paragraph; any other missing section is ""."""
     found = re.search(rf"^\s*#+ {title}\s*$(.*?)(?=^\s*#|\Z)", described, re.DOTALL | re.MULTILINE)
     if found is None:
         return described.partition("\n\n")[0] if title == "Description" else ""
@@ -245,4 +250,4 @@ def _blackjack(env: Foreign, drawn: str, observation: tuple[int, int, int]) -> s
 
 
 _WORDS: dict[str, Callable[..., str]] = {"TaxiEnv": _taxi, "BlackjackEnv": _blackjack}
-"""Observations in words by the environment's class, where its text leaves something out."""
+"""By class: functions that describe an observation where the environment's text is incomplete."""

@@ -4,7 +4,7 @@ from turnwise.compat.verl.keys import VERL_KEYS, verl_answer
 
 
 def answer(key: str) -> str | None:
-    """Return the key here, or a sentence, for another system's key or one below it, or None."""
+    """Return our key, or a sentence, for another system's key or a key below it; else None."""
     return verl_answer(key)
 
 

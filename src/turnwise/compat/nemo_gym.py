@@ -1,9 +1,9 @@
 """Environments of NeMo-Gym's resource servers, over HTTP; NeMo-Gym itself is not imported.
 
-A row of NeMo-Gym's data has `responses_create_params` (input and tools, as OpenAI's Responses API
-takes them) and whatever the server's verifier needs. The server keeps a session by a cookie:
-POST /seed_session with the row, /NAME of a tool with its arguments, and /verify with the row and
-the conversation as a response.
+A row of NeMo-Gym's data has `responses_create_params` (input and tools in the format of OpenAI's
+Responses API) and the fields that the server's verifier needs. The server recognises a session by a
+cookie. It gets POST /seed_session with the row, POST /TOOL with the arguments of a call of TOOL,
+and POST /verify with the row and the conversation as a response.
 """
 
 import json
@@ -27,16 +27,16 @@ from turnwise.tools import Tool
 from turnwise.trajectory import Message, Trajectory
 
 CONNECT_SECONDS = 10.0
-"""Deadline for opening a connection; the calls have those of environments and tools."""
+"""Deadline for opening a connection; calls have the deadlines of environments and tools."""
 _ERROR_CHARS = 500
 _TEXTS = ("input_text", "output_text", "text")
-_METRICS = 100  # maximum number of metrics of a verifier that are kept
+_METRICS = 100  # maximum number of a verifier's metrics; the others are dropped
 _NAME_CHARS = 100
 
 
 @with_config(extra="allow")
 class _Verified(TypedDict):
-    """Answer to `verify`; numbers beside the reward are metrics."""
+    """The answer to `verify`; all other numbers in it are metrics."""
 
     reward: Number
 
@@ -46,7 +46,7 @@ _VERIFIED = TypeAdapter(_Verified)
 
 
 class NemoGymError(Exception):
-    """A request that the server refused, with its own words."""
+    """A failed request; quotes the server's answer if there is one."""
 
 
 class NemoGym(Environment):
@@ -148,7 +148,7 @@ def at(url: str) -> EnvironmentType:
 
 
 def read_input(parameters: Mapping[str, object]) -> list[Message]:
-    """Return the input of a Responses request, which may only hold texts, as messages."""
+    """Return the input of a Responses request as messages; it may only contain texts."""
     given = parameters.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not items:
@@ -174,7 +174,7 @@ def read_input(parameters: Mapping[str, object]) -> list[Message]:
 
 
 def to_response(messages: Sequence[Message], parameters: Mapping[str, object]) -> JsonObject:
-    """Return the model's turns and the tools' results as an object of the Responses API."""
+    """Return the model's turns and the tool results as a response object of the Responses API."""
     output: list[JsonObject] = []
     for number, message in enumerate(messages):
         text = str(message.get("content") or "")

@@ -1,4 +1,4 @@
-"""NeMo-RL's generation worker: batches of tensors in and out, one Ray call each."""
+"""NeMo-RL's generation worker: each Ray call takes a batch of tensors and returns tensors."""
 
 import asyncio
 import os
@@ -33,12 +33,12 @@ _Stops = Sequence[Sequence[str] | None]
 
 
 class VllmAsyncGenerationWorker(ServingHost):
-    """Hosts one `VllmEngine`; an actor's class, with the methods and hooks of NeMo-RL's.
+    """An actor class that hosts one `VllmEngine`, with the methods and hooks of NeMo-RL's worker.
 
-    A subclass may override `_create_engine`, and what begins with `_setup_vllm`.
+    A subclass may override `_create_engine`, and the methods that begin with `_setup_vllm`.
 
-    Its own server (`serving.worker_servers`) listens on the address of its node, unless
-    `serving.host` is given. "Your trainer, our engines" in the documentation has a training loop.
+    The worker's server (`serving.worker_servers`) listens on the address of its node, unless
+    `serving.host` is set. "Your trainer, our engines" in the documentation has a training loop.
 
     Example:
         worker = ray.remote(VllmAsyncGenerationWorker).remote(config)
@@ -53,11 +53,11 @@ class VllmAsyncGenerationWorker(ServingHost):
     """vLLM's engine, once it has started."""
     server_thread: threading.Thread | None = None
     base_url: str | None = None
-    """Base URL of this worker's own OpenAI server; None without one."""
+    """Base URL of this worker's OpenAI server; None without a server."""
     http_server: "uvicorn.Server | None" = None
 
     async def post_init_async(self) -> int:
-        """Build the engine, which takes seconds; returns this process's id."""
+        """Build the engine, which takes seconds, and return this process's id."""
         return (await self.start())[0]
 
     def _start_llm(self, path: str, llm_kwargs: JsonObject, metrics: bool) -> "AsyncLLM":
@@ -68,8 +68,11 @@ class VllmAsyncGenerationWorker(ServingHost):
         return self.llm
 
     def _create_engine(self, llm_kwargs: JsonObject) -> None:
-        """Start vLLM's engine as `self.llm`; a hook for subclasses that change the arguments of
-        vLLM's AsyncEngineArgs, or start it themselves."""
+        """Start vLLM's engine as `self.llm`.
+
+        A hook: a subclass may change the arguments of vLLM's AsyncEngineArgs, or start the engine
+        itself.
+        """
         self.llm = self._start(llm_kwargs=llm_kwargs)
 
     def _listen(self, server: "OpenAIServer") -> str:
@@ -77,11 +80,14 @@ class VllmAsyncGenerationWorker(ServingHost):
         return self.base_url
 
     def _setup_vllm_server(self) -> "tuple[threading.Thread, str, uvicorn.Server]":
-        """Open this worker's OpenAI server, which answers once this has returned; a hook.
+        """Open this worker's OpenAI server; a hook for subclasses.
 
-        Returns a thread that ends when the server does, the base URL, and uvicorn's server, which
-        ends when its `should_exit` is set. It runs on the engine's event loop: join the thread in
-        another one only.
+        The server answers requests after this method has returned. It runs on the engine's event
+        loop, so never join the thread there.
+
+        Returns:
+            A thread that ends with the server, the base URL, and uvicorn's server, which ends when
+            its `should_exit` is set.
         """
         assert self.server is not None
         server = self.server.listen()
@@ -94,16 +100,16 @@ class VllmAsyncGenerationWorker(ServingHost):
         return self._setup_vllm_openai_api_server
 
     def _setup_vllm_openai_api_server(self, app: "FastAPI") -> "FastAPI":
-        """Return the server's application, which has all routes; a hook for subclasses that add
-        routes and middleware.
+        """Return the server's application, which has all routes already.
 
-        Middleware runs around all requests that have the server's key. It and coroutines run on the
-        engine's event loop, which they must not block; other routes run in threads.
+        A hook: a subclass may add routes and middleware. Middleware runs around all requests that
+        have the server's key. Middleware and async routes run on the engine's event loop, which
+        they must not block; plain routes run in threads.
         """
         return app
 
     async def report_dp_openai_server_base_url(self) -> str | None:
-        """Return the base URL of this worker's own OpenAI server; None without one."""
+        """Return the base URL of this worker's OpenAI server; None without a server."""
         return self.base_url
 
     async def shutdown(self, exit_after: float | None = None) -> bool:
@@ -116,20 +122,21 @@ class VllmAsyncGenerationWorker(ServingHost):
     ) -> AsyncIterator[tuple[int, dict[str, torch.Tensor]]]:
         """Sample one completion for each row, and yield each as soon as it is ready.
 
-        A row may take any time, as long as the engine samples (`engine.request_timeout`). If a row
-        fails, the others are still yielded, and the error is raised at the end.
+        A row has no deadline while the engine samples (see `engine.request_timeout`). If a row
+        fails, the other rows are still yielded, and the error is raised at the end.
 
         Args:
-            data: Tensors of B prompts: `input_ids` [B, T], right-padded, and `input_lengths` [B];
-                and maybe `stop_strings`, a list or None for each, besides the configuration's.
-            greedy: Whether the temperature is 0 instead of the configuration's.
+            data: Tensors of B prompts: `input_ids` [B, T], right-padded, and `input_lengths` [B].
+                Optionally `stop_strings`: for each prompt None or a list of stop strings, in
+                addition to the configuration's.
+            greedy: Whether to sample with temperature 0 instead of the configured temperature.
 
         Yields:
-            The row's index, and a dictionary of tensors: `output_ids` [1, W] (prompt and
-            completion, right-padded to T + max_tokens), `logprobs` [1, W] (nats; 0 on prompt and
-            padding), `weight_versions` [1, W] (-1 on prompt and padding), `generation_lengths`
-            [1], `unpadded_sequence_lengths` [1], `truncated` [1] (cut by max_tokens or by the
-            context, or without room to begin).
+            The row's index, and a dictionary of tensors, where W = T + max_tokens: `output_ids`
+            [1, W] (prompt and completion, right-padded), `logprobs` [1, W] (nats; 0 for prompt and
+            padding), `weight_versions` [1, W] (-1 for prompt and padding), `generation_lengths`
+            [1], `unpadded_sequence_lengths` [1], `truncated` [1] (max_tokens or the context cut the
+            completion, or the context had no room for one).
         """
         input_ids_BT, lengths_B = data.get("input_ids"), data.get("input_lengths")
         if not (isinstance(input_ids_BT, torch.Tensor) and isinstance(lengths_B, torch.Tensor)):
@@ -190,17 +197,16 @@ class VllmAsyncGenerationWorker(ServingHost):
     async def generate_text_async(
         self, data: Mapping[str, Foreign], greedy: bool = False
     ) -> AsyncIterator[tuple[int, JsonObject]]:
-        """Complete texts, encoded as vLLM encodes prompts, with the tokenizer's BOS; no chat
-        template is used or needed.
+        """Complete texts without a chat template. As in vLLM, the tokenizer's BOS is added.
 
         Args:
-            data: `prompts`, the texts, and maybe `stop_strings`, as in `generate_async`.
-            greedy: Whether the temperature is 0 instead of the configuration's.
+            data: `prompts`, the texts, and optionally `stop_strings`, as in `generate_async`.
+            greedy: Whether to sample with temperature 0 instead of the configured temperature.
 
         Yields:
-            The row's index, as soon as it is ready, and a batch of one completion: lists of
-            `texts`, `token_ids`, `logprobs` (nats), and `truncated` (cut by max_tokens or by the
-            context).
+            For each row, as soon as it is ready: its index, and a batch of one completion, with the
+            lists `texts`, `token_ids`, `logprobs` (nats) and `truncated` (max_tokens or the context
+            cut the completion).
         """
         template, prompts = self._template, data.get("prompts")
         if not isinstance(prompts, Sequence) or isinstance(prompts, str):
@@ -226,26 +232,32 @@ class VllmAsyncGenerationWorker(ServingHost):
     async def prepare_refit_info_async(
         self, state_dict_info: Mapping[str, tuple[Sequence[int], str | torch.dtype]]
     ) -> None:
-        """Declare the tensors that every update must bring: shape and torch type, by name."""
+        """Declare the tensors that every update must contain: shape and dtype, by name."""
         await self._engine.prepare_refit_info(state_dict_info)
 
     async def init_collective_async(
         self, rank_prefix: int, ip: str, port: int, world_size: int, train_world_size: int
     ) -> None:
-        """Join the trainer's process group (gloo on a CPU, NCCL on GPUs) with the ranks from
-        `train_world_size + rank_prefix` on."""
+        """Join the trainer's process group (gloo on a CPU, NCCL on GPUs). This worker's first rank
+        there is `train_world_size + rank_prefix`."""
         group = Rendezvous(rank_prefix, ip, port, world_size, train_world_size)
         await self._engine.init_collective(group)
 
     async def update_weights_via_ipc_zmq_async(self) -> bool:
-        """Load the weights that a sender of `refit_sender("ipc", ...)` on this device
-        sends; returns True, and raises `WeightUpdateError` or `DeadlineError` when it fails."""
+        """Load the weights that `refit_sender("ipc", ...)` sends on this device; return True.
+
+        Raises:
+            WeightUpdateError, DeadlineError: when the update fails.
+        """
         await self._engine.receive_weights("ipc", in_flight=self._config.weights.in_flight)
         return True
 
     async def update_weights_from_collective_async(self) -> bool:
-        """Load the weights that a sender of `refit_sender("collective", ...)` broadcasts; returns
-        and raises as `update_weights_via_ipc_zmq_async` does."""
+        """Load the weights that `refit_sender("collective", ...)` broadcasts; return True.
+
+        Raises:
+            WeightUpdateError, DeadlineError: when the update fails.
+        """
         await self._engine.receive_weights("collective", in_flight=self._config.weights.in_flight)
         return True
 
@@ -258,16 +270,16 @@ class VllmAsyncGenerationWorker(ServingHost):
         await self._engine.sleep()
 
     async def wake_up_async(self, tags: list[str] | None = None) -> None:
-        """Resume serving; `tags` (weights, kv_cache) wake a part, None wakes everything."""
+        """Resume serving; `tags` ("weights", "kv_cache") restore a part of the memory, None all."""
         await self._engine.wake_up(tags)
 
     async def report_device_id_async(self) -> list[str]:
-        """List each shard's device: a GPU's UUID; on a CPU, `HOST-PROCESS_ID`."""
+        """Return the device of each shard: a GPU's UUID, or on a CPU `HOST-PROCESS_ID`."""
         return await self._engine.device_ids()
 
     def _server_config(self) -> Config:
-        """Let the server listen on the node's address, which other nodes reach, unless
-        `serving.host` is given."""
+        """Return the configuration; without `serving.host`, the server listens on the node's
+        address, so that other nodes can reach it."""
         if "host" in self._config.serving.model_fields_set:
             return self._config
         from ray.util import get_node_ip_address  # reads the environment when it is imported
@@ -298,8 +310,10 @@ def _stop_strings(stops: _Stops | None, count: int) -> list[list[str] | None]:
 async def as_ready(
     one: Callable[[int], Awaitable[_Row]], count: int
 ) -> AsyncGenerator[tuple[int, _Row], None]:
-    """Yield the results of `one(0)` to `one(count - 1)` with their numbers, as they finish; raise
-    the first row's error at the end."""
+    """Run `one(0)` to `one(count - 1)` concurrently; yield index and result of each as it finishes.
+
+    At the end, raise the error of the failed row with the lowest index.
+    """
 
     async def ended(index: int) -> tuple[int, _Row | Exception]:
         try:

@@ -1,9 +1,9 @@
 """Environments of OpenEnv servers, over their WebSocket; OpenEnv itself is not imported.
 
-Each trajectory has a session, which is an environment of its own on the server.
-Protocol of OpenEnv 0.10: `{"type": "reset" | "step" | "state" | "mcp" | "close", "data": ...}` is
-answered by `{"type": "observation" | "state" | "mcp" | "error", "data": ...}`. The server ends a
-session, and its environment, when the socket closes.
+Each trajectory has a session with a separate environment on the server. Protocol of OpenEnv 0.10:
+the server answers `{"type": "reset" | "step" | "state" | "mcp" | "close", "data": ...}` with
+`{"type": "observation" | "state" | "mcp" | "error", "data": ...}`. It ends a session, and its
+environment, when the socket closes.
 """
 
 import asyncio
@@ -42,15 +42,16 @@ from turnwise.tools.json_schema import check_parameters
 from turnwise.trajectory import Message, Trajectory
 
 CONNECT_SECONDS = 10.0  # deadline for opening a socket
-CAPACITY_SECONDS = 60.0  # time to wait for a place at a server whose sessions are all taken
-CLOSE_SECONDS = 5.0  # deadline for saying goodbye; the socket is closed in any case
+CAPACITY_SECONDS = 60.0  # maximum wait for a free session of a full server
+CLOSE_SECONDS = 5.0  # deadline for the closing message
 _FULL = "CAPACITY_REACHED"
 _RETRY_SECONDS = 0.2
 _ANSWERS = {"reset": "observation", "step": "observation"}
-"""Types of answers that differ from their requests'."""
+"""Types of requests, mapped to the types of their answers if these differ."""
 _NO_ARGUMENTS: JsonObject = {"type": "object", "properties": {}}
 _FILES = ("data:image/", "iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
-"""First characters of images as texts: a data: URL, or a PNG, JPEG, GIF or WebP file in base64."""
+"""First characters of texts that are images: a data: URL, or a PNG, JPEG, GIF or WebP file in
+base64."""
 Shown = str | list[str | JsonObject]
 """An observation as the model reads it: a text, or the parts of a message with images."""
 
@@ -58,8 +59,8 @@ Shown = str | list[str | JsonObject]
 class OpenEnv(Environment):
     """An environment of an OpenEnv server.
 
-    The problem is the row's field `prompt` (a text or messages), followed by the text of the first
-    observation. Subclasses change what this class decides: `problem_of`, `describe`, `action`.
+    The problem is the row's field `prompt` (a text or messages), followed by the first observation.
+    Subclasses may override `reset_arguments`, `problem_of`, `describe` and `action`.
 
     Attributes:
         url: The server's address, `ws://host:port`.
@@ -130,9 +131,9 @@ class OpenEnv(Environment):
     def describe(self, observation: JsonObject) -> Shown:
         """Return an observation as the model reads it.
 
-        The result of a tool, or the observation's only text, or JSON without `metadata`; then its
-        images, which are files in base64 that nobody has checked so far. A tool's failure is
-        raised, so that the model reads an error.
+        This is a tool's result, the observation's only text, or JSON without `metadata`; images
+        follow. The images' base64 files are not checked yet. A tool's failure raises
+        `OpenEnvError`, so that the model reads an error.
         """
         if "tool_name" in observation:
             if error := observation.get("error"):
@@ -157,7 +158,7 @@ class OpenEnv(Environment):
     def action(self, message: Message) -> JsonObject | None:
         """Return the action of a turn that calls no tool; None, the default, ends the trajectory.
 
-        A class that defines this method offers the model no tool `act`.
+        If a subclass overrides this method, the model does not get the tool `act`.
         """
         return None
 
@@ -174,7 +175,7 @@ class OpenEnv(Environment):
             return None
         try:
             shown = await self.act(action)
-        except OpenEnvError as error:  # the model may do better
+        except OpenEnvError as error:  # the model may correct its action
             return f"Error: {error}"
         if self.done:
             return None
@@ -198,8 +199,8 @@ class OpenEnv(Environment):
 
 
 def _offered(tools: list[Tool]) -> list[Tool]:
-    """Return a server's tools; a TrajectoryError when the schema of one cannot be offered, which is
-    the server's mistake, and not the user's."""
+    """Check the schemas of a server's tools. A bad schema is a `TrajectoryError`, because it is the
+    server's mistake and not the user's."""
     try:
         for tool in tools:
             check_parameters(tool.parameters, tool.name)
@@ -213,7 +214,8 @@ def _plain(value: object) -> str:
 
 
 def _images(value: object) -> list[JsonObject]:
-    """Return the images that a field is: a data: URL, a file in base64, or several; else []."""
+    """Return the images of a field that only holds images (data: URLs or files in base64); [] for
+    any other field."""
     files = value if isinstance(value, list) else [value]
     found = [each for each in files if isinstance(each, str) and each.startswith(_FILES)]
     return [_image(each) for each in found] if len(found) == len(files) else []
@@ -231,13 +233,13 @@ def at(url: str) -> EnvironmentType:
 
 
 class OpenEnvError(Exception):
-    """An error that the server reported; its environment goes on."""
+    """An error that the server reported; the session can still be used."""
 
     full = False
     """Whether all sessions of the server are taken."""
 
 
-# Answers of the server: a message, and its data by type.
+# Types of the server's answers: the whole message, then its data.
 class _Reply(TypedDict):
     type: str
     data: JsonObject
@@ -252,7 +254,7 @@ class _Data(TypedDict, total=False):
     message: object
     code: object
     errors: list[JsonObject] | None
-    """Parts of an action that the server refused, each with its place, `loc`, and `msg`."""
+    """Invalid parts of an action, each with its location `loc` and a message `msg`."""
 
 
 @with_config(extra="allow")
@@ -282,15 +284,15 @@ _DATA = TypeAdapter(_Data)
 _TOOLS = TypeAdapter(_Tools | None)
 _SCHEMAS = TypeAdapter(_Schemas)
 Result = tuple[int, _Data]
-"""The environment's answer to a step, after the index of the turn that asked; -1 for a reset."""
+"""The index of the turn that sent a step (-1 for a reset), and the environment's answer."""
 
 
 class OpenEnvSession:
-    """A socket to an OpenEnv server, `ws://host:port` or http, which is one environment there.
+    """A socket to an OpenEnv server (`ws://host:port` or http), with one environment there.
 
-    Requests are answered one after the other. If the wait for a reply is cancelled, the reply is
-    read before the next request is sent, so that no answer is taken for another's; `results`
-    receives every answer to a reset or a step, late ones too.
+    Only one request runs at a time. If the wait for a reply is cancelled, the reply is read before
+    the next request is sent, so that replies and requests stay matched. `results` receives every
+    answer to a reset or step, also if it arrives after such a cancellation.
     """
 
     def __init__(self, url: str, results: list[Result]) -> None:
@@ -305,9 +307,9 @@ class OpenEnvSession:
         self._socket: WebSocket | None = None
         self._turn = asyncio.Lock()
         self._owed: deque[tuple[str, int]] = deque()
-        """The requests whose replies have not been read, each with the turn that sent it."""
+        """Type and turn of each request whose reply has not been read."""
         self._gone: TrajectoryError | None = None
-        """Error of a connection that is lost, or brought a wrong answer; None before."""
+        """The error that ended the session: a lost connection or a wrong answer; else None."""
 
     async def open(self) -> None:
         self._client = HttpClient(connect_seconds=CONNECT_SECONDS)
@@ -324,7 +326,7 @@ class OpenEnvSession:
             ) from error
 
     async def reset(self, arguments: JsonObject) -> None:
-        """Begin an episode, once the server has a place for it, within `CAPACITY_SECONDS`."""
+        """Begin an episode; wait up to `CAPACITY_SECONDS` for a free session of a full server."""
         loop = asyncio.get_running_loop()
         ends = loop.time() + CAPACITY_SECONDS
         while True:
@@ -345,7 +347,8 @@ class OpenEnvSession:
             await self._connect()
 
     async def tools(self) -> list[JsonObject] | None:
-        """Return the descriptions of an MCP environment's tools; None if it has typed actions."""
+        """Return the descriptions of an MCP environment's tools; None if it lists no tools and so
+        has typed actions."""
         request = {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}}
         answer = await self.ask("mcp", request)
         try:
@@ -355,7 +358,7 @@ class OpenEnvSession:
         return [*map(dict, listed)] if listed else None
 
     async def action_schema(self) -> JsonObject:
-        """Return the JSON schema of the environment's actions."""
+        """Return the JSON schema of the environment's typed actions."""
         assert self._client is not None
         try:
             answer = await self._client.request("GET", f"{self._http}/schema")
@@ -370,7 +373,7 @@ class OpenEnvSession:
             ) from error
 
     async def close(self) -> None:
-        """End the session; it may be closed already, or have failed to open."""
+        """End the session; does no harm if it is closed already, or was never opened."""
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout(CLOSE_SECONDS):
@@ -387,7 +390,7 @@ class OpenEnvSession:
         await socket.close()
 
     async def ask(self, kind: str, data: JsonObject | None, turn: int = -1) -> JsonObject:
-        """Send a request, and return the data of its reply; a refusal is an `OpenEnvError`."""
+        """Send a request, and return the data of its reply; an error reply is an `OpenEnvError`."""
         async with self._turn:
             while self._owed:
                 with suppress(OpenEnvError):
@@ -402,7 +405,7 @@ class OpenEnvSession:
             return await self._read()
 
     async def _read(self) -> JsonObject:
-        """Read the oldest reply that is owed."""
+        """Read the reply to the oldest request in `_owed`."""
         socket = self._socket
         if socket is None:
             raise self._lost("it was closed")

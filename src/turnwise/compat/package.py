@@ -1,4 +1,4 @@
-"""Shared parts of environments of Python packages: names, rows of seeds, rewards of turns.
+"""Helpers for environments from Python packages: names, rows of seeds, rewards of turns.
 
 A package is imported when it is first used; docs/how-to/public-environments.md has examples.
 """
@@ -11,12 +11,12 @@ from turnwise.errors import InputError
 from turnwise.rollouts.environment import EnvironmentType, Rewards
 from turnwise.rollouts.problems import Row
 
-HELD_OUT = 1_000_000_000  # distance of the seeds of held-out rows from those of training rows
+HELD_OUT = 1_000_000_000  # first seed of held-out rows; the first of training rows is 0
 
 
 def check_name(environment: str, known: Collection[str]) -> None:
-    """Raise an `InputError` if a package does not have an environment, `PACKAGE:NAME`, with the
-    closest name that it has."""
+    """Raise an `InputError` if a package does not have the environment `PACKAGE:NAME`; the error
+    suggests the closest known name."""
     package, _, name = environment.partition(":")
     if name not in known:
         close = difflib.get_close_matches(name, known, 1, 0.5)
@@ -27,8 +27,13 @@ def check_name(environment: str, known: Collection[str]) -> None:
 def adapter(
     package: str, kind: EnvironmentType, argument: str, known: Callable[[], Collection[str]]
 ) -> Callable[[str], EnvironmentType]:
-    """Return the function that makes `environment: PACKAGE:NAME` if the package knows the name,
-    which is an argument of the class."""
+    """Return a function that resolves the NAME in `environment: PACKAGE:NAME`.
+
+    Args:
+        kind: The environment's class.
+        argument: The argument of `kind` that gets the name.
+        known: Returns the names that the package has.
+    """
 
     def at(name: str) -> EnvironmentType:
         check_name(f"{package}:{name}", known())
@@ -38,11 +43,11 @@ def adapter(
 
 
 def seed_rows(split: str, count: int) -> list[Row]:
-    """Return rows of a seed each, different ones for training and for evaluation."""
+    """Return `count` rows with one seed each; training and evaluation have different seeds."""
     first = HELD_OUT if split == "eval" else 0
     return [{"seed": first + number} for number in range(count)]
 
 
 def turn_rewards(earned: Mapping[int, float], turns: int) -> Rewards:
-    """Return rewards that were earned by turns, of which a trajectory has some number."""
+    """Return the rewards of a trajectory's `turns` turns; turns not in `earned` get 0."""
     return Rewards(turns=[earned.get(turn, 0.0) for turn in range(turns)])

@@ -1,4 +1,4 @@
-"""Problems of reasoning-gym, its procedural datasets, scored by the dataset itself."""
+"""Problems of reasoning-gym's procedural datasets, which also score the answers."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -15,21 +15,21 @@ from turnwise.trajectory import Trajectory
 _package = partial(required, "reasoning_gym", "reasoning-gym", "environment: reasoning_gym")
 
 _EVERY = "*"
-"""Name of all attributes of a curriculum together, as in reasoning-gym's own configurations."""
+"""Stands for all attributes of a curriculum, as in reasoning-gym's own configurations."""
 
 
 class ReasoningGym(Environment):
     """A problem of a dataset of reasoning-gym: one turn, unless a subclass or the run has tools.
 
-    The reward is the dataset's `score_answer` of the last answer: of the text between `<answer>`
-    and `</answer>`, or of the whole text if it has no such tags.
+    The reward is the dataset's `score_answer` for the text between `<answer>` and `</answer>` in
+    the last answer, or for the whole answer if it has no such tags.
 
     Args:
         row: An entry of the dataset, with `question` and `answer`.
         dataset: Name of the dataset; "" uses the class attribute.
         curriculum: Levels of the dataset's curriculum by attribute, or one level for all.
-        system_prompt: One of reasoning-gym's own by name (`default`, `simple`, `direct` ...), or a
-            text; None for no system message.
+        system_prompt: Name of one of reasoning-gym's prompts (`default`, `simple`, `direct` ...),
+            or a text; None for no system message.
         config: Further keys of the dataset's configuration, such as `size` and `seed`.
 
     Example:
@@ -71,7 +71,8 @@ class ReasoningGym(Environment):
         system_prompt: str | None = "default",
         **config: object,
     ) -> Sequence[Row]:
-        """Return the dataset's entries; held-out ones have another seed, and no question twice."""
+        """Return the dataset's entries. Held-out entries have another seed; each question is
+        there only once, and is in no training entry."""
         name, keys = dataset or cls.dataset, _keys(curriculum, config)
         trained = list(_dataset(name, keys))
         if split != "eval":
@@ -108,7 +109,7 @@ def _keys(curriculum: int | Mapping[str, int] | None, config: Mapping[str, objec
 
 @lru_cache(maxsize=64)
 def _dataset(name: str, keys: str, seed_offset: int = 0) -> Foreign:
-    """Make a dataset, which all environments with these keys (`_keys`) share."""
+    """Make a dataset; all environments with the same keys (see `_keys`) share it."""
     levels, config = json.loads(keys)
     levels = {_EVERY: levels} if isinstance(levels, int) else levels or {}
     factory = _package().factory
@@ -123,7 +124,7 @@ def _dataset(name: str, keys: str, seed_offset: int = 0) -> Foreign:
             made.set_attr_level(attribute, level)
         kind, _ = factory.DATASETS[name]
         return kind(config=made.generate_configuration(config))
-    except Exception as error:  # an unknown key, a wrong value, a level that there is not
+    except Exception as error:  # an unknown key or level, or a wrong value
         raise InputError(
             f"environment_args: reasoning_gym:{name} cannot be made: {describe_error(error)}"
         ) from error

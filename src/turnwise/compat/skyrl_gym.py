@@ -1,4 +1,5 @@
-"""Environments of SkyRL-Gym, on rows of SkyRL's data: a `prompt`, and the environment's fields."""
+"""Environments of SkyRL-Gym. Rows have the format of SkyRL's data: a `prompt`, and fields for the
+environment."""
 
 import dataclasses
 import inspect
@@ -19,16 +20,17 @@ _package = partial(required, "skyrl_gym", "skyrl-gym", "environment: skyrl_gym")
 
 
 class SkyRLGym(Environment):
-    """An environment of SkyRL-Gym, whose `step` reads each answer and replies with observations.
+    """An environment of SkyRL-Gym: its `step` reads each answer and replies with observations.
 
-    Its rewards belong to the turns that earned them. An answer that `sampling.max_tokens` cut off
-    is judged too, as SkyRL does. A `postprocessed_action` is ignored: what is trained was sampled.
+    Each reward belongs to the turn that earned it. As in SkyRL, an answer that
+    `sampling.max_tokens` cut off also gets a `step`. A `postprocessed_action` is ignored, because
+    only sampled tokens are trained.
 
     Args:
         row: `prompt` (messages), and further fields, which are the environment's `extras`.
         name: Name of the environment; "" uses the class attribute.
-        max_turns: Turns that the environment counts with; None leaves that to the row or the
-            environment.
+        max_turns: The environment's maximum number of turns; None uses the row's value or the
+            environment's default.
         config: Keys of the environment's own configuration, such as `search_url`.
 
     Example:
@@ -85,7 +87,7 @@ class SkyRLGym(Environment):
         return turn_rewards(self._earned, turns)
 
     def metrics(self, trajectory: Trajectory) -> dict[str, float]:
-        """Return the environment's own metrics, those that are numbers."""
+        """Return the environment's own metrics; omit values that are not finite numbers."""
         numbers = {name: finite_number(value) for name, value in self.env.get_metrics().items()}
         return {name: number for name, number in numbers.items() if number is not None}
 

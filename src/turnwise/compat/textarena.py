@@ -1,7 +1,7 @@
-"""Games of TextArena: of one player, against a scripted opponent, or by self-play.
+"""TextArena's games: for one player, against a scripted opponent, or by self-play.
 
-The package's games draw from Python's global random numbers; here each game has a state of its own,
-so that a seed gives the same game whatever runs beside it.
+The package's games use Python's global random generator. Here each game has its own random state,
+so that a seed gives the same game, independent of games that run at the same time.
 """
 
 import random
@@ -22,26 +22,27 @@ from turnwise.trajectory import Message, Trajectory
 _package = partial(required, "textarena", "textarena", "environment: textarena")
 
 Opponent = Callable[[str], str]
-"""Returns the action of the player who reads an observation, such as an agent of TextArena."""
+"""Returns a player's action for an observation; for example an agent of TextArena."""
 _QUOTED_ACTION = re.compile(r"'(\[[^\[\]]+\])'")
 _randomness = threading.Lock()
-"""Held while Python's global random numbers are a game's own."""
+"""Held while a game's state replaces the state of Python's global random generator."""
 
 
 class TextArena(Environment):
-    """A game of TextArena: observations are messages of the user, answers are actions.
+    """A game of TextArena: observations are user messages, answers are actions.
 
-    With several players and no opponent, the policy plays them all (`rollout.loop: self_play`).
-    The reward is the game's own; a game that is cut off by `rollout.max_turns` earns 0.
+    With several players and no opponent, the policy plays all seats (`rollout.loop: self_play`).
+    The reward is the game's own; a game that `rollout.max_turns` cuts off earns 0.
 
     Args:
         row: `seed` of the game.
         game: Name of the game; "" uses the class attribute.
         players: Number of players.
-        opponent: Plays all seats but one: `random`, which picks one of the actions in the last
-            line that offers some in quotes, or package.module:function(observation) -> action.
-        seat: The policy's seat beside an opponent, from 0.
-        rows: Number of rows that `rows` makes.
+        opponent: Plays all seats except the policy's: package.module:function(observation) ->
+            action, or `random`. `random` picks one of the actions in quotes in the last line that
+            has any.
+        seat: The policy's seat if there is an opponent, from 0.
+        rows: Number of rows that the method `rows` returns.
         arguments: Arguments of the game.
 
     Example:
@@ -122,13 +123,13 @@ class TextArena(Environment):
         return Rewards(self._rewards.get(self._seat, 0.0))
 
     def metrics(self, trajectory: Trajectory) -> dict[str, float]:
-        """Return whether the game came to its end, and the share of players who broke its rules."""
+        """Return whether the game ended, and the fraction of players who broke its rules."""
         info = self.env.state.game_info.values()
         broken = sum(bool(player.get("invalid_move")) for player in info)
         return {"game_ended": float(self.done), "game_invalid_moves": broken / self._count}
 
     def _act(self, action: str) -> None:
-        if self.done:  # by an opponent, before the first answer
+        if self.done:  # an opponent may end the game before the first answer
             return
         with self._own_randomness():
             self.done, _ = self.env.step(action=action)
@@ -144,7 +145,8 @@ class TextArena(Environment):
             self._act(self._opponent(self._read(player)))
 
     def _read(self, player: int) -> str:
-        """Return what a player has not read yet: not its own actions, and only the last board."""
+        """Return the observations that a player has not read yet, without the player's own actions
+        and with only the last game board."""
         state, package = self.env.state, _package()
         new, state.observations[player] = state.observations[player], []
         kinds = package.ObservationType
@@ -161,7 +163,7 @@ class TextArena(Environment):
 
     @contextmanager
     def _own_randomness(self) -> Iterator[None]:
-        """Put the game's state in place of Python's global random numbers."""
+        """Use the game's state in Python's global random generator during a `with` block."""
         with _randomness:
             others = random.getstate()
             if self._random is None:
@@ -183,7 +185,7 @@ def _name(player: int) -> str:
 
 
 def _without_history(env: Foreign) -> Foreign:
-    """Return a game without the wrappers that repeat all that was observed before."""
+    """Return a game without the wrappers that repeat earlier observations."""
     package = _package()
     if not isinstance(env, package.Wrapper):
         return env

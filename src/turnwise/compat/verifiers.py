@@ -1,8 +1,9 @@
 """Environments in the form of verifiers' first versions: rows, reward functions, and `generate`.
 
-`rollout.sampler` names the same object, whose `generate(prompts, llm, sampling_params)` samples the
-answers; here are its rows and rewards. verifiers is not imported, so TRL's proposal of such an
-environment fits, too. Later versions of verifiers ask an OpenAI client: they are agents.
+This module reads the environment's rows and rewards. `rollout.sampler` names the same object, and
+calls its `generate(prompts, llm, sampling_params)` to sample answers. verifiers is not imported, so
+objects of TRL's proposed environment class also fit. Later versions of verifiers use an OpenAI
+client: run them as agents.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -18,9 +19,12 @@ _NOT_COLUMNS = ("prompt", "prompts", "completions")
 
 
 class VerifiersEnvironments:
-    """An environment type of an object, `package.module:name`, or of a class that is built without
-    arguments. Its rows have a `prompt`, and its rewards are `get_rubric()` (or
-    `get_reward_funcs()`), with the weights of `get_reward_weights()`."""
+    """An environment type made from an object, `package.module:name`, or from a class without
+    arguments.
+
+    Rows have a `prompt`. The reward functions come from `get_rubric()` or `get_reward_funcs()`, and
+    their weights from `get_reward_weights()`.
+    """
 
     def __init__(self, address: str) -> None:
         found: Foreign = load_object(address, "environment")
@@ -40,7 +44,7 @@ class VerifiersEnvironments:
         return VerifiersEnvironment(row, self)
 
     def rows(self, split: str) -> Sequence[Row]:
-        """Return the rows of its `get_dataset()`, or `get_eval_dataset()` for the split `eval`."""
+        """Return the rows of `get_dataset()`, or of `get_eval_dataset()` for the split `eval`."""
         name = "get_eval_dataset" if split == "eval" else "get_dataset"
         rows: Iterable[Row] | None = self._called(name)
         if rows is None:
@@ -62,9 +66,11 @@ class VerifiersEnvironment(Environment):
         self.problem = row["prompt"]
 
     def reward(self, trajectory: Trajectory) -> Rewards:
-        """Call each function with a batch of one: `prompts`, `completions` and the row's other
-        fields, each a list; completions are the messages after the prompt, whose images are data:
-        URLs."""
+        """Call each reward function with a batch of one, and return the weighted values.
+
+        The arguments are lists: `prompts`, `completions` and the row's other fields. A completion
+        is the list of messages after the prompt, with images as data: URLs.
+        """
         environments = self._environments
         if not environments.functions:
             raise InputError("the environment gives no reward functions: list rollout.rewards")

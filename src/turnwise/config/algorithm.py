@@ -20,7 +20,8 @@ class Grpo(Section):
 
     name: Literal["grpo"] = "grpo"
     scale: Literal["group", "batch"] = "group"
-    """Rewards whose standard deviation divides: those of the group, or of the whole batch."""
+    """Rewards whose standard deviation is the divisor: the rewards of the group (group), or of the
+    whole batch (batch)."""
 
 
 class DrGrpo(Section):
@@ -44,13 +45,13 @@ class ReinforcePP(Section):
 
 
 class Gdpo(Section):
-    """Each part of the reward normalised within the group; their weighted sum, over the batch."""
+    """Reward parts normalised within the group, and their weighted sum over the batch."""
 
     name: Literal["gdpo"] = "gdpo"
 
 
 class TurnReturns(Section):
-    """Discounted rewards from each turn on, compared with the group's at the same turn."""
+    """Discounted return from each turn on, minus the group's mean return at the same turn."""
 
     name: Literal["turn_returns"] = "turn_returns"
     gamma: Fraction = 1.0
@@ -60,7 +61,7 @@ class TurnReturns(Section):
 
 
 class MtGrpo(Section):
-    """GRPO's advantage of the outcome, plus one for each earlier turn's own reward."""
+    """GRPO's advantage of the outcome, plus an advantage of each earlier turn's own reward."""
 
     name: Literal["mt_grpo"] = "mt_grpo"
     outcome_weight: NonNegativeFloat = 1.0
@@ -72,7 +73,7 @@ class Gae(Section):
 
     name: Literal["gae"] = "gae"
     level: Literal["token", "turn"] = "token"
-    """Time steps: tokens, or turns, where all tokens of a turn share its advantage."""
+    """Time step: a token (token), or a turn (turn), whose tokens all have the turn's advantage."""
     gamma: Fraction = 1.0
     """Discount per time step."""
     lam: Annotated[float, Field(ge=0, le=1)] = 0.95
@@ -89,7 +90,7 @@ class Gae(Section):
 
 
 class NoAdvantage(Section):
-    """0 for every trajectory: rewards are measured, and algorithm.teacher or penalties train."""
+    """0 for every trajectory: only algorithm.teacher or penalties train; rewards are measured."""
 
     name: Literal["none"] = "none"
 
@@ -141,7 +142,7 @@ class Sapo(Section):
     temperature_pos: PositiveFloat = 1.0
     """Steepness of the gate where the advantage is positive."""
     temperature_neg: PositiveFloat = 1.05
-    """Steepness of the gate where it is not."""
+    """Steepness of the gate where the advantage is not positive."""
     level: Literal["token", "sequence"] = "token"
     """Ratio that is gated: the token's, or its sequence's, as in gspo."""
 
@@ -165,11 +166,12 @@ class Dppo(Section):
 
     name: Literal["dppo"] = "dppo"
     divergence: Literal["tv", "kl"] = "tv"
-    """Divergence of the policy from the engine's at a token, in two outcomes, the sampled token and
-    all others: total variation (tv), or Kullback-Leibler in nats (kl)."""
+    """Divergence between the trainer's and the engine's policy at a token, over two outcomes (the
+    sampled token, and all other tokens together): total variation (tv), or Kullback-Leibler in nats
+    (kl)."""
     delta: PositiveFloat | None = None
-    """Largest divergence of a token that moves further in the direction of its advantage; null is
-    0.2 for tv and 0.05 for kl."""
+    """Divergence above which a token is masked, if its probability has moved in the direction of
+    its advantage; null is 0.2 for tv and 0.05 for kl."""
 
 
 class Dpo(Section):
@@ -216,15 +218,16 @@ class KlConfig(Section):
     coef: NonNegativeFloat = 0.0
     """Weight of the KL penalty towards the reference model."""
     model: OtherModel = OtherModel()
-    """Reference model for the penalty and for dpo; loaded if either needs it, or if its path is
-    set."""
+    """Reference model for the KL penalty and for loss dpo. It is loaded if one of them needs it, or
+    if its path is set."""
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the KL divergence, in Schulman's notation."""
     where: Literal["loss", "reward"] = "loss"
     """Place of the penalty: added to the loss, or subtracted from each token's reward."""
     importance_weight: bool = False
-    """Multiply a token's divergence in the loss by its importance ratio and its correction, which
-    makes k3 and its gradient unbiased for off-policy tokens, as far as the correction is."""
+    """Multiply a token's divergence in the loss by its importance ratio and its correction. This
+    makes k3 and its gradient unbiased for off-policy tokens, as far as the correction is
+    unbiased."""
     sync_steps: NonNegativeInt = 0
     """Number of optimizer steps between moves of the reference model towards the policy (TR-DPO),
     without model.lora; 0 never moves it."""
@@ -245,16 +248,16 @@ class TeacherConfig(Section):
     """A model from which the policy learns how likely each of its own tokens should be."""
 
     model: str | None = None
-    """Folder or Hugging Face name of a model with the policy's tokenizer; with url, its name at the
-    server, which null leaves out."""
+    """Folder or Hugging Face name of a model with the policy's tokenizer; with url, the model's
+    name at the server (null sends no name)."""
     url: str | None = None
-    """URL up to and including /v1 of a server whose completions give the log-probs of a prompt
-    (echo with logprobs); null loads the model."""
+    """URL of a server, up to and including /v1, whose completions API returns the log-probs of a
+    prompt (echo with logprobs); null loads the model."""
     api_key_variable: str | None = None
     """Name of the environment variable with the server's key; null sends none."""
     engines: NonNegativeInt = 0
-    """Number of engines that hold the model, and score while trajectories run; 0 holds it in the
-    trainer's ranks, in place of a reference model, and scores before each step."""
+    """Number of engines that load the model and score trajectories while others run. 0 loads it
+    into the trainer's ranks, in place of a reference model, and scores before each step."""
     weight: PositiveFloat = 1.0
     """Factor of the reverse KL divergence from the teacher."""
     where: Literal["advantage", "loss"] = "advantage"
@@ -266,7 +269,7 @@ class TeacherConfig(Section):
 
     @property
     def source(self) -> tuple[object, ...]:
-        """The scorer: teachers with the same one share it."""
+        """Identity of the scorer: teachers with equal sources share one scorer."""
         return self.model, self.url, self.engines, self.api_key_variable
 
     @property
@@ -288,17 +291,17 @@ class CorrectionConfig(Section):
     ] = "none"  # fmt: skip
     """Correction for the mismatch between engine and trainer. none computes the importance ratio
     against the engine's log-probs. The others compute it against the trainer's log-probs before the
-    step, and weight each token by trainer / engine: truncated at `high` (token_tis), or 1 between
-    `low` and `high` and 0 outside (mask), or 0 outside and the weight kept inside (token_mask;
-    icepop with its paper's bounds). sequence_tis and sequence_mask do the same with the product
-    over a sequence, geometric_tis with its geometric mean; geometric_mask does what mask does, by
-    the geometric mean."""
+    step, and multiply each token by a weight that depends on its ratio w = trainer / engine. The
+    weight is min(w, `high`) for token_tis. Between `low` and `high` it is 1 for mask, and w for
+    token_mask and icepop (with the bounds of its paper); outside it is 0. sequence_tis and
+    sequence_mask are token_tis and token_mask with the product of w over the sequence;
+    geometric_tis and geometric_mask are token_tis and mask with its geometric mean."""
     low: PositiveFloat | None = None
-    """Smallest trainer / engine ratio that the masks keep; null is 0.5, or 0.99 for a geometric
-    mean."""
+    """Smallest trainer / engine ratio that the masks keep; null is 0.5, or 0.99 for
+    geometric_mask."""
     high: PositiveFloat | None = None
-    """Largest weight that is not truncated; largest trainer / engine ratio that the masks keep;
-    null is 2, or 5 for icepop and 1.01 for masks by a geometric mean."""
+    """Largest weight of the three tis corrections, and largest trainer / engine ratio that the
+    masks keep; null is 2, or 5 for icepop and 1.01 for geometric_mask."""
     stale_only: bool = False
     """Correct only tokens sampled from weights older than those at the start of the step."""
 
@@ -314,7 +317,7 @@ class EntropyConfig(Section):
 
     coef: NonNegativeFloat = 0.0
     """Weight of the bonus: the loss is lowered by coef times the mean entropy, in nats, of the
-    update's trained tokens. Where it adapts, its first value."""
+    update's trained tokens. If adaptive is true, its initial value."""
     adaptive: bool = False
     """Adapt coef after each update: add coef_delta if the mean entropy was at most target, or else
     subtract it. The bonus is part of the loss only after an update at or below target."""
@@ -328,8 +331,9 @@ class EntropyConfig(Section):
     coef_max: PositiveFloat = 1.0
     """Largest value of an adaptive coef."""
     top_quantile: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Share of an update's tokens, those of the highest entropy, that train the policy and count in
-    the bonus; 1 trains all. Each update computes the policy's entropies once more."""
+    """Share of an update's tokens that train the policy and count in the bonus: the tokens of the
+    highest entropy. 1 trains all. Below 1, each update computes the policy's entropies once
+    more."""
 
     @property
     def has_bonus(self) -> bool:
@@ -373,12 +377,12 @@ class AlgorithmConfig(Section):
     reduction: Literal["token_mean", "sequence_mean", "sequence_sum", "constant", "sum"] = (
         "token_mean"
     )
-    """Reduction of token losses to the batch's loss: the mean over tokens (token_mean, DAPO); the
-    mean over trajectories of each one's mean (sequence_mean, GRPO; dpo always uses it) or of its
-    sum (sequence_sum, LUSPO with loss gspo); or that sum divided by the longest response (constant,
-    Dr. GRPO), which is rollout.max_response_tokens, or else sampling.max_tokens * rollout.max_turns
-    (loop single_turn has one turn); or the sum over all tokens (sum), for advantages that are
-    scaled already."""
+    """Reduction of token losses to the batch's loss. token_mean: mean over all tokens (DAPO).
+    sequence_mean: mean over trajectories of the mean over each trajectory's tokens (GRPO; dpo
+    always uses it). sequence_sum: mean over trajectories of the sum over each trajectory's tokens
+    (LUSPO with loss gspo). constant: sequence_sum divided by the longest response (Dr. GRPO), which
+    is rollout.max_response_tokens, or else sampling.max_tokens * rollout.max_turns (loop
+    single_turn has one turn). sum: sum over all tokens, for advantages that are scaled already."""
     kl: KlConfig = KlConfig()
     teacher: TeacherConfig | None = None
     """Teacher of on-policy distillation: {model: PATH} or {url: http://host:8000/v1}, with its
@@ -387,20 +391,20 @@ class AlgorithmConfig(Section):
     entropy: EntropyConfig = EntropyConfig()
     correction: CorrectionConfig = CorrectionConfig()
     off_policy_mask_threshold: PositiveFloat | None = None
-    """Largest mean of log pi_engine - log pi, in nats, over a sequence's trained tokens, beyond
-    which its tokens with negative advantages are left out of the loss (DeepSeek-V3.2); null leaves
-    none out."""
+    """Largest mean of log pi_engine - log pi, in nats, over a sequence's trained tokens. If the
+    mean is larger, the sequence's tokens with negative advantages are left out of the loss
+    (DeepSeek-V3.2). null leaves none out."""
     mask_truncated: bool = False
     """Leave trajectories that end at their maximum length (status length or context_full) out of
-    the loss (DAPO's overlong filtering). Their rewards still count in their group's baseline, and
-    they in the number of trajectories."""
+    the loss (DAPO's overlong filtering). They still count in the baseline of the group and in the
+    number of trajectories."""
     dynamic_sampling: bool = False
-    """Replace groups whose rewards, overlong_penalty included, are all equal with groups of other
-    problems (DAPO); where turns have advantages of their own, groups whose turns' advantages are
-    all 0. If false, such groups count in the batch's mean with advantage 0."""
+    """Replace groups without signal by groups of other problems (DAPO): groups whose rewards,
+    overlong_penalty included, are all equal; with an advantage per turn, groups in which all turns
+    have advantage 0. If false, such groups count in the batch's mean with advantage 0."""
     overlong_tokens: NonNegativeInt = 0
-    """Number of tokens before model.max_length over which a penalty rises to overlong_penalty
-    (DAPO); 0 disables the penalty."""
+    """Number of tokens before model.max_length over which the penalty for long trajectories rises
+    to overlong_penalty (DAPO); 0 disables the penalty."""
     overlong_penalty: PositiveFloat = 1.0
     """Penalty subtracted from the reward of a trajectory of model.max_length tokens."""
 
@@ -425,7 +429,8 @@ class AlgorithmConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _names(cls, tree: object) -> object:
-        """Accept a bare name for a part, and give a part without a name the default's."""
+        """Accept a bare name in place of a section, and add the default name to a section without
+        one."""
         if not isinstance(tree, dict):
             return tree
         named = dict(tree)

@@ -37,7 +37,8 @@ UNNEEDED_KEYS = {
     *("batch_generation", "max_paddings", "num_scheduler_steps", "vllm_micro_batch_size"),
     *("max_context_len_to_capture", "max_seq_len_to_capture"),
 }
-"""Those that concern only speed and memory: without them the same tokens are sampled."""
+"""Keys of `REPLACED_KEYS` that affect only speed and memory: without them the same tokens are
+sampled."""
 _NEUTRAL: dict[str, float] = {
     "best_of": 1,
     "length_penalty": 1,
@@ -45,11 +46,11 @@ _NEUTRAL: dict[str, float] = {
     "repetition_penalty": 1,
     "vllm_micro_batch_size": -1,
 }
-"""Values of these keys that have no effect, in addition to false, 0 and empty ones."""
+"""Values of `REPLACED_KEYS` that have no effect, in addition to false, 0 and empty values."""
 
 
 def asks_for_nothing(key: str, value: object) -> bool:
-    """Return whether a key is one of `REPLACED_KEYS` with a value like leaving it out."""
+    """Return whether a key is one of `REPLACED_KEYS`, with a value that has no effect."""
     if key not in REPLACED_KEYS:
         return False
     if isinstance(value, dict):
@@ -68,7 +69,7 @@ VLLM_NAMES = {
     "trust_remote_code": "model.trust_remote_code",
     "weight_transfer_config": "weights.transport",
 }
-"""Keys here of vLLM's arguments that have another name."""
+"""Keys of this configuration for vLLM arguments that have another name."""
 
 ALIASES = {
     name: key
@@ -168,4 +169,4 @@ ALIASES = {
     }.items()
     for name in names.split()
 }
-"""Keys here by the last part of their names in other trainers."""
+"""Keys of this configuration, by the last part of their names in other trainers."""

@@ -38,7 +38,7 @@ NEEDED_KEYS = ("environment", "data.path")  # must be set, unless a program prov
 
 
 def must(holds: Callable[[str], object], message: str) -> AfterValidator:
-    """Return the check of a text that must hold; {!r} in the message of an error is the text."""
+    """Return a check that raises `message` unless `holds(text)`; {!r} in it stands for the text."""
 
     def check(text: str) -> str:
         if not holds(text):
@@ -49,7 +49,7 @@ def must(holds: Callable[[str], object], message: str) -> AfterValidator:
 
 
 def named(key: str, names: Sequence[str], own: str = "package.module:Class") -> AfterValidator:
-    """Return the check of a name that is built in, or of the user's own, which has a colon."""
+    """Return a check of a name: one of the built-in `names`, or the user's own, with a colon."""
     message = f"{key} must be {', '.join(names)}, or {own}, not {{!r}}"
     return must(lambda name: name in names or ":" in name, message)
 
@@ -57,9 +57,9 @@ def named(key: str, names: Sequence[str], own: str = "package.module:Class") -> 
 class Section(BaseModel):
     """A part of the configuration: unknown keys are errors, docstrings are the help text.
 
-    Plain values are read as pydantic does where nothing is lost: 2.0 is the integer 2, a text may
-    be a number (for YAML, 1e-6 is one), and 1 and 0 are true and false. But true is not the number
-    1, because who switches on what counts something has misread the key.
+    Plain values are converted as pydantic does, if nothing is lost: 2.0 is the integer 2, a text
+    may be a number (YAML reads 1e-6 as a text), and 1 and 0 are true and false. But true is not the
+    number 1: a user who sets a key that counts something to true has misread it.
     """
 
     model_config = ConfigDict(
@@ -91,8 +91,8 @@ class Section(BaseModel):
         return value
 
     def changed(self, changes: Mapping[str, object]) -> Self:
-        """Return a copy with other values, which are not checked; those of a section are a mapping
-        of what changes there."""
+        """Return a copy with changed values, which are not checked. The value of a section is a
+        mapping of the keys that change in it."""
 
         def value(key: str, new: object) -> object:
             old = getattr(self, key)
@@ -112,14 +112,14 @@ class Section(BaseModel):
 
 
 def sections(kind: object) -> list[type[Section]]:
-    """Return the section classes that a key's type allows; none where it is a plain value."""
+    """Return the section classes that a key's type allows; none if it allows plain values."""
     members = list(_alternatives(kind))
     found = [m for m in members if isinstance(m, type) and issubclass(m, Section)]
     return found if len(found) == len(members) else []
 
 
 def booleans_for_numbers(kind: object, value: object) -> Iterator[bool]:
-    """Yield each boolean in a value where its type has a number, and no boolean."""
+    """Yield each boolean in a value where the type allows numbers, but no booleans."""
     kinds = set(_alternatives(kind))
     if isinstance(value, bool) and kinds & {int, float} and not kinds & {bool, object, Any}:
         yield value

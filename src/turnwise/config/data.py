@@ -20,7 +20,7 @@ def template_text(value: str) -> str:
     """Return the Jinja text of a chat template's name, file or text.
 
     Raises:
-        ValueError: when it is none of them.
+        ValueError: when the value is not a chat template in any of these forms.
     """
     if _is_jinja(value):
         return value
@@ -50,9 +50,9 @@ class LoraConfig(Section):
     """PEFT's `lora_alpha`: an adapter's product is scaled by alpha / rank; null uses 2 * rank."""
     target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
     """Names of the layers that get an adapter, such as [q_proj, v_proj], as PEFT matches them;
-    all-linear is every linear layer that can have one: not the output head, experts whose weights
-    are one tensor, or layers whose weights the model uses without calling them. The part that reads
-    images gets none."""
+    all-linear is every linear layer that can have an adapter: not the output head, experts whose
+    weights are one tensor, or layers whose weights the model uses without calling the layer. The
+    part of the model that reads images gets no adapter."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank) instead, PEFT's `use_rslora`, for high ranks."""
 
@@ -62,8 +62,8 @@ class ModelConfig(Section):
 
     path: str
     """Folder or Hugging Face name of the model to start from, tokenizer included, or a GGUF file,
-    which is converted once (to float32, below ~/.cache/turnwise). A folder of a LoRA adapter (PEFT)
-    stands for its base model with model.adapter."""
+    which is converted once (to float32, below ~/.cache/turnwise). The folder of a LoRA adapter
+    (PEFT) sets model.path to the adapter's base model, and model.adapter to the folder."""
     adapter: str | None = None
     """LoRA adapter in PEFT's format on top of the model, for evaluation, rollouts and serving: a
     folder or Hugging Face name; null for none."""
@@ -107,7 +107,7 @@ class ModelConfig(Section):
         if folder is None or not (folder / ADAPTER_CONFIG).is_file():
             return tree
         assert isinstance(tree, dict)
-        if (folder / "config.json").is_file():  # a whole model, with an adapter beside it
+        if (folder / "config.json").is_file():  # a whole model, with an adapter next to it
             return tree
         if tree.get("adapter"):
             raise ValueError(f"{path} is itself an adapter: leave out model.adapter")
@@ -159,16 +159,16 @@ class RowsConfig(Section):
     `environment` for the rows that the environment makes, or a run folder for the trajectories of
     its steps (`turnwise sft`). All values of a .csv or .tsv file are read as text."""
     filter: Annotated[str, AfterValidator(_checked_filter)] | None = None
-    """Condition that a row of data.path has to meet to be used, such as `reward >= 1`: an
-    expression of Python, in which the fields of the row are variables. A row that lacks such a
-    field, or has null in it, does not meet the condition. Null uses all rows."""
+    """Condition that a row of data.path has to meet to be used, such as `reward >= 1`: a Python
+    expression whose variables are the fields of the row. A row that lacks one of these fields, or
+    has null in it, does not meet the condition. Null uses all rows."""
     eval_path: str | None = None
     """Held-out rows for evaluation, in the same forms as data.path. If null, training does not
     evaluate, and `turnwise eval` uses data.path."""
     eval_sets: Annotated[dict[str, str], AfterValidator(_checked_names)] = {}
     """Several held-out sets by name, each in the forms of data.path, in place of data.eval_path:
-    {easy: easy.jsonl, hard: hard.jsonl}. An evaluation has the results of all rows together, and of
-    each set. data.eval_split and data.eval_limit apply to each."""
+    {easy: easy.jsonl, hard: hard.jsonl}. An evaluation reports the results of all rows together,
+    and of each set. data.eval_split and data.eval_limit apply to each."""
     subset: str | None = None
     """Configuration name of a Hugging Face dataset, such as `main` for GSM8K; null uses its
     default."""
@@ -188,7 +188,7 @@ class RowsConfig(Section):
 
     @property
     def heldout(self) -> dict[str, str]:
-        """The paths of held-out rows by the names of their sets; a single one has the name ""."""
+        """The paths of held-out rows by the names of their sets; `eval_path` has the name ""."""
         return self.eval_sets if self.eval_path is None else {"": self.eval_path}
 
     def first(self, most: int) -> Self:
@@ -197,20 +197,20 @@ class RowsConfig(Section):
 
 
 class DataConfig(RowsConfig):
-    """Rows for training and evaluation, and the order of the former."""
+    """Rows for training and evaluation, and the order of the training rows."""
 
     shuffle: bool = True
-    """Shuffle the rows of each epoch, by the seed. If false, they are trained on in their own
-    order."""
+    """Shuffle the rows of each epoch, by the seed. If false, each epoch keeps the order of the
+    rows."""
     max_prompt_tokens: PositiveInt | None = None
     """Largest prompt in tokens; rows with longer prompts are skipped, and their number is logged.
     Null skips none: a prompt that does not fit model.max_length is then an error."""
     curriculum: bool = False
-    """Let rows rest whose groups give no signal, because all trajectories are right or all are
-    wrong: after 1, 2, 3 ... such groups in a row, a row takes part in one of 2, 4, 8 ... epochs. A
-    group with a signal brings it back to every epoch."""
+    """Let a row rest if its groups give no signal, because all trajectories are right or all are
+    wrong: after 1, 2, 3 ... such groups in succession, the row takes part in one of 2, 4, 8 ...
+    epochs. A group with a signal brings the row back to every epoch."""
     allow_urls: bool = False
-    """Fetch the images that rows name by URL (http, https), each time that a row is used, from
-    hosts with public addresses. If false, such a row fails its trajectories."""
+    """Fetch images that rows name by URL (http, https), each time a row is used; only from hosts
+    with public addresses. If false, such a row fails its trajectories."""
     max_rest: PositiveInt = 8
     """With data.curriculum: the largest number of epochs after which a row comes back."""

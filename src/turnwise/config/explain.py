@@ -36,7 +36,8 @@ def known_keys() -> dict[str, str]:
 
 
 def explain_config(config: Config | None = None) -> str:
-    """Return a configuration, or None's defaults, as YAML with a comment above each key."""
+    """Return a configuration, or the defaults if it is None, as YAML with a comment above each
+    key."""
     lines: list[str] = []
     for key, field, value, parts in _walk(Config, config, chosen=True):
         indent, name, meaning = "  " * key.count("."), key.rpartition(".")[2], _meaning(field)
@@ -54,9 +55,9 @@ def explain_config(config: Config | None = None) -> str:
 def _walk(
     kind: type[Section], section: Section | None, prefix: str = "", *, chosen: bool = False
 ) -> Iterator[tuple[str, FieldInfo, object, Kinds]]:
-    """Yield every key of a class of sections, with its field, its value in `section` or its
-    default, and its possible kinds of section; of those below several kinds, none or the chosen
-    one's."""
+    """Yield every key of a section class, with its field, its value in `section` or its default,
+    and the section classes that it may have. Below a key with several classes, yield no keys; if
+    `chosen`, yield the keys of the class in use."""
     for name, field in kind.model_fields.items():
         value = field.default if section is None else getattr(section, name)
         if value == NO_DEADLINE or (section is None and field.is_required()):
@@ -78,8 +79,8 @@ def describe_keys(
     *,
     items: bool = False,
 ) -> Iterator[Key]:
-    """Yield the keys of a class of sections; the defaults are those of `section`, if given. `items`
-    adds those of sections in lists (`rollout.rewards[].weight`), in mappings
+    """Yield the keys of a section class, with defaults from `section` if it is given. `items` adds
+    the keys of sections in lists (`rollout.rewards[].weight`), in mappings
     (`environments.NAME.weight`), and of sections that may be null."""
     for key, field, value, parts in _walk(kind, section, prefix):
         if not parts:
@@ -102,7 +103,8 @@ def describe_keys(
 
 
 def _items(kind: object) -> Iterator[tuple[str, type[Section]]]:
-    """Yield the sections in a key's plain value, with what follows the key in their names."""
+    """Yield the section classes in a key's plain value, each after the text between key and
+    subkey."""
     if isinstance(kind, type) and issubclass(kind, Section):
         yield "", kind
     elif (origin := get_origin(kind)) in (list, dict):
@@ -158,7 +160,7 @@ def _type_name(kind: object, metadata: Sequence[object] = ()) -> str:
     if isinstance(kind, type) and not arguments:
         name = "mapping" if issubclass(kind, Section) else kind.__name__
         nullable = " | null" if any(type(m).__name__ == "PlainSerializer" for m in metadata) else ""
-        bounds = [  # none of a deadline
+        bounds = [  # not the upper bound of a deadline
             f"{sign} {limit:g}"
             for item in metadata
             for one in getattr(item, "metadata", None) or [item]

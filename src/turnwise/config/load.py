@@ -1,7 +1,7 @@
 """Loading a checked `Config` from a YAML file and `key.sub=value` overrides, and dumping it.
 
-Each mistake is one sentence, with the most likely intended key. Secrets are left out of what leaves
-the machine: trackers and exported pages.
+Each mistake is one sentence, with the most likely intended key. Secrets are masked in everything
+that leaves the machine, such as trackers and exported pages.
 """
 
 import difflib
@@ -92,7 +92,8 @@ def make_config(
 
 
 def parse_config(tree: Tree, optional: Collection[str] = ()) -> Config:
-    """Check a tree of plain values, as `load_config` does; raise a sentence for each mistake."""
+    """Check a tree of plain values, as `load_config` does; its InputError has a sentence per
+    mistake."""
     several = ("environment", "data.path") if tree.get("environments") else ()
     given = {*optional, *several}
     missing = [key for key in NEEDED_KEYS if value_of(tree, key) is None and key not in given]
@@ -123,9 +124,9 @@ def dump_config(config: Config, *, secrets: bool = False) -> str:
 def masked(config: Config) -> dict[str, object]:
     """Return a configuration as plain values, with a mask for each value that may be a secret.
 
-    Those are the values of `headers`, `env` and `ray_env`, texts whose key is called a token, key,
-    secret, password or the like, and users and such parameters in URLs. `serving.api_key` is left
-    out.
+    Masked are the values of `headers`, `env` and `ray_env`; texts whose key is named token, key,
+    secret, password or similarly; and, in URLs, user names and parameters with such names.
+    `serving.api_key` is left out.
     """
     tree = config.model_dump(mode="json", exclude=_OUT_OF_FILES)
     return {key: masked_value(key, value) for key, value in tree.items()}
@@ -137,7 +138,7 @@ def has_secrets(config: Config) -> bool:
 
 
 def masked_value(name: str, value: object) -> object:
-    """Mask a value whose key (the end of a dotted one) or form marks it as a secret."""
+    """Mask a value that is a secret by its key (the last part of a dotted key) or by its form."""
     if isinstance(value, Mapping):
         section = name in _SECRET_SECTIONS
         return {
@@ -157,8 +158,8 @@ def masked_value(name: str, value: object) -> object:
 
 
 def _masked_argument(before: object, value: object) -> object:
-    """Mask an item of a list that is a command's secret, as --key=WORD or, after the item
-    `before`, as WORD in --token WORD."""
+    """Mask a secret in a list of command arguments: WORD in --key=WORD, or in --token WORD, where
+    --token is the item `before`."""
     if not isinstance(value, str) or not isinstance(before, str):
         return value
     option, separator, _ = value.partition("=")
@@ -176,7 +177,8 @@ def _masked_parameter(found: re.Match[str]) -> str:
 
 
 def _is_secret(name: str) -> bool:
-    """Return whether a name is one of a secret, in any spelling: hf_token, API-KEY, apiKey."""
+    """Return whether a value of this name is a secret, in any spelling: hf_token, API-KEY,
+    apiKey."""
     return bool(_SECRET_NAME.search(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()))
 
 
@@ -264,7 +266,7 @@ def _explain_mistake(error: ErrorDetails) -> str:
 def _explain_unknown(key: str, value: object) -> Iterator[str]:
     """Yield a sentence about an unknown key, or about each key below it if it is a section of
     another system."""
-    others = import_module("turnwise.compat.keys")  # not before a key is unknown
+    others = import_module("turnwise.compat.keys")  # only if a key is unknown
     answer: str | None = others.answer(key)
     if isinstance(value, dict) and value and others.is_section(key):
         for name, item in value.items():

@@ -11,8 +11,8 @@ from turnwise.config.schema import Config
 from turnwise.errors import InputError
 
 OnResume = tuple[bool, str]
-"""The rule of a key, or of all keys of a section: whether it may change; and the effect of another
-value, or the reason why there can be none."""
+"""The rule of a key, or of all keys of a section: whether it may change, and the effect of a change
+or the reason why it cannot change."""
 _KEYS: dict[OnResume, str] = {
     (False, "a run is resumed in its own folder, which may be moved as a whole"): "name output_dir",
     (False, "the order of the rows that are left in this epoch depends on it"): "seed data.shuffle",
@@ -89,7 +89,7 @@ _KEYS: dict[OnResume, str] = {
     ),
 }
 RULES = {key: rule for rule, keys in _KEYS.items() for key in keys.split()}
-"""The rules by key. A section stands for those of its keys that have none of their own."""
+"""The rules by key. The rule of a section applies to its keys without a rule of their own."""
 
 
 def rule_of(key: str) -> OnResume | None:
@@ -100,7 +100,7 @@ def rule_of(key: str) -> OnResume | None:
 
 
 def check_unchanged(saved: Config, config: Config) -> None:
-    """Check that a resumed run changes only what may change; name the first key that may not."""
+    """Raise an `InputError` that names the first changed key that may not change on resume."""
     trees = saved.model_dump(), config.model_dump()
     for key in known_keys():
         may_change, meaning = rule_of(key) or (True, "")

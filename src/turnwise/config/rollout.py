@@ -27,14 +27,14 @@ LOOP_NAMES = (
 )
 """Names of the built-in agent loops, which `rollout.loops` implements."""
 BASE = "base"
-"""The policy that is the model without an adapter, in a run of several (`rollout.policies`)."""
+"""Name of the model without an adapter among several policies (`rollout.policies`)."""
 COMPACTIONS = ("drop_results", "summarise")
-"""Names of the built-in ways to shorten a conversation, which `rollouts.context_window` has."""
+"""Names of the built-in ways to shorten a conversation (see `rollouts.context_window`)."""
 _LOOP_KEYS = {
     "chat_scheduler": "package.module:Class, a ChatCompletionScheduler",
     "sampler": "package.module:name, a RolloutSampler",
 }
-"""Loops with a key of their own name, and what it names."""
+"""Loops that need a key of the same name, and the form of that key's value."""
 AGENT = "package.module:function, a command, worker: COMMAND, or the URL of an endpoint"
 """Forms of `rollout.agent`, for errors."""
 Loop = Annotated[str, named("loop", LOOP_NAMES)]
@@ -44,7 +44,7 @@ SANDBOXES = ("auto", "sandlock", "bubblewrap", "docker", "podman", "none")
 
 
 def _result_format(text: str) -> str:
-    """Check the text around a result, which has the field {result} and no other."""
+    """Check that the text around a result has the field {result} and no other field."""
     try:
         fields = {name for _, name, _, _ in Formatter().parse(text) if name is not None}
         text.format(result="")
@@ -64,31 +64,31 @@ def _with_colon(path: str) -> str:
 
 
 class CodeToolConfig(Section):
-    """A tool that runs the model's code in a sandbox of its trajectory."""
+    """A tool that runs the model's code in a sandbox, one for each trajectory."""
 
     sandbox: Annotated[str, named("sandbox", SANDBOXES, "a URL, or package.module:Class")] = "auto"
-    """Confinement of the code: sandlock, bubblewrap, auto for the first of the two that works;
-    docker or podman; the URL of a server of sandboxes; package.module:Class; or none, which gives
-    the code all rights of the run's user."""
+    """Sandbox of the code: sandlock; bubblewrap; auto, the first of these two that works; docker;
+    podman; the URL of a sandbox server; package.module:Class, a sandbox of your own; or none, which
+    gives the code all rights of the run's user."""
     timeout: PositiveFloat = 10.0
-    """Seconds for one call, after which the code is interrupted."""
+    """Deadline in seconds for one call, after which the code is interrupted."""
     memory: PositiveInt = 512
-    """MiB of memory, of each process and of all together."""
+    """Largest memory in MiB, of each process and of all processes together."""
     disk: PositiveInt = 64
-    """MiB of files."""
+    """Largest size of all files in MiB."""
     processes: PositiveInt = 32
     """Largest number of processes and threads."""
     interpreter: str | None = None
-    """Python's executable, for the packages of its environment, or in the image; null offers
-    Python's own modules."""
+    """Path of the Python executable, in whose environment the code finds its packages; for docker
+    and podman, a path in the image. null offers Python's own modules only."""
     image: str = "docker.io/library/python:3.12-slim"
-    """For docker and podman: image with Python 3.9 or newer, and bash for a shell, which has been
-    pulled."""
+    """For docker and podman: an image that has been pulled, with Python 3.9 or newer, and with bash
+    for the tool `shell`."""
 
 
 class McpConfig(Section):
-    """An MCP server: a command that speaks over its standard input and output, or a URL of
-    streamable HTTP."""
+    """An MCP server: a command that communicates over standard input and output, or the URL of a
+    streamable HTTP server."""
 
     command: str | None = None
     """Program to start: one process for each trajectory, unless shared."""
@@ -161,11 +161,11 @@ class JudgeConfig(Section):
     """A model that judges trajectories by a rubric, behind an OpenAI-compatible URL."""
 
     url: Annotated[str, Field(pattern="^https?://")]
-    """URL up to and including /v1, of any server of Chat Completions."""
+    """URL of any server with the Chat Completions API, up to and including /v1."""
     model: str
-    """Name of the model there."""
+    """Name of the model at the server."""
     rubric: str
-    """Text by which the judge scores."""
+    """Criteria by which the judge scores, as a text."""
     scale: Annotated[list[float], Field(min_length=2, max_length=2)] = [0.0, 1.0]
     """Worst and best score in the judge's own numbers, such as [1, 10]; the reward is from 0 to
     1."""
@@ -176,17 +176,18 @@ class JudgeConfig(Section):
     api_key_variable: str | None = None
     """Name of the environment variable with the server's key; null sends none."""
     request: Tree = {}
-    """Other parameters of each request, such as {temperature: 0}; `response_format: null` asks for
-    no structured output, where a server has none."""
+    """Other parameters of each request, such as {temperature: 0}; for a server without structured
+    output, set `response_format: null`."""
     concurrency: PositiveInt = 16
     """Largest number of requests at the same time, in all rollout.processes together."""
     timeout: Seconds = 60.0
     """Deadline in seconds for one verdict, retries included."""
     retries: NonNegativeInt = 4
-    """Number of further attempts after an unusable answer, or a 5xx that is not 502 to 504; 0 asks
-    once. A server that is away or busy (connection errors, 408, 409, 429, 502 to 504) is asked
-    until the timeout, with growing pauses or after the time that it names. Without a verdict, the
-    trajectory, or with compare its group, is dropped."""
+    """Number of further attempts after an unusable answer, or after a 5xx status other than 502 to
+    504. If the server is away or busy (connection errors, 408, 409, 429, 502 to 504), the request
+    is repeated until the timeout, with growing pauses or after the time that the server names. 0
+    never repeats a request. Without a verdict, the trajectory is dropped; with compare, its
+    group."""
 
     def mistakes(self) -> Iterator[str]:
         if self.scale[0] >= self.scale[1]:
@@ -211,20 +212,20 @@ class RewardConfig(Section):
     judge: JudgeConfig | None = None
     """Model that judges by a rubric, over Chat Completions; null uses none."""
     tokenizer: str | None = None
-    """Folder or Hugging Face name of the model's tokenizer and chat template; null uses those of
-    model."""
+    """Folder or Hugging Face name of the model's tokenizer and chat template; null takes them from
+    the folder or name in `model`."""
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision of the model's weights: float32, bfloat16, or auto for the saved precision."""
     gpus: NonNegativeFloat = 0.0
     """GPUs for the model's process, such as 0.5 for half of one; 0 computes on the CPU."""
     name: str | None = None
-    """Name in metrics; null uses the name of the function or the model, of a judge too."""
+    """Name in metrics; null uses the name of the function, of the model or of the judge's model."""
     weight: float = 1.0
     """Factor of this part in the sum."""
 
     @property
     def label(self) -> str:
-        """Its name in metrics."""
+        """Name of this part of the reward in metrics."""
         source = self.function or self.group_function or self.trl or self.model
         return self.name or source or (self.judge and self.judge.model) or "environment"
 
@@ -238,13 +239,14 @@ class ContextConfig(Section):
     """Compaction: how a conversation is shortened when its context nears the limit."""
 
     compact: Annotated[str, named("compact", COMPACTIONS, "package.module:function")] | None = None
-    """For loop tool_calling: drop_results leaves out all tool results but those of the latest turn;
-    summarise asks the model for a summary, which is trained, and goes on with the problem and the
-    summary alone; package.module:function(messages, row) -> messages, sync or async, does it its
-    own way. What follows is a branch of the trajectory. null never shortens."""
+    """Way to shorten the conversation, for loop tool_calling: drop_results leaves out all tool
+    results except the results of the latest turn; summarise asks the model for a summary, which is
+    trained, and continues with only the problem and the summary; package.module:function(messages,
+    row) -> messages, sync or async, returns the messages to continue with. The shortened
+    conversation is a new branch of the trajectory. null never shortens."""
     limit: PositiveInt | None = None
-    """Largest number of tokens of a prompt; a longer one is compacted. null leaves room in
-    model.max_length for two turns of sampling.max_tokens, but is at least half of it."""
+    """Largest number of tokens of a prompt; a longer prompt is compacted. null is model.max_length
+    - 2 * sampling.max_tokens, but at least half of model.max_length."""
 
     def mistakes(self) -> Iterator[str]:
         if self.limit is not None and self.compact is None:
@@ -258,65 +260,70 @@ class RolloutConfig(Section):
     """Agent loop: tool_calling, single_turn, interleaved, agent, chat_scheduler, self_play,
     sampler, or package.module:Class."""
     agent: str | None = None
-    """For loop agent: a package.module:function, a command, the URL of an endpoint
-    (http://host/run), or "worker: COMMAND" for a long-lived process, that receives an OpenAI base
-    URL and a problem."""
+    """For loop agent: the agent, which receives an OpenAI base URL and a problem. It is a
+    package.module:function, a command, the URL of an endpoint (http://host/run), or "worker:
+    COMMAND" for a long-lived process."""
     chat_scheduler: Annotated[str, AfterValidator(_with_colon)] | None = None
-    """package.module:Class or package.module.Class, a ChatCompletionScheduler of which one instance
-    conducts the conversations of all trajectories: its generate_sequences is called for each.
-    Setting it also sets loop to chat_scheduler."""
+    """package.module:Class or package.module.Class of a ChatCompletionScheduler. One instance
+    conducts the conversations of all trajectories; its generate_sequences is called for each
+    trajectory. Setting this key also sets loop to chat_scheduler."""
     sampler: Annotated[str, AfterValidator(_with_colon)] | None = None
-    """package.module:name, a RolloutSampler: a function (llm, prompts, sampling_params), or an
-    object with a method generate of these, that samples the answers to all prompts of a step at
-    once. Setting it also sets loop to sampler."""
+    """package.module:name of a RolloutSampler, which samples the answers to a batch of prompts at
+    once: a function (llm, prompts, sampling_params), or an object with a method generate(prompts,
+    llm, sampling_params). Setting this key also sets loop to sampler."""
     agent_rewards: bool = False
     """Let an agent read and reward its own session (GET and POST .../reward); its reward replaces
     the environment's. If false, an agent has no access to its reward."""
     agent_branches: Annotated[str, named("rule", ("all", "longest"), "package.module:function")] = (
         "all"
     )
-    """Branches of an agent's session that are trained, where it asked the model more than its one
-    conversation (a title, a summary, a sub-agent): all, the longest (of most sampled tokens), or
-    those for which function(trajectory, branches) returns True in a list of bools. Tokens of no
-    such branch are context; the event left_out_branch counts the others."""
+    """Branches of an agent's session that are trained, if it has several conversations (the task, a
+    title, a summary, a sub-agent): all branches (all); the branch with the most sampled tokens
+    (longest); or package.module:function(trajectory, branches), which returns a list with a bool
+    for each branch. Tokens on no trained branch are context; the event left_out_branch counts the
+    other branches."""
     agent_sampling: AgentSamplingRule = "override"
-    """Requests of an agent or chat scheduler with sampling parameters of their own. Temperature,
-    top_p, top_k, min_p and grammars (response_format, strict tools, tool_choice) are the turn's,
-    and it is trained under them. The rest cannot be trained exactly: greedy answers, penalties,
-    biases, min_tokens, logits processors. There `sampling` applies instead (override), or the turn
-    is sampled as asked and is context that is not trained (context), or the request gets 400
-    (refuse). override_all samples every turn by `sampling`. Events count what was asked for."""
+    """Treatment of sampling parameters in the requests of an agent or chat scheduler. Temperature,
+    top_p, top_k, min_p and grammars (response_format, strict tools, tool_choice) apply to the turn,
+    which is trained under them. Other settings cannot be trained exactly: greedy answers,
+    penalties, biases, min_tokens, logits processors. In their place, the turn uses the values of
+    `sampling` (override); or the turn is sampled as requested, and is context that is not trained
+    (context); or the request gets status 400 (refuse). override_all samples every turn by
+    `sampling` alone. Events count the requested parameters."""
     policies: list[str] = []
-    """Names of several policies that are trained at once, each an adapter of its own (model.lora)
-    with its own samples and optimizer: the players of a game, whose environment says by its
-    `policies` which player is which, or the model without an adapter (base). Empty: one policy."""
+    """Names of several policies that are trained at the same time, such as the players of a game.
+    Each policy is a LoRA adapter (model.lora) with its own samples and optimizer. The attribute
+    `policies` of the environment names the policy of each player, or base for the model without an
+    adapter. An empty list trains one policy."""
     agent_env: list[str] = []
     """Names of environment variables to pass to an agent's command, in addition to PATH, HOME,
     PYTHON* and the like."""
     prompts_per_step: PositiveInt = 16
-    """Problems, each with one group of trajectories, in one training step."""
+    """Number of problems in one training step, each with one group of trajectories."""
     concurrency: PositiveInt | None = None
-    """Largest number of trajectories that play at once, also while they wait for a tool; those at
-    their reward or judge are not counted. None takes as many as keep the engines busy: a quarter
-    more than `engine.max_num_seqs` for each engine, without those that wait for a tool, and fewer
-    while an engine's KV cache is full."""
+    """Largest number of trajectories in progress at once. A trajectory that waits for a tool
+    counts; a trajectory that waits only for its reward or judge does not. null keeps the engines
+    busy: it allows 1.25 * `engine.max_num_seqs` trajectories for each engine, without counting
+    those that wait for a tool, and fewer while an engine's KV cache is full."""
     processes: PositiveInt = 1
-    """Processes that run trajectories. 1 is the driver itself; with more, each is a Ray actor on
-    any node, for fleets of engines whose turns one event loop cannot keep up with. Environments and
-    reward functions run there, and each process has its own copy of their global state."""
+    """Number of processes that run trajectories. 1 runs them in the driver. With more, each process
+    is a Ray actor on any node; this helps if one event loop cannot keep up with the turns of all
+    engines. Environments and reward functions run in these processes, and each process has its own
+    copy of their global state."""
     oversample: NonNegativeFloat = 0.0
-    """Share of extra groups to start for a step, which trains on the first groups to finish; 0.25
-    starts a quarter more. Groups that become too old for the next step begin again, at most as many
-    as are extra."""
+    """Share of extra groups to start for a step, which then trains on the first groups to finish;
+    0.25 starts a quarter more. Problems of groups that are too old for the next step begin again,
+    at most as many as there are extra groups."""
     retries: NonNegativeInt = 0
-    """Number of times that a failed trajectory is retried; a group whose comparison by a judge
-    fails is not."""
+    """Number of times that a failed trajectory is retried. If a judge fails to compare a group,
+    nothing is retried."""
     rewards: list[RewardConfig] = []
     """Parts of the reward, which are summed. An entry without function, group_function, trl, model
     and judge is the environment's own reward; an empty list uses only the environment's reward."""
     history: Literal["exact", "template"] = "exact"
-    """Tokens of earlier turns in the next prompt: the sampled ones (exact), or those that the chat
-    template renders (template), in a new branch where the two differ."""
+    """Tokens of earlier turns in the next prompt: the sampled tokens (exact), or the tokens that
+    the chat template renders (template). With template, a turn begins a new branch where the two
+    differ."""
     max_turns: PositiveInt = 8
     """Largest number of turns (calls to the engine) in one trajectory. Further requests of an agent
     or chat scheduler are refused, and its trajectory ends with the turns that it has."""
@@ -325,44 +332,47 @@ class RolloutConfig(Section):
     null sets no limit other than model.max_length. Does not apply to agents over HTTP."""
     context: ContextConfig = ContextConfig()
     environment_timeout: Seconds = 120.0
-    """Deadline in seconds for each of an environment's methods: building it together with setup,
-    step, metrics and close; and for a function that `context.compact` names."""
+    """Deadline in seconds for each call of an environment: its construction together with setup,
+    and each step, metrics and close. It also applies to functions in `context.compact` and
+    `agent_branches`."""
     environment_process: bool = False
     """Run each trajectory's environment in a process of its own: a crash, or a call that never
     returns, then fails one trajectory, and nothing that it leaks remains. If false, environments
     run in threads of the driver."""
     stall_timeout: Seconds = 300.0
-    """Deadline in seconds without any progress of a trajectory outside its turns, tools and
-    environment, which engine.request_timeout, tool_timeout and environment_timeout limit. Applies
-    to the reward too."""
+    """Largest number of seconds that a trajectory, or its reward, may go without progress. The time
+    in turns, tools and the environment does not count: engine.request_timeout, tool_timeout and
+    environment_timeout limit it."""
     trajectory_timeout: Seconds = 21_600.0
     """Deadline in seconds for a whole trajectory."""
     max_failed_fraction: Fraction = 0.5
-    """Largest share of failed trajectories in a step or an evaluation, and of those of each of
-    several environments, of which 20 or more are judged together; exceeding it ends the run, after
-    its last step is saved."""
+    """Largest share of failed trajectories in a step or an evaluation. With several environments,
+    it also limits the share of each environment, in samples of 20 or more trajectories. A larger
+    share ends the run, after its last step is saved."""
     tools: list[ToolConfig] = []
     """Tools added to every environment's own. An entry has one key: `use`, the
     package.module:name of a function, a Tool, a toolset, or a class or function that makes one;
     `mcp`, an MCP server; or `python` or `shell`, a sandbox with its limits."""
     tools_in_prompt: bool = True
     """Give the environment's tools to the chat template, which must show them. If false, the
-    problem describes them in its own words, and a template that leaves out the tools of an agent's
+    problem has to describe the tools itself, and a template that leaves out the tools of an agent's
     requests is accepted."""
     tool_parser: str = "hermes"
     """Tool-call format of the model: the name of a vLLM tool parser."""
     tool_timeout: Seconds = 30.0
     """Deadline in seconds for one tool call."""
     tool_max_chars: PositiveInt = 8192
-    """Largest number of characters of a tool result; the rest is cut off. Above about 8,000 it does
-    nothing for the tools `python` and `shell`, which keep 8,000 bytes of a call's output."""
+    """Largest number of characters of a tool result; the rest is cut off. Values above about 8,000
+    have no effect on the tools `python` and `shell`, which keep at most 8,000 bytes of a call's
+    output."""
     result_format: Annotated[str, AfterValidator(_result_format)] = (
         "\n<tool_response>\n{result}\n</tool_response>\n"
     )
-    """For loop interleaved: the text of a result within the assistant's turn."""
+    """For loop interleaved: the text of a result, {result}, in the assistant's turn."""
     call_start: str | None = None
     """For loop interleaved: the text that opens a call, such as <code>; null uses the format of
-    rollout.tool_parser. With it the chat template offers no tools: describe them in the prompt."""
+    rollout.tool_parser. If it is set, the chat template shows no tools: describe them in the
+    prompt."""
     call_end: str | None = None
     """For loop interleaved: the text that closes a call, such as </code>; set with call_start."""
     call_tool: str | None = None
@@ -415,20 +425,21 @@ class EnvironmentConfig(Section):
     """One of several environments: its class, its rows, and its share of the groups."""
 
     environment: str
-    """As the key of the same name at the top."""
+    """As the top-level key `environment`."""
     environment_args: Tree = {}
-    """As the key of the same name at the top."""
+    """As the top-level key `environment_args`."""
     data: RowsConfig
-    """Rows: the keys of `data` that name them (path, eval_path, eval_sets, subset, split,
-    eval_split, limit, eval_limit)."""
+    """Rows, by the keys of `data` that select them (path, filter, eval_path, eval_sets, subset,
+    split, eval_split, limit, eval_limit)."""
     weight: PositiveFloat = 1.0
     """Share of the groups, relative to the other weights."""
     loop: Loop | None = None
     """Agent loop; null uses rollout.loop."""
     tools: list[ToolConfig] | None = None
-    """Tools that are added to the environment's own, in place of rollout.tools; null uses those."""
+    """Tools that are added to the environment's own, in place of rollout.tools; null uses
+    rollout.tools."""
     teacher: TeacherConfig | None = None
-    """Teacher of its trajectories, in place of algorithm.teacher; null uses that."""
+    """Teacher of its trajectories, in place of algorithm.teacher; null uses algorithm.teacher."""
 
 
 class ProcessorCall(Section):
@@ -449,16 +460,15 @@ class SamplingConfig(Section):
     """Number of trajectories per problem: the group size."""
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
     """Sampling temperature, at most 2; 0 is greedy."""
-    # Megatron's 0 disables it.
+    # In Megatron, 0 disables top_p.
     top_p: Annotated[Fraction, BeforeValidator(lambda p: 1.0 if p == 0 else p)] = 1.0
     """Sample from the smallest set of most likely tokens with this total probability; 1 or 0 means
     all."""
     # -1 means all tokens in older versions of vLLM.
     top_k: Annotated[NonNegativeInt, BeforeValidator(lambda k: 0 if k == -1 else k)] = 0
-    """Sample from this many most likely tokens; 0 or -1 means all."""
+    """Number of most likely tokens to sample from; 0 or -1 means all."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Sample from tokens with at least this share of the most likely token's probability; 0 means
-    all."""
+    """Smallest probability of a token, as a share of the most likely token's; 0 means all."""
     max_tokens: PositiveInt = 512
     """Largest number of tokens sampled in one turn; the room left in the context limits it too."""
     min_tokens: NonNegativeInt = 0
@@ -477,9 +487,9 @@ class SamplingConfig(Section):
     the prefix cache."""
     use_beam_search: bool = False
     """Search the n likeliest answers to a prompt with vLLM's beam search, n beams wide, instead of
-    sampling them: in evaluation, rollouts and modules. Temperature, top_p and top_k have no part in
-    it; more than 10 beams need engine.vllm_args.max_logprobs of 2 n. Such answers were not sampled,
-    so training refuses them."""
+    sampling them: in evaluation, rollouts and modules. Temperature, top_p and top_k have no effect;
+    for more than 10 beams, set engine.vllm_args.max_logprobs to 2 * n. Such answers were not
+    sampled, so training refuses them."""
     logits_processor_args: Tree = {}
     """Arguments of engine.logits_processors for each request."""
     logits_processors: list[str | ProcessorCall] = []
@@ -507,16 +517,16 @@ class EvalConfig(Section):
     """Number of steps between evaluations on data.eval_path, which also run before the first step
     and after the last; 0 never evaluates."""
     background: bool = False
-    """Evaluate while training goes on, except before the first step and after the last: beside the
-    next step's rollouts, which begin first, on the same engines. These get the next weights when
-    the evaluation is over, so it measures those of its step alone."""
+    """Evaluate while training continues, except before the first step and after the last one. The
+    evaluation runs on the same engines as the next step's rollouts, which begin first. The engines
+    get new weights only after the evaluation, which therefore measures the weights of one step."""
     target: Fraction | None = None
     """Accuracy on data.eval_path at which the run saves a checkpoint and ends; null trains to
     training.steps."""
     success_reward: float = 1.0
     """Smallest reward at which a trajectory counts as correct in accuracy, pass@k and mean@k."""
     sampling: SamplingConfig = SamplingConfig(n=1, temperature=0.0)
-    """Sampling in evaluation: what is not set here is as in `sampling`, except for n and
+    """Sampling in evaluation. Keys that are not set here are as in `sampling`, except n and
     temperature, which are 1 and 0: one greedy trajectory per row."""
 
     def reached(self, accuracy: float | None) -> bool:

@@ -29,7 +29,7 @@ from turnwise.config.training import (
 )
 
 _OTHER_POLICIES = (BASE, "policy", "reference", "value", "default", "critic")
-"""Names that `rollout.policies` may not have: those of the trainer's other models."""
+"""Names that `rollout.policies` may not use, because the trainer's other models have them."""
 
 
 class Config(Section):
@@ -56,30 +56,31 @@ class Config(Section):
     deterministic: bool = False
     """Make runs repeat bit for bit; slow, because the engine computes one request at a time."""
     exactness: Literal["stop", "warn"] = "stop"
-    """Reaction to a token that differs from the sampled one before training: end the run (stop), or
-    only report it (warn)."""
+    """Reaction if a token to be trained differs from the sampled token: end the run (stop), or only
+    report it (warn)."""
     environment: str | None = None
     """Environment that turns rows into problems, tools and rewards, as package.module:Class;
-    reasoning_gym:, gymnasium:, textarena:, skyrl_gym: or bfcl:NAME for one of these packages; or
-    openenv:ws://host:port or nemo_gym:http://host:port for that of a server."""
+    reasoning_gym:NAME, gymnasium:NAME, textarena:NAME, skyrl_gym:NAME or bfcl:NAME for an
+    environment of these packages; or openenv:ws://host:port or nemo_gym:http://host:port for the
+    environment of a server."""
     environment_args: Tree = {}
-    """Keyword arguments with which the environment is made, such as {size: 1000}."""
+    """Keyword arguments of the environment, such as {size: 1000}."""
     environments: dict[str, EnvironmentConfig] = {}
-    """Several environments by name, in place of environment and data.path, whose groups are mixed:
-    each with environment, environment_args, data (path, eval_path, ...), weight (its share of the
-    groups, relative to the others'; 1), and loop, tools and teacher where they are not those of
-    rollout and algorithm."""
+    """Several environments by name, in place of environment and data.path; their groups are mixed.
+    Each entry has environment, environment_args, data (path, eval_path, ...) and weight (its share
+    of the groups, relative to the other weights; 1 by default). Its loop, tools and teacher replace
+    the keys of rollout and algorithm."""
     trackers: list[Literal["wandb", "mlflow", "trackio"]] = []
     """Experiment trackers that receive the metrics in addition to metrics.jsonl and TensorBoard;
     their packages must be installed."""
     project: str = "turnwise"
-    """Project of wandb and trackio, and experiment of mlflow."""
+    """Name of the project in wandb and trackio, and of the experiment in mlflow."""
     entity: str | None = None
     """Team or user of wandb; null uses its own default."""
     tags: list[str] = []
     """Tags of the run in wandb and mlflow."""
     samples_every: NonNegativeInt = 10
-    """Number of steps after which the best and the worst trajectory of a step are shown, on the
+    """Interval in steps at which the best and the worst trajectory of the step are shown, on the
     terminal and in trackers; 0 shows none."""
     log_level: Literal["debug", "info", "warning", "error"] = "warning"
     """Lowest level of turnwise's log lines on the terminal. The files in the run folder's `logs`
@@ -88,13 +89,13 @@ class Config(Section):
     watchdog_seconds: Seconds = 60.0
     """Seconds without any progress after which the run reports what it is waiting for."""
     ray_address: str | None = None
-    """Address of a running Ray cluster, or `auto`; null starts Ray on this machine. A program that
-    has called `ray.init` has its own Ray joined in any case, and finds it as it was before."""
+    """Address of a running Ray cluster, or `auto`; null starts Ray on this machine. If the program
+    has already called `ray.init`, the run uses that Ray in any case, and does not shut it down."""
     ray_env: dict[str, str] = {}
-    """Environment variables of all Ray actors, on all nodes: workers, ranks of the trainer and
-    further processes, such as {HF_HOME: /data/hf, NCCL_DEBUG: INFO}. They override those of the
-    node, and those that Turnwise sets itself. Without any, actors on this machine have the
-    variables of this process."""
+    """Environment variables of all Ray actors on all nodes (workers, trainer ranks and others),
+    such as {HF_HOME: /data/hf, NCCL_DEBUG: INFO}. They override the variables of the node and the
+    variables that Turnwise sets. If the mapping is empty, actors on this machine have the variables
+    of this process."""
     model: ModelConfig
     data: DataConfig = DataConfig()
     rollout: RolloutConfig = RolloutConfig()
@@ -118,15 +119,15 @@ class Config(Section):
         evaluation = _set_keys(tree.get("eval"))
         sampling, chosen = _set_keys(tree.get("sampling")), evaluation.get("sampling")
         if not all(isinstance(one, Section | dict | None) for one in (tree.get("eval"), chosen)):
-            return tree  # which is refused
+            return tree  # the later checks refuse it
         common = {key: sampling[key] for key in SamplingConfig.model_fields.keys() & sampling}
         own = _set_keys(EvalConfig.model_fields["sampling"].default)
         filled = {**common, **own, **_set_keys(chosen)}
         return {**tree, "eval": {**evaluation, "sampling": filled}}
 
     def parts(self) -> dict[str, "Config"]:
-        """Return the configuration of each environment by name, as if it were the only one; that of
-        a run with one environment under the name ""."""
+        """Return a configuration for each environment by name, as if it were the only environment.
+        Without `environments`, the only name is ""."""
         if not self.environments:
             return {"": self}
         parts: dict[str, Config] = {}
@@ -164,13 +165,13 @@ class Config(Section):
         return {name: teacher for name, teacher in found.items() if teacher is not None}
 
     def teacher_key(self, environment: str) -> str:
-        """Return where the teacher of an environment is set."""
+        """Return the key that sets the teacher of an environment."""
         entry = self.environments.get(environment)
         own = entry is not None and entry.teacher is not None
         return f"environments.{environment}.teacher" if own else "algorithm.teacher"
 
     def teacher_engines(self) -> dict[str, TeacherConfig]:
-        """Return the teachers that have engines, each once, by a key of it."""
+        """Return each teacher that has engines once, by one of the keys that set it."""
         of_sources = {
             teacher.source: (self.teacher_key(name), teacher)
             for name, teacher in self.teachers().items()
@@ -179,8 +180,8 @@ class Config(Section):
         return dict(of_sources.values())
 
     def for_teacher(self, teacher: TeacherConfig) -> "Config":
-        """Return the configuration of a teacher's engines, which sample a token after each
-        sequence."""
+        """Return the configuration of a teacher's engines. Their context is one token longer,
+        because to score a sequence they sample a token after it."""
         kept = self.model.model_dump(include={"dtype", "trust_remote_code"})
         length = self.model.max_length + 1
         return self.changed(
@@ -194,7 +195,7 @@ class Config(Section):
         )
 
     def row_paths(self) -> dict[str, str]:
-        """Return the paths that are set for rows, training rows and held-out ones, by key."""
+        """Return the paths of training and held-out rows that are set, by key."""
         found: dict[str, str | None] = {}
         for name, part in self.parts().items():
             section = f"environments.{name}.data" if name else "data"
@@ -237,11 +238,11 @@ class Config(Section):
         return self.training.optimizer_steps * len(self.policies)
 
     def recent_versions(self, version: int = 0, known: Iterable[int] | None = None) -> deque[int]:
-        """Return the weight versions at the ends of the last steps, the oldest first: as many as
-        `training.max_staleness`, which counts steps, needs. Each step adds its own.
+        """Return the weight versions at the ends of the last steps, the oldest first. Each step
+        appends its version; the deque keeps as many steps as `training.max_staleness` needs.
 
-        A checkpoint of `version` has the versions `known`; an old checkpoint has None, and every
-        step is assumed to have made all its updates.
+        `known` are the versions in a checkpoint of `version`; None if an old checkpoint lacks them,
+        or there is no checkpoint.
         """
         steps = self.training.steps_of_group
         if known is None:
@@ -251,7 +252,7 @@ class Config(Section):
 
     @property
     def learning_rate(self) -> float:
-        """`training.learning_rate`, or what null stands for in reinforcement learning."""
+        """`training.learning_rate`; if it is null, the default of reinforcement learning."""
         return self.training.learning_rate or (1e-5 if self.model.lora.rank else 1e-6)
 
     @property
@@ -262,7 +263,7 @@ class Config(Section):
 
     @property
     def loops(self) -> set[str]:
-        """Agent loops of the run: those of its environments."""
+        """Agent loops of all environments of the run."""
         return {part.rollout.loop for part in self.parts().values()}
 
     def mistakes(self) -> Iterator[str]:
@@ -494,7 +495,7 @@ def _teacher_mistakes(config: Config) -> Iterator[str]:
 
 
 def stream_mistake(config: Config) -> str:
-    """Return why `weights.transport` may not be one that streams; "" if it may."""
+    """Return why the run cannot use a `weights.transport` that streams; "" if it can."""
     if not config.training.colocated or config.training.ranks == 1:
         return ""
     return (

@@ -58,7 +58,8 @@ class EngineConfig(Section):
     tensor_parallel_size: PositiveInt = 1
     """Number of devices that share each layer of an engine's model. On a CPU each is a process."""
     pipeline_parallel_size: PositiveInt = 1
-    """Number of groups of such devices, each with some of the layers; GPUs only, and untested."""
+    """Number of groups of tensor_parallel_size devices, each with some of the layers; GPUs only,
+    and untested."""
     kv_cache_gib: PositiveFloat | None = None
     """Memory for the KV cache in GiB; null uses 0.5 on a CPU and vLLM's default on a GPU."""
     max_num_seqs: PositiveInt = 256
@@ -69,18 +70,19 @@ class EngineConfig(Section):
     """Reuse the KV cache of shared prefixes."""
     images_per_prompt: NonNegativeInt = 16
     """Largest number of images in a prompt, for models that take images; 0 serves and trains such a
-    model as one of text alone, without the memory that images need."""
+    model as a text-only model, without the memory that images need."""
     routing_replay: bool = False
     """Record the experts that computed each token of a mixture of experts, and train with the same
     choice (R3)."""
     threads: PositiveInt = 1
     """Number of CPU threads of the engine; more than one per core is slower."""
     logits_processors: list[str] = []
-    """Logits processors for every request, each as package.module:name: a callable (token_ids,
-    logits) -> logits, a class or function that makes one, which gets the engine's tokenizer if it
-    has a parameter of this name, or a vLLM logits processor class; these run first. The engine's
-    log-probs are those of the processed distribution, the trainer's those of the unprocessed model.
-    A token that a callable forces, as its attribute `forced` says, is not trained."""
+    """Logits processors for every request, each as package.module:name. A name stands for a
+    callable (token_ids, logits) -> logits; for a class or function that makes such a callable, and
+    gets the engine's tokenizer if it has a parameter `tokenizer`; or for a vLLM logits processor
+    class, which runs before the callables. The engine's log-probs are computed after all
+    processors, the trainer's without them. A token that a callable forces (attribute `forced`) is
+    not trained."""
     logits_processors_allowed: Annotated[str, AfterValidator(_pattern)] | None = None
     """Regular expression for the names (package.module:function) that requests and `sampling` may
     list in `logits_processors`; it must match the whole name. Clients can call anything in a
@@ -94,8 +96,8 @@ class EngineConfig(Section):
     start_timeout: Seconds = 300.0
     """Deadline in seconds for starting an engine."""
     request_timeout: Seconds = 120.0
-    """Deadline in seconds for the next token of any request on a busy engine, and for its response
-    to a call. A single request may wait in the queue and take longer."""
+    """Deadline in seconds for a busy engine to sample the next token of any of its requests, and to
+    answer a call. A single request may wait in the queue and take longer."""
     vllm_args: Annotated[
         Tree,
         AfterValidator(lambda own: {k: v for k, v in own.items() if not asks_for_nothing(k, v)}),
@@ -115,16 +117,16 @@ class ServingConfig(Section):
 
     workers: Annotated[int | str, AfterValidator(_number_or_range)] = 1
     """Number of engines, each in its own process; or a range such as 1-8: a run begins with the
-    first number of them, and has as many, up to the second, as the cluster has room for, also on
+    first number and adds engines, up to the second number, while the cluster has room, also on
     nodes that join during the run."""
     overload: Annotated[float, Field(ge=1)] = 1.5
     """Load of a worker, relative to the mean, at which sessions are moved away immediately; a
     lasting overload of 5 % moves them too."""
     known_sessions: PositiveInt = 65_536
     """Largest number of sessions and groups whose worker is remembered. Beyond it, the least
-    recently used one is forgotten, and its next turn goes to the least loaded worker."""
+    recently used session is forgotten, and its next turn goes to the least loaded worker."""
     max_continuations: NonNegativeInt = 3
-    """Largest number of times that a turn continues on another worker after its own failed. A
+    """Largest number of times that a turn continues on another worker after its worker failed. A
     request that crashes two workers on its own is refused for ten minutes."""
     max_restarts: NonNegativeInt = 3
     """Number of consecutive times that a dead worker is restarted immediately; later attempts
@@ -137,24 +139,26 @@ class ServingConfig(Section):
     """Address that the OpenAI server listens on; with 0.0.0.0, base URLs use the node's
     address."""
     allowed_hosts: list[str] = []
-    """Further names by which clients may address the server, such as that of a proxy before it: a
-    request whose `Host` is not among them, and is neither the server's address nor a loopback name,
-    gets 421, because a web page could have pointed its own name here. "*" allows every name."""
+    """Further host names by which clients may address the server, such as the name of a proxy in
+    front of it. A request with any other `Host`, except the server's address and loopback names,
+    gets status 421, because a web page could have pointed its own name at the server. "*" allows
+    every name."""
     cors_origins: list[str] = []
     """Web sites, as scheme://host:port, whose pages may use the server and read its answers (CORS);
     "*" stands for all. Without any, browsers hide the answers from every page."""
     port: NonNegativeInt = 8000
-    """Port of `turnwise serve`; 0 picks a free one. Agent and worker servers always use one."""
+    """Port of `turnwise serve`; 0 picks a free one. Servers for agents and workers always use a
+    free port."""
     ports: (
         Annotated[str, must(_is_port_range, "{!r} is no range of ports such as 40000-40999")] | None
     ) = None
-    """Ports FIRST-LAST, such as 40000-40999, of everything else that listens: workers, their
-    servers, agents' servers and session processes. For networks in which other ports are closed;
-    null takes any free ones."""
+    """Range of ports FIRST-LAST, such as 40000-40999, for everything else that listens: workers,
+    their servers, agents' servers and session processes. Set it in networks that close other ports;
+    null takes any free ports."""
     adapters: dict[str, str] = {}
-    """LoRA adapters in PEFT's format to serve beside the model: for each name that requests may
-    give as `model`, a folder or Hugging Face name. With adapters, a request for an unknown model is
-    refused."""
+    """LoRA adapters in PEFT's format to serve in addition to the model: for each name that requests
+    may give as `model`, a folder or Hugging Face name. With adapters, a request for an unknown
+    model is refused."""
     resources: dict[str, float] = {}
     """Ray resources of each worker in addition to its GPU, such as {engines: 1}."""
     spread: bool = False
@@ -164,7 +168,7 @@ class ServingConfig(Section):
     session_processes: NonNegativeInt = 0
     """Number of processes that serve the sessions opened by `POST /sessions`, each on a free port
     of `host`: one process answers a few hundred requests a second, however many engines there are.
-    0 serves them in the process of `turnwise serve`. session_memory_mb holds for each process."""
+    0 serves them in the process of `turnwise serve`. session_memory_mb applies to each process."""
     api_key: str | None = None
     """Key that clients must send as a bearer token; null uses the environment variable
     TURNWISE_API_KEY, if set. It is not written to the run folder."""
@@ -201,29 +205,30 @@ class WeightsConfig(Section):
     """Weight updates from the trainer to the engines."""
 
     update_timeout: Seconds = 120.0
-    """Deadline in seconds for one update, including the wait for in_flight drain, and for its check
-    after it, which has at least a quarter of it."""
+    """Deadline in seconds for one update, including the wait of in_flight drain and the check of
+    the new weights, which gets at least a quarter of this time."""
     transport: Annotated[str, named("transport", TRANSPORT_NAMES)] = "shm"
     """Transport of the weights: shared memory on one host (shm); chunks on one host, or in the
     memory of one GPU (ipc); broadcasts between hosts, over gloo or NCCL (collective); safetensors
     files in a folder that all hosts can read (disk); or package.module:Class, your own
     Transport."""
     lora: Literal["merged", "adapter"] = "merged"
-    """Form in which weights trained with model.lora reach the engines: added to the model's own, so
-    that engines compute at full speed (merged), or as an adapter that they apply beside those of
-    earlier versions, so that updates pause no turn (adapter)."""
+    """Form in which weights trained with model.lora reach the engines: added to the model's own
+    weights, so that engines compute at full speed (merged); or as an adapter, which engines hold
+    next to the adapters of earlier versions, so that updates pause no turn (adapter)."""
     folder: str | None = None
     """Folder for transport disk, in which each run has a subfolder of its own until it ends; null
     uses `weights` in the run folder."""
     delta: bool = False
     """Send only the values that changed since the last update (transport shm, collective or disk);
-    trainer and engines each keep a copy of the weights in the host's memory. For model.dtype
-    bfloat16 and slow networks: in float32 all values change, and on one host no time is saved."""
+    trainer and engines each keep a copy of the weights in the host's memory. Use it with
+    model.dtype bfloat16 and slow networks: in float32 all values change, and on one host it saves
+    no time."""
     in_flight: Literal["drain", "abort", "keep", "keep_cache"] = "keep"
     """Treatment of turns in flight during an update: finish them first (drain); abort them and
     continue them under the new weights (abort); or pause them, and then recompute their cache
     (keep) or continue with the cache of the old weights (keep_cache). With weights.lora adapter,
-    all but abort let them go on with the adapter that they began with."""
+    all values except abort let turns continue with the adapter that they began with."""
     canary_tolerance: PositiveFloat | None = None
     """Largest log-prob difference between engine and trainer on the canary prompt; null uses 0.001
     in float32 and 0.5 in bfloat16."""

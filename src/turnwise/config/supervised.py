@@ -8,8 +8,8 @@ from turnwise.errors import InputError
 
 def supervised_config(config: Config) -> Config:
     """Return the configuration of a supervised run: plain log-probs and `cross_entropy`, or the
-    user's own loss; of `algorithm`, only the reduction is kept, and of `sampling` where turns stop.
-    Rows are read a step ahead."""
+    user's own loss. Only the reduction of `algorithm` and the stops of `sampling` are kept. Rows
+    are read a step ahead, except in deterministic runs."""
     if config.model.adapter is not None:
         raise InputError("model.adapter: training starts from a whole model; merge it into one")
     own, sampling = config.algorithm.loss, config.sampling
@@ -27,7 +27,7 @@ def supervised_config(config: Config) -> Config:
             "eval": {"background": False, "target": None},
             "algorithm": AlgorithmConfig(loss=loss, reduction=config.algorithm.reduction),
             "training": {"colocated": False, "offload": [], "max_staleness": ahead, **learning},
-            # There is no engine; others take memory or files before they send.
+            # There is no engine; other transports take memory or write files before they send.
             "weights": {"transport": "collective", "delta": False},
         }
     )

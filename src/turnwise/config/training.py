@@ -27,11 +27,11 @@ class TrainingConfig(Section):
     ranks: PositiveInt = 1
     """Number of training processes, over which the model is sharded."""
     context_parallel: PositiveInt = 1
-    """Number of ranks that share each sequence, for sequences longer than one device holds; divides
-    training.ranks, and the model's attention heads."""
+    """Number of ranks that share each sequence, for sequences longer than one device holds. It must
+    divide training.ranks and the model's number of attention heads."""
     colocated: bool = False
-    """Run the engines in the trainer's processes, taking turns. serving.workers *
-    engine.tensor_parallel_size must equal training.ranks."""
+    """Run the engines in the trainer's processes, where engines and trainer take turns.
+    serving.workers * engine.tensor_parallel_size must equal training.ranks."""
     offload: list[Literal["params", "optimizer"]] = []
     """Parts of a colocated trainer to offload while the engines run: params (including those of the
     reference and value models) and optimizer (its moments). They move to host memory, or to
@@ -42,48 +42,48 @@ class TrainingConfig(Section):
     """Decoder layers that recompute their activations in the backward pass instead of storing them:
     all (true), none (false), or every N-th (a number N)."""
     weights_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision in which weights that learn are kept: float32 (master weights), or bfloat16, whose
-    updates are rounded at random so that small steps count on average; half the memory. bfloat16
-    needs model.dtype bfloat16."""
+    """Precision of the trained weights: float32 (master weights); or bfloat16, which takes half the
+    memory and rounds updates stochastically, so that small steps count on average. bfloat16 needs
+    model.dtype bfloat16."""
     packing: Literal["auto", "packed", "padded", "shared"] = "auto"
-    """Layout of micro-batches: one row of concatenated sequences (packed), such a row in which
-    sequences with a common beginning, as those of a group have, compute it once (shared), or rows
-    of similar length with padding (padded). auto takes for each optimizer step the one that costs
-    least, by its tokens and their attention, of those that do not change the model's log-probs;
-    another value is refused where it would change them."""
+    """Layout of micro-batches: one row of concatenated sequences (packed); one such row in which
+    sequences with a common prefix, such as the sequences of a group, compute it once (shared); or
+    rows of similar length with padding (padded). For each optimizer step, auto takes the layout
+    with the lowest cost of tokens and attention among the layouts that do not change the model's
+    log-probs. The other values are refused if they would change them."""
     attention: str = "auto"
-    """Attention of the trainer's models: torch's own, for each sequence of a packed row (auto), or
-    a name of Transformers' `attn_implementation`, which computes a packed row at once on a GPU:
-    flash_attention_2 (with the package flash-attn), flex_attention."""
+    """Attention of the trainer's models: torch's own, for each sequence of a packed row (auto); or
+    a Transformers `attn_implementation` that computes a packed row at once on a GPU:
+    flash_attention_2 (with the package flash-attn) or flex_attention."""
     updates_per_step: PositiveInt = 1
     """Number of optimizer steps in one pass over a training step's samples, each on an equal share
     of them."""
     epochs_per_step: PositiveInt = 1
     """Number of passes over a training step's samples (PPO's epochs, GRPO's mu), each with
-    updates_per_step optimizer steps on the same shares. Each update computes fresh importance
-    ratios; what they are taken against, and advantages, stay as before the step."""
+    updates_per_step optimizer steps on the same shares. Each update computes new importance ratios;
+    the log-probs in their denominators, and the advantages, stay as before the step."""
     optimizer: Literal["adamw", "muon", "adamw_8bit"] = "adamw"
-    """Optimizer of all weights that learn: AdamW (adamw); Muon for the matrices of the layers and
+    """Optimizer of all trained weights: AdamW (adamw); Muon for the matrices of the layers and
     AdamW for embeddings, heads and vectors, at AdamW's rates (muon); or torchao's AdamW with
     moments of 8 bits (adamw_8bit, extra torchao)."""
     learning_rate: PositiveFloat | None = None
     """The optimizer's learning rate after warm-up. null is 1e-6 for all weights and 1e-5 for
-    adapters (model.lora.rank), and ten times as much in `turnwise sft`; the run prints it."""
+    adapters (model.lora.rank); in `turnwise sft`, ten times as much. The run prints the value."""
     warmup_steps: NonNegativeInt = 0
     """Number of optimizer steps over which the learning rate rises linearly."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Learning rate after warm-up: constant, or decay that reaches 0 after the last step, in a line
-    (linear) or along half a wave (cosine). Only updates count, so warm-up of the value model and
-    steps that train nothing do not. A program's own loop that goes on after training.steps keeps
-    the rate of the last step."""
+    """Learning rate after warm-up: constant, or decay that reaches 0 after the last step, along a
+    line (linear) or half a cosine wave (cosine). Only updates of the policy count: warm-up steps of
+    the value model and steps that train nothing do not. If a program's own loop continues after
+    training.steps, it keeps the rate of the last step."""
     weight_decay: NonNegativeFloat = 0.0
     """Decoupled weight decay; norms and biases do not decay, as in Transformers."""
     max_grad_norm: PositiveFloat = 1.0
     """Largest gradient norm; larger gradients are scaled down to it."""
     micro_batch_tokens: PositiveInt | None = None
     """Largest number of tokens, padding included, in one forward and backward pass of a rank, or of
-    the ranks that share sequences, unless one sequence is longer; a twelfth of those that read a
-    shared beginning counts too. null is 16384 on a GPU, and 2048 on a CPU."""
+    the ranks that share sequences, unless one sequence is longer. A sequence that reads a shared
+    prefix also counts with a twelfth of its length. null is 16384 on a GPU, and 2048 on a CPU."""
     threads: NonNegativeInt = 0
     """Number of CPU threads of each rank; 0 uses one per core."""
     step_timeout: Seconds = 1800.0
@@ -105,7 +105,7 @@ class TrainingConfig(Section):
 
     @property
     def steps_of_group(self) -> int:
-        """Number of steps of which each may train a group: the first after its beginning, and
+        """Number of steps that may train a group: the first step after the group begins, and
         `max_staleness` more."""
         return 1 + self.max_staleness
 
@@ -126,7 +126,7 @@ class TrajectoriesConfig(Section):
     """Files of what was sampled and trained: `trajectories/` and `training/` of the run folder."""
 
     keep: PositiveInt | None = None
-    """Number of latest steps whose files are kept, and as many evaluations, with their images; null
+    """Number of latest steps, and of latest evaluations, whose files and images are kept; null
     keeps all."""
 
 
@@ -139,10 +139,10 @@ class MetricsConfig(Section):
 
 
 class AlarmsConfig(Section):
-    """Thresholds of the alarms of a run; null disables an alarm; for `flat_steps` it is 0."""
+    """Thresholds of a run's alarms. null disables an alarm; 0 disables `flat_steps`."""
 
     steps: PositiveInt = 3
-    """Number of consecutive steps that must all pass a threshold."""
+    """Number of consecutive steps that must all pass a threshold before its alarm."""
     no_signal: Fraction | None = 0.5
     """Largest share of groups whose advantages are all 0."""
     truncated: Fraction | None = 0.25
@@ -156,7 +156,8 @@ class AlarmsConfig(Section):
     entropy_left: Fraction | None = 0.1
     """Smallest entropy, as a share of its mean over the first steps."""
     reward_left: Fraction | None = 0.5
-    """Smallest mean reward, as a share of its highest mean over as many steps."""
+    """Smallest mean reward of a step, as a share of the highest mean reward over alarms.steps
+    steps."""
     flat_steps: NonNegativeInt = 100
     """Number of steps over which the mean reward must rise."""
     idle: Fraction | None = 0.8

@@ -1,5 +1,5 @@
-"""Reading of YAML, in which no key may be given twice: the later value would replace the first one
-without a word."""
+"""Reading of YAML. A key that is given twice is an error, because YAML would silently keep only the
+later value."""
 
 from collections.abc import Hashable, Iterator
 
@@ -42,8 +42,8 @@ def read_yaml(text: str, source: str, prefix: str = "") -> object:
     """Read a YAML document.
 
     Args:
-        source: What the text is, such as its file, with which an error begins.
-        prefix: The key whose value the text is, if it is no whole document.
+        source: Name of the text, such as its file; an error message begins with it.
+        prefix: Key whose value the text is; "" if the text is a whole document.
 
     Raises:
         InputError: when a key is given twice in one mapping; it names the key and its lines.

@@ -1,1 +1,1 @@
-"""Processes, threads, deadlines and logs; imports none of the other rooms but config and errors."""
+"""Processes, threads, deadlines and logs; imports only config, errors and internals of turnwise."""

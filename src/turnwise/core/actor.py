@@ -38,8 +38,11 @@ _remote: Callable[[type], RayActor] = functools.cache(ray.remote)
 
 
 class ActorHandle:
-    """One Ray actor, which ends with its last handle; `name` is the actor in errors ("policy rank
-    0"), and `failure` the type of its death, and of exceptions that are no `TurnwiseError`."""
+    """One Ray actor, which ends when its last handle is deleted.
+
+    Errors call it `name` ("policy rank 0"). Its death, and exceptions of it other than a
+    `TurnwiseError`, are raised as `failure`.
+    """
 
     def __init__(
         self, actor: RayActor, name: str, failure: type[TurnwiseError] = TurnwiseError
@@ -65,8 +68,8 @@ class ActorHandle:
         environment: Mapping[str, str] | None = None,
         failure: type[TurnwiseError] = TurnwiseError,
     ) -> "ActorHandle":
-        """Start an actor of a plain class, whose constructor gets `arguments`, without waiting for
-        its process.
+        """Start an actor of a plain class, whose constructor gets `arguments`; do not wait for its
+        process.
 
         Args:
             log: Name of its log file in the run folder's `logs/`; see `logs.follow`.
@@ -93,7 +96,7 @@ class ActorHandle:
         return cls(actor, name, failure)
 
     async def call(self, method: str, *arguments: object, what: str, seconds: float) -> Any:
-        """Call one of the actor's methods, `what` in errors, as in "did not score a text"; raises
+        """Call one of the actor's methods, which errors describe as `what` ("score a text"); raise
         as `get_with_deadline` does."""
         reply = getattr(self.actor, method).remote(*arguments)
         return await get_with_deadline(reply, self.name, what, seconds, self._failure)
@@ -105,14 +108,14 @@ class ActorHandle:
 
 
 def _ask_head(call: Callable[[], None]) -> None:
-    """Call Ray's head, which may hang, and the event loop with it; wait for it a moment only."""
+    """Call Ray's head, but wait only a moment: it may hang, and would block the event loop."""
     with suppress(TimeoutError):
         call_within(call, _HEAD_SECONDS)
 
 
 def on_node(node: str | None = None, *, soft: bool = False) -> NodeAffinitySchedulingStrategy:
-    """Return the placement on a node, by its id (None: this one), or if `soft` on another when it
-    is gone."""
+    """Return the placement on a node, by its id (None: this node). If `soft`, another node will do
+    when that node is gone."""
     node = node or ray.get_runtime_context().get_node_id()
     return NodeAffinitySchedulingStrategy(node, soft=soft)
 
@@ -131,8 +134,9 @@ def killed_on_failure(*handles: ActorHandle) -> Iterator[None]:
 async def create_placement_group(
     count: int, gpus: float, resources: Mapping[str, float], who: str, key: str, seconds: float
 ) -> PlacementGroup:
-    """Reserve a bundle of GPUs and of the `resources` of a section `key` for each of `count` actors
-    ("workers" in errors), on as few nodes as possible; DeadlineError when there is no room."""
+    """Reserve a bundle of GPUs and `resources` for each of `count` actors, on as few nodes as
+    possible; raise DeadlineError when there is no room within `seconds`. Errors call the actors
+    `who` ("workers") and name the configuration section `key`."""
     # Ray accepts no empty bundle.
     bundle = {"CPU": CPU_SHARE, **({"GPU": gpus} if gpus else {}), **resources}
     group = placement_group([bundle] * count, strategy="PACK")
@@ -161,8 +165,12 @@ async def get_with_deadline(
     seconds: float,
     failure: type[TurnwiseError] = TurnwiseError,
 ) -> _T:
-    """Wait for an actor's reply: DeadlineError ("`who` did not `what` within ...") when it is late,
-    the TurnwiseError that the actor raised, or `failure` if it raised another, or died."""
+    """Wait for an actor's reply, and return it.
+
+    Raises:
+        DeadlineError: when it is late ("`who` did not `what` within ...").
+        TurnwiseError: that the actor raised, or `failure` if it raised another error, or died.
+    """
     try:
         async with deadline(seconds, f"{who} did not {what}"):
             return await reply
@@ -189,7 +197,7 @@ def is_death(error: BaseException | None) -> bool:
 
 
 def may_be_alive(error: BaseException | None) -> bool:
-    """Return whether an error is no more than a lost connection of Ray's own to the actor."""
+    """Return whether an error only means that Ray has lost its connection to the actor."""
     return is_death(error) and isinstance(error and error.__cause__, ActorUnavailableError)
 
 
@@ -206,8 +214,8 @@ _DEATHS: dict[type[RayError], str] = {
 def get_all_with_deadline(
     replies: Mapping[str, ray.ObjectRef], what: str, seconds: float, failure: type[TurnwiseError]
 ) -> list[Any]:
-    """Wait, without an event loop, for the replies of several actors, keyed by name; raises
-    DeadlineError, and `failure` as soon as one of them raised anything or died."""
+    """Wait, without an event loop, for the replies of several actors, keyed by name. Raise
+    DeadlineError when one is late, and `failure` as soon as one raised anything or died."""
     references = list(replies.values())
     try:
         return list(ray.get(references, timeout=seconds))

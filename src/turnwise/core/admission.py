@@ -1,10 +1,10 @@
 """Admission: how many trajectories and requests use a model at once, and which begins next.
 
 The engines of a run, a teacher, and the server of a judge each have an `Admission`. A trajectory
-counts as work for engines from its begin to its last turn, except while it waits for its tools, its
+counts as work for engines from its start to its last turn, except while it waits for its tools, its
 environment or its agent. While only its reward or its judge is missing, it stays open but counts as
 no work, so a slow judge leaves no engine idle while a prompt waits. A trajectory whose tool has
-answered goes on at once: the queue of an engine holds the few that come back at the same time.
+answered goes on at once; if several come back at the same time, they queue in the engine.
 """
 
 import asyncio
@@ -19,9 +19,9 @@ from enum import IntEnum
 from operator import add
 
 OPEN = 4
-"""Largest number of open trajectories for each that may play. A trajectory that waits for its
-reward is open; a queue of that length keeps judges and engines busy, and bounds the environments in
-memory."""
+"""Maximum number of open trajectories per trajectory that may play or work. A trajectory that waits
+for its reward is open; a queue of this length keeps judges and engines busy, and bounds the number
+of environments in memory."""
 
 
 class Priority(IntEnum):
@@ -31,20 +31,20 @@ class Priority(IntEnum):
     """Requests to judges and teachers, which finish trajectories."""
     TRAINING = 1
     EVALUATION = 2
-    """Evaluations beside training: they begin when nothing else waits, and while fewer trajectories
-    than those of a training step are at work."""
+    """Evaluations during training: they begin when nothing else waits, and while fewer than
+    `Limits.background` trajectories have work for engines."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Largest numbers of trajectories (or requests) in progress at once."""
+    """Maximum numbers of trajectories (or requests) in progress at once."""
 
     working: int
     """Trajectories with work for engines."""
     playing: int | None = None
     """Trajectories whose turns are not over, whatever they wait for; None sets no limit."""
     background: int | None = None
-    """Trajectories with work for engines below which an evaluation begins; None takes `working`."""
+    """Limit of `working` trajectories at which no evaluation begins; None takes `working`."""
 
     @property
     def at_once(self) -> int:
@@ -81,8 +81,8 @@ class Use:
 
 
 class Place:
-    """The place of an admitted trajectory, which counts as work for engines unless it is `idle`. A
-    place that has ended counts nothing, because user code may outlive its trajectory."""
+    """The place of an admitted trajectory, which counts as work for engines unless it is `idle`.
+    Calls after its end change nothing, because user code may outlive its trajectory."""
 
     __slots__ = ("_admission", "_playing", "_works")
 
@@ -102,7 +102,7 @@ class Place:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Need an engine during a `with` block, also within an `idle` one: an agent's request."""
+        """Need an engine during a `with` block, even inside `idle`, as for an agent's request."""
         self._add(1)
         try:
             yield
@@ -220,11 +220,11 @@ def divide_limits(limits: Limits, uses: Sequence[Use], ordered: Sequence[Limits]
 
     Args:
         uses: The last report of each process.
-        ordered: The last order to each process, which it may not have read yet.
+        ordered: The limits last sent to each process, which it may not have read yet.
     """
 
     def shares(name: str, total: int, used: list[int], more: list[int]) -> list[int]:
-        # After a lower order a process may have more in progress than its limit: that is held, too.
+        # Once its limit is lowered, a process may have more in progress: it holds that, too.
         held = [
             max(getattr(use.limits, name) or 0, getattr(order, name) or 0, busy)
             for use, order, busy in zip(uses, ordered, used, strict=True)
@@ -241,8 +241,8 @@ def divide_limits(limits: Limits, uses: Sequence[Use], ordered: Sequence[Limits]
         background = [*shares("background", limits.background, working, evaluations)]
     own = shares("working", limits.working, working, waiting)
     made = map(Limits, own, playing, background)
-    # A process gets a new order only once it has confirmed the last one: after two orders it would
-    # not be known by which of them it has begun trajectories.
+    # A process gets new limits only once it has confirmed the last ones: with two unconfirmed
+    # orders, nobody would know by which of them it has begun trajectories.
     return [
         new if use.limits == order else order
         for new, use, order in zip(made, uses, ordered, strict=True)
@@ -251,12 +251,12 @@ def divide_limits(limits: Limits, uses: Sequence[Use], ordered: Sequence[Limits]
 
 def divide(total: int, wanted: list[int], used: list[int], held: list[int]) -> list[int]:
     """Return each process's share of a limit. Shares are as equal as the wanted and used numbers
-    allow; what nobody wants yet is divided equally, too.
+    allow; the part of the limit that nobody wants yet is divided equally, too.
 
     Args:
         total: The limit.
         wanted: Number of trajectories that each process would have in progress.
-        used: Number that each process has in progress, below which its share does not fall.
+        used: Number that each process has in progress; its share does not fall below it.
         held: Share that each process may still apply. A share grows only by what no process holds.
     """
 

@@ -22,13 +22,13 @@ _T = TypeVar("_T")
 _P = ParamSpec("_P")
 _Item = TypeVar("_Item")
 
-_THREAD_SECONDS = 10.0  # time for which a call waits until a thread can be started for it
+_THREAD_SECONDS = 10.0  # maximum wait of a call until a thread can be started for it
 _RETRY_SECONDS = 0.1
 
 
 def run(main: Coroutine[object, object, _T]) -> _T:
-    """Run a coroutine as `asyncio.run` does, on uvloop if vLLM has brought it, which takes less
-    processor time for a turn."""
+    """Run a coroutine as `asyncio.run` does, on uvloop if it is installed (with vLLM), which takes
+    less processor time per turn."""
     try:
         import uvloop
     except ImportError:
@@ -54,8 +54,8 @@ async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
     try:
         async with _Group() as group:
             yield group
-            # Before Python 3.13, a group that waits in its exit leaves a task whose child fails
-            # cancelled for good (`is_cancelled`); one that is cancelled in its block does not.
+            # Wait here: before Python 3.13, if a child fails while the group waits in its exit, the
+            # task stays marked as cancelled (`is_cancelled`); not if it fails during the block.
             while left := [task for task in group.running if not task.done()]:
                 await asyncio.wait(left)
     except BaseExceptionGroup as errors:
@@ -76,8 +76,8 @@ async def together(works: Iterable[Coroutine[object, object, _T]]) -> list[_T]:
 async def for_each(
     items: Iterable[_Item], work: Callable[[_Item], Awaitable[object]], at_once: int
 ) -> None:
-    """Work on all items, on at most `at_once` at a time; each is asked for when its turn comes. The
-    first error cancels the work on others."""
+    """Work on all items, on at most `at_once` at a time; take each item from `items` only when its
+    work begins. The first error cancels the work on other items."""
     left = iter(items)
 
     async def one_after_another() -> None:
@@ -126,8 +126,8 @@ async def in_thread(
     start: Callable[[Callable[[], None]], None] | None = None,
 ) -> _T:
     """Run a function as `run_in_thread` does, or in the thread in which `start` starts it, and give
-    its outcome to a future, which is cancelled with the wait; one that is cancelled first is not
-    run."""
+    its outcome to a future. If the wait is cancelled, so is the future; a function whose future is
+    cancelled before it begins is not run."""
     start = start or start_in_thread
     done = done_event(future)
     ends = time.monotonic() + _THREAD_SECONDS
@@ -149,8 +149,8 @@ async def in_thread(
 def done_event(future: Future[_T]) -> asyncio.Event:
     """Return an event of this event loop that is set once a future of another thread is done.
 
-    `asyncio.wrap_future` replaces an error by another if it is a TimeoutError, without its
-    traceback, or a CancelledError of `concurrent.futures`, by one that looks like our own.
+    `asyncio.wrap_future` would replace a TimeoutError by one without its traceback, and a
+    CancelledError of `concurrent.futures` by one that looks like a cancellation of our own task.
     """
     loop, done = asyncio.get_running_loop(), asyncio.Event()
 
@@ -163,7 +163,7 @@ def done_event(future: Future[_T]) -> asyncio.Event:
 
 
 async def set_within(event: asyncio.Event, seconds: float | None) -> bool:
-    """Wait for an event, at most `seconds`, and return whether it came."""
+    """Wait at most `seconds` for an event, and return whether it is set."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await event.wait()
@@ -171,8 +171,8 @@ async def set_within(event: asyncio.Event, seconds: float | None) -> bool:
 
 
 def fulfil(future: Future[_T], function: Callable[[], _T], *, ordinary: bool = True) -> None:
-    """Call a function, and give a future its result, or its error as `ordinary_error` or as it is;
-    does nothing if the future is cancelled."""
+    """Call a function, and give a future its result or error (if `ordinary`, as `ordinary_error`
+    makes it); do nothing if the future is cancelled."""
     if not future.set_running_or_notify_cancel():
         return
     try:
@@ -184,15 +184,15 @@ def fulfil(future: Future[_T], function: Callable[[], _T], *, ordinary: bool = T
 
 
 Inbox = queue.SimpleQueue[Callable[[], bool]]
-"""Pieces of work for a thread; one that returns True leaves the thread idle."""
+"""Functions for a thread to call; after one that returns True, others may take the thread."""
 _idle_threads: list[Inbox] = []
 """Inboxes of idle threads, reused because starting a thread blocks the event loop for a moment."""
 os.register_at_fork(after_in_child=_idle_threads.clear)  # they are the parent's
 
 
 def start_in_thread(work: Callable[[], None]) -> None:
-    """Start a function that raises nothing in an idle daemon thread, in a copy of the caller's
-    context; OSError when no thread can be started."""
+    """Start a function, which must raise nothing, in an idle daemon thread and a copy of the
+    caller's context; raise OSError if no thread can be started."""
     context = contextvars.copy_context()
 
     def once() -> bool:
@@ -203,7 +203,7 @@ def start_in_thread(work: Callable[[], None]) -> None:
 
 
 def take_thread() -> Inbox:
-    """Return the inbox of an idle daemon thread, which is started if there is none; OSError when no
+    """Return the inbox of an idle daemon thread, or start one if none is idle; raise OSError if no
     thread can be started."""
     try:
         return _idle_threads.pop()
@@ -228,8 +228,7 @@ def call_within(function: Callable[[], _T], seconds: float) -> _T:
 
 
 def start_daemon(target: Callable[[], None], name: str) -> None:
-    """Start a daemon thread; OSError when the system allows no more, which may be so for a
-    moment."""
+    """Start a daemon thread; raise OSError if the system allows no more at the moment."""
     try:
         threading.Thread(target=target, daemon=True, name=name).start()
     except RuntimeError as error:

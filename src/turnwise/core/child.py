@@ -1,6 +1,6 @@
-"""Child processes: programs with pipes, their last words, requests to them, and their whole end.
+"""Child processes: programs with pipes, their last words, requests to them, and how to end them.
 
-A child leads a process group, which ends with it, and with this program, whatever it has started.
+A child leads a process group. The whole group is killed when the child or this program ends.
 """
 
 import asyncio
@@ -22,9 +22,9 @@ from turnwise.errors import InputError, TrajectoryError, TurnwiseError, visible
 
 _T = TypeVar("_T")
 
-LINES_A_SECOND = 20  # number of a program's lines that are logged in a second
-LONGEST_LINE = 1_000  # number of bytes of a line that are logged
-TAIL_BYTES = 4_096  # number of bytes of a child's last words that are kept
+LINES_A_SECOND = 20  # maximum number of a program's lines that are logged in a second
+LONGEST_LINE = 1_000  # maximum number of bytes of a line that are logged
+TAIL_BYTES = 4_096  # maximum number of bytes of a child's last words that are kept
 _MISTAKES = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOEXEC, errno.ENOTDIR, errno.ELOOP)
 _LACKS = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM, errno.ENOBUFS)
 
@@ -44,9 +44,11 @@ def lacks_resources(error: BaseException) -> bool:
 
 
 def start_error(error: OSError | ValueError, what: str, reason: str, first: bool) -> TurnwiseError:
-    """Return the error of a program (`what`, with its key) that does not start: of a trajectory
-    that fails for a `reason`, or, if it never started before, a mistake of the user, which ends the
-    run: a program that does not exist, or an unreadable command line."""
+    """Return the error for a program (`what`, with its configuration key) that does not start.
+
+    A program that does not exist, or an unreadable command line, is the user's mistake if it is the
+    `first` start: an `InputError`, which ends the run. Else a `TrajectoryError` with `reason`.
+    """
     message = f"{what} cannot be started: {error}"
     mistake = not isinstance(error, OSError) or error.errno in _MISTAKES
     return InputError(message) if mistake and first else TrajectoryError(reason, message)
@@ -55,8 +57,8 @@ def start_error(error: OSError | ValueError, what: str, reason: str, first: bool
 def kill_group(leader: int, reaped: bool, number: int = signal.SIGKILL) -> None:
     """Send a signal to the process group of a child that leads one, also after the child has ended.
 
-    If its end was waited for (`reaped`), its number can be another process's, which is left alone;
-    while the group has a process, no other gets its number.
+    If the child was waited for (`reaped`), its id may now be another process's, which is left
+    alone. While the group still has a process, no other process gets the id.
     """
     if reaped and os.path.exists(f"/proc/{leader}"):
         return
@@ -68,8 +70,8 @@ class _Streams(asyncio.subprocess.SubprocessStreamProtocol):
     def __init__(self) -> None:
         super().__init__(limit=MAX_BYTES, loop=asyncio.get_running_loop())
         self.ended = asyncio.Event()
-        """Set at the process's end; asyncio's own `wait` also waits for pipes, which others may
-        hold open."""
+        """Set at the process's end; asyncio's own `wait` also waits for the pipes, which other
+        processes may hold open."""
 
     def process_exited(self) -> None:
         self.ended.set()
@@ -109,10 +111,10 @@ class Child:
         heard: Callable[[bytes], object] = lambda _: None,
         joined: bool = False,
     ) -> "Child":
-        """Start a program with these variables alone; `start_error` reads the errors.
+        """Start a program with these environment variables alone; pass errors to `start_error`.
 
-        `heard` is called with each part of its standard error; if `joined`, its output is part of
-        it, and not read by the caller.
+        `heard` is called with each part of its standard error. If `joined`, `heard` also gets its
+        standard output, and the caller does not read it.
         """
         transport, streams = await asyncio.get_running_loop().subprocess_exec(
             _Streams,
@@ -149,11 +151,12 @@ class Child:
         return self._tail.decode(errors="replace").strip()
 
     async def exited(self, seconds: float | None = None) -> bool:
-        """Wait for its end, at most `seconds`, and return whether it came."""
+        """Wait at most `seconds` for its end, and return whether it has ended."""
         return await set_within(self._streams.ended, seconds)
 
     async def heard(self, seconds: float) -> None:
-        """Wait for the end of its standard error, which what has left its group may hold open."""
+        """Wait at most `seconds` for the end of its standard error, which a process that has left
+        the group may hold open."""
         await asyncio.wait([self._hearing], timeout=seconds)
 
     def kill(self, number: int = signal.SIGKILL) -> None:
@@ -163,8 +166,8 @@ class Child:
     async def end(self, seconds: float, *, leave: float = 0.0, terminate: float = 0.0) -> None:
         """End it and its group, and close its pipes, its input first; safe to repeat.
 
-        It has `leave` seconds to end by itself, if not 0, then `terminate` after SIGTERM, and once
-        it was killed `seconds` for its last words.
+        If `leave` is not 0, it has `leave` seconds to end by itself, and then `terminate` seconds
+        after SIGTERM. Then it is killed; wait `seconds` for its end, and again for its last words.
         """
         try:
             self.stdin.close()
@@ -183,7 +186,7 @@ class Child:
 
 
 class Requests(Generic[_T]):
-    """Requests to a process whose answers come in any order, by their numbers."""
+    """Requests to a process that answers in any order, each with the number of its request."""
 
     def __init__(self) -> None:
         self._asked: dict[int, asyncio.Future[_T]] = {}
@@ -201,19 +204,19 @@ class Requests(Generic[_T]):
         return number, future
 
     def resolve(self, number: int, answer: _T | TrajectoryError) -> bool:
-        """Pass an answer on; return whether it is the first answer to a request."""
+        """Pass an answer to its request; return whether it is the first answer to one."""
         if (future := self._asked.pop(number, None)) is None:
             return False
         if not future.done():  # it may have been late, or cancelled
             if isinstance(answer, TrajectoryError):
                 future.set_exception(answer)
-                future.exception()  # nobody may ask for it
+                future.exception()  # else asyncio would log an error that nobody retrieves
             else:
                 future.set_result(answer)
         return True
 
     def end(self, error: TrajectoryError) -> TrajectoryError:
-        """End all requests with an error, and return it, or that of the first end."""
+        """End all requests with an error, and return it; later calls use the first call's error."""
         self.ended = self.ended or error
         for number in list(self._asked):
             self.resolve(number, self.ended)
@@ -221,9 +224,9 @@ class Requests(Generic[_T]):
 
 
 class ForeignLines:
-    """The output of a program that writes what it likes, as lines of our log, under its name.
+    """Logs the output of a program, which may write anything, line by line under its name.
 
-    Those beyond `LINES_A_SECOND` are only counted, and what is beyond `LONGEST_LINE` is left out.
+    Lines beyond `LINES_A_SECOND` are only counted, and a line is cut after `LONGEST_LINE` bytes.
     """
 
     def __init__(self, logger: logging.Logger, name: str) -> None:

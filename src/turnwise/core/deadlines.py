@@ -13,8 +13,8 @@ _LATE_SECONDS = 1.0  # lateness of a timer that shows that the event loop was he
 async def deadline(seconds: float | None, missed: str, key: str = "") -> AsyncIterator[None]:
     """Raise DeadlineError from the block when it takes longer than `seconds`.
 
-    A TimeoutError that the block itself raises passes unchanged. If the event loop was held up, or
-    the process stopped, over the deadline, an answer that came meanwhile is read first.
+    A TimeoutError that the block itself raises passes unchanged. If the event loop was blocked, or
+    the process stopped, when the deadline passed, an answer that came meanwhile is still read.
 
     Args:
         seconds: None waits indefinitely.
@@ -49,8 +49,8 @@ def deadline_error(seconds: float, missed: str, key: str = "") -> DeadlineError:
 
 
 class StallClock:
-    """Ends waits that make no progress for `seconds`: any number on one event loop, with a single
-    timer."""
+    """Ends waits when there is no progress for `seconds`. One timer serves any number of waits on
+    one event loop."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -63,8 +63,8 @@ class StallClock:
 
     @property
     def stopped(self) -> bool:
-        """True while no progress is expected, such as while an engine sleeps. It has no timer then:
-        a pending one would keep the event loop from dropping later ones that are cancelled, and the
+        """True while no progress is expected, such as while an engine sleeps. There is no timer
+        then: a pending timer would keep the event loop from freeing later, cancelled timers and the
         objects of their requests."""
         return self._stopped
 
@@ -110,7 +110,7 @@ class StallClock:
             raise deadline_error(self.seconds, missed, key) from None
 
     def _set_timer(self) -> None:
-        """Have a timer while something waits, unless the clock is stopped."""
+        """Keep a timer running while something waits, unless the clock is stopped."""
         wanted = bool(self._waits) and not self._stopped
         if wanted and self._timer is None:
             due = self._moved + self.seconds

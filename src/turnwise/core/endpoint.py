@@ -1,8 +1,8 @@
 """A client of HTTP servers that answer with JSON: other models behind a URL, sandboxes elsewhere.
 
-A server that is away or busy is asked again until the deadline; one that gives an unusable answer,
-a number of times. What a server answers is not trusted: it is read up to a largest size, and a
-redirect is an error.
+A request to a server that is away or busy is repeated until the deadline; after an unusable answer,
+it is repeated a number of times. Answers are not trusted: their size is limited, and a redirect is
+an error.
 """
 
 import asyncio
@@ -21,15 +21,23 @@ from turnwise.errors import DeadlineError, InputError, TrajectoryError, first_li
 _T = TypeVar("_T")
 _AWAY = (408, 409, 429, 502, 503, 504)  # statuses of a server that is busy, or not there yet
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.5, 8.0  # seconds between attempts if the server names none
-_SHOWN = 300  # bytes of an error's body that a message has
+_SHOWN = 300  # maximum number of bytes of an error's body in a message
 
 
 class Endpoint:
-    """The server at a URL, and its model of which each request has the name; None names none. Its
-    failures are `REASON_error` and `REASON_timeout`, over all attempts; `who` ("the judge") and
-    `key`, that of the timeout, are for messages. With 0 `retries`, for requests that may be sent
-    only once, a server that is away is not asked again either. InputError when the variable of the
-    server's key is not set; None sends none."""
+    """The server at a URL.
+
+    Args:
+        model: Model that each request names; None names none.
+        who: The server in messages: "the judge".
+        reason: Beginning of its failures: `REASON_error` and `REASON_timeout`.
+        timeout: Deadline in seconds for all attempts of a request together.
+        retries: Repetitions after an unusable answer; 0 sends each request once, even if the server
+            is away.
+        api_key_variable: Environment variable with the server's key (InputError when it is not
+            set); None sends no key.
+        key: Configuration key of the timeout, for messages.
+    """
 
     def __init__(
         self,
@@ -59,13 +67,13 @@ class Endpoint:
         spent: Counter[str],
         largest: int = MAX_BYTES,
     ) -> _T:
-        """Send JSON, and return what `read` makes of the answer, of at most `largest` bytes; adds
-        the `requests` and `retries` to `spent`.
+        """Send JSON, and return what `read` makes of the answer, of at most `largest` bytes; add
+        the numbers of `requests` and `retries` to `spent`.
 
         After a connection error, 408, 409, 429, 502, 503 or 504, the request is repeated until the
         deadline; after another 5xx, and an answer that `read` refuses with an AnswerError,
-        `retries` times. Pauses grow, or are longer if the server names more seconds.
-        TrajectoryError, with the server's own words, when no attempt succeeds.
+        `retries` times. Pauses grow, and are longer still if the server asks for more seconds.
+        Raise TrajectoryError, which quotes the server, when no attempt succeeds.
         """
         body = {"model": self.model, **body} if self.model else body
         url = f"{self.url}/{path}"

@@ -1,7 +1,7 @@
 """Files from URLs in data, which is not trusted: over HTTP or HTTPS, from public addresses only.
 
-The address that was checked is the one that is connected to, also after a redirect, so that no name
-leads into this network. A proxy of the environment is not used.
+Each connection, also after a redirect, is made to the very address that was checked, so that no
+name leads into this network. A proxy of the environment is not used.
 """
 
 import socket
@@ -15,7 +15,7 @@ from turnwise.core.aio import call_within
 from turnwise.core.untrusted import IDENTITY
 from turnwise.errors import InputError
 
-_MAX_HOPS = 4  # maximum number of requests for one file, of which all but the last are redirected
+_MAX_HOPS = 4  # maximum number of requests for one file; all but the last are redirected
 _REFUSED = ("168.63.129.16",)  # public addresses of metadata services: Azure's
 
 
@@ -29,7 +29,7 @@ def fetch(url: str, most: int, seconds: float) -> bytes:
     try:
         return call_within(lambda: _fetched(url, most, seconds, opened), seconds)
     except TimeoutError:
-        with suppress(OSError, IndexError):  # else a host that sends a byte now and then keeps it
+        with suppress(OSError, IndexError):  # ends the read: a slow host would keep the thread
             opened[-1].shutdown(socket.SHUT_RDWR)
         raise InputError(f"{url[:200]} did not come within {seconds:g} s") from None
     except (OSError, HTTPException, ValueError) as error:  # of a certificate, too

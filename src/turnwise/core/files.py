@@ -1,7 +1,7 @@
 """Files and folders that appear whole or not at all, and entries of a folder by their numbers.
 
-What replaces something is on the disk first, so that a crash or a loss of power leaves the old
-version or the new one. A folder is written under its name with `.tmp`; the one that it replaces is
+A replacement is flushed to the disk first, so that a crash or a loss of power leaves the old
+version or the new one. A folder is written under its name with `.tmp`. A folder that is replaced is
 put aside under its name with `.old` for the moment between two renames.
 """
 
@@ -31,7 +31,7 @@ def number_of(path: Path) -> int:
 
 
 def write_file(path: Path, text: str, *, private: bool = False) -> None:
-    """Write a text file, in the place of an earlier one; only its owner reads a `private` one."""
+    """Write a text file, or replace one atomically; only the owner can read a `private` file."""
     new = temporary(path)
     with new.open("w", encoding="utf-8") as file:
         if private:
@@ -53,9 +53,9 @@ def _aside(folder: Path) -> Path:
 
 
 def put_in_place(folder: Path, new: Path | None = None, *, flush: bool = True) -> None:
-    """Rename the temporary folder of a folder, or another `new` one beside it, in the place of an
-    earlier one if there is one; with `flush`, all of it is on the disk first, for what must survive
-    a loss of power."""
+    """Create or replace a folder: rename its temporary folder, or another `new` folder next to it,
+    to its name. With `flush`, write everything to the disk first, so that it survives a loss of
+    power."""
     new, old = new or temporary(folder), _aside(folder)
     if flush:
         sync_tree(new)

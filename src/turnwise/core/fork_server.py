@@ -3,10 +3,10 @@
     program ── starts ──> fork server ── forks ──> Ray workers, engine processes
        └── starts ──> raylet ── starts ──> client ── asks ──> fork server
 
-A fork ends with the connection of its client, and with the server, which therefore outlives every
-lack of processes, memory or descriptors: it then refuses one client, or lets it wait. Used on
-machines without a GPU: a process that has touched CUDA must not fork. `TURNWISE_FORK_SERVER=off`
-disables it; a path names a server that is already running.
+A fork is killed when the connection of its client closes, or when the server ends. The server must
+therefore survive a lack of processes, memory or descriptors: it refuses one client, or lets it
+wait. Used on machines without a GPU: a process that has touched CUDA must not fork.
+`TURNWISE_FORK_SERVER=off` disables it; a path names a server that is already running.
 
 The client is this file as a program, `python -I -S fork_server.py SOCKET ARGUMENT...`: it runs
 `python ARGUMENT...` as a fork. To start in hundredths of a second, it needs only the imports at the
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 VARIABLE = "TURNWISE_FORK_SERVER"
 CLIENT = __file__
 SPIN_COUNT = "2000"
-"""Looks of an OpenMP thread for more work before it sleeps."""
-SENDING_SECONDS = 10.0  # deadline for sending a request, in which other clients wait
+"""Number of times that an idle OpenMP thread looks for work before it sleeps."""
+SENDING_SECONDS = 10.0  # deadline for sending a request; other clients wait meanwhile
 PRELOADED = (
     "turnwise.engine.preload",
     "turnwise.serving.openai.server",
@@ -51,7 +51,7 @@ _NVIDIA = "/dev/nvidiactl"
 _FORKSERVER = "multiprocessing.forkserver"
 _STREAMS = 3  # number of standard streams that come with a request, before its other descriptors
 _MAX_REQUEST = 2**24
-_LACK_SECONDS = 0.1  # time before the next client is looked at when there is no descriptor for it
+_LACK_SECONDS = 0.1  # pause after a client for which there is no descriptor
 _SET_PDEATHSIG = 1
 _FROM_RAY = "--language=PYTHON"
 _RAY_CONTEXT = "--serialized-runtime-env-context="
@@ -61,11 +61,11 @@ _RAY_CONTEXT = "--serialized-runtime-env-context="
 
 
 def _run_as_fork() -> None:
-    """Run the program of this command line as a fork, forward signals to it, and end as it does; if
-    no server listens, this process becomes the program."""
+    """Run the program of this command line as a fork, forward signals to it, and end with its
+    status; if no server listens, this process becomes the program."""
     # Ray starts its workers with this program, instead of its own `setup_worker.py`, and passes the
-    # runtime environment as an argument. Everyone on the machine can read the arguments of a
-    # process, and it has secrets: this program starts itself again with it as its environment.
+    # runtime environment, which holds secrets, as an argument. Everyone on the machine can read the
+    # arguments of a process: so move them to the environment, and execute this program again.
     if _FROM_RAY in sys.argv:
         own = []
         for argument in sys.argv[1:]:
@@ -90,7 +90,7 @@ def _run_as_fork() -> None:
         os._exit(1)
     status = int(ended)
     if os.WIFSIGNALED(status):
-        if os.WTERMSIG(status) != signal.SIGKILL:  # which has no handler to set
+        if os.WTERMSIG(status) != signal.SIGKILL:  # SIGKILL has no handler to reset
             signal.signal(os.WTERMSIG(status), signal.SIG_DFL)
         os.kill(os.getpid(), os.WTERMSIG(status))
     os._exit(os.waitstatus_to_exitcode(status))
@@ -102,7 +102,7 @@ def command(server: str) -> list[str]:
 
 
 def _like_this(arguments: list[str]) -> "JsonObject":
-    """Return the request for a process that is like this one."""
+    """Return a request for a process with the working directory and environment of this one."""
     return {"arguments": arguments, "cwd": os.getcwd(), "env": dict(os.environ)}
 
 
@@ -117,8 +117,10 @@ def ask(connection: socket.socket, request: "JsonObject", *more: int) -> None:
 
 
 class ForkServer:
-    """The server's process, owned by the program that starts it, as `python -m MODULE LISTENER
-    ALIVE ARGUMENT...`, which calls `serve` with the two descriptors."""
+    """The server's process, owned by the program that starts it.
+
+    The command is `python -m MODULE LISTENER ALIVE ARGUMENT...`; the module passes the two
+    descriptors to `serve`."""
 
     def __init__(
         self, module: str = "turnwise.core.fork_server", arguments: Sequence[str] = ()
@@ -131,22 +133,22 @@ class ForkServer:
         variables = {
             "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
             "OMP_NUM_THREADS": "1",
-            "OMP_WAIT_POLICY": "PASSIVE",  # idle threads must not spin beside engines
-            # But for some 30 us: a thread that sleeps between two operations takes longer to wake
-            # than a small one takes.
+            "OMP_WAIT_POLICY": "PASSIVE",  # idle threads must not take processor time from engines
+            # But they spin for about 30 us: a small operation takes less time than waking a thread
+            # that fell asleep before it.
             "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", SPIN_COUNT),
             "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "TOKENIZERS_PARALLELISM": "false",
-            # A new page costs more than its copy: matrices get huge ones, and all threads one heap,
-            # so that those that pack an engine's weights use again what others have freed.
+            # To get a new memory page costs more than to copy one: matrices get huge pages, and all
+            # threads share a heap, so that a thread that packs weights can reuse freed memory.
             "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"),
             "MALLOC_ARENA_MAX": os.environ.get("MALLOC_ARENA_MAX", "1"),
         }
         read, self._alive = os.pipe()
         try:
-            # Bound here, so that a client that connects before the imports are done waits for them.
+            # Bind here, so that a client can connect, and wait, before the imports are done.
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
                 listener.bind(self.address)
                 listener.listen(128)
@@ -176,7 +178,7 @@ class ForkServer:
 
 
 _own: ForkServer | None = None
-_connections: list[socket.socket] = []  # connections that stay open because a fork ends with them
+_connections: list[socket.socket] = []  # kept open, because closing one kills its fork
 
 
 def address() -> str | None:
@@ -200,8 +202,8 @@ def address() -> str | None:
 
 
 def share_with_engines() -> bool:
-    """Make multiprocessing's start method `forkserver` fork from a fork of the server; returns
-    False if there is none."""
+    """Make multiprocessing's start method `forkserver` fork from a fork of the server; return
+    False if no server can be reached."""
     from multiprocessing.util import get_temp_dir
 
     from turnwise.internals import python
@@ -230,8 +232,8 @@ def share_with_engines() -> bool:
 
 
 def serve(listener: socket.socket, alive: int, *, end_groups: bool = False) -> "Request | None":
-    """Fork for each request until `alive` is closed, and return None; in each fork, return the
-    request. What remains of a fork's process group when it has ended is killed if `end_groups`."""
+    """Fork for each request until `alive` is closed, then return None; in each fork, return the
+    request. If `end_groups`, kill the rest of a fork's process group once the fork has ended."""
     server = _Server(listener, alive, end_groups)
     while True:
         for key, _ in server.selector.select():
@@ -248,7 +250,7 @@ def serve(listener: socket.socket, alive: int, *, end_groups: bool = False) -> "
 
 
 class _Server:
-    """The forks, and what the server waits for."""
+    """The server's forks, and the selector with which it waits for their ends and for clients."""
 
     def __init__(self, listener: socket.socket, alive: int, end_groups: bool) -> None:
         import ctypes
@@ -280,7 +282,7 @@ class _Server:
             connection.close()
             return None
         try:
-            # Before the fork, so that there is none that nobody watches.
+            # Register the client before the fork, so that no fork runs without being watched.
             self.selector.register(connection, selectors.EVENT_READ)
             pid = os.fork()
         except OSError as error:
@@ -289,9 +291,9 @@ class _Server:
                 self.selector.unregister(connection)
             connection.close()
         else:
-            if pid == 0:  # close what is the server's, and end with it, however it ends
+            if pid == 0:  # in the fork: die with the server, and close the server's descriptors
                 self._libc.prctl(_SET_PDEATHSIG, signal.SIGKILL)
-                if os.getppid() != self._pid:  # it has ended meanwhile
+                if os.getppid() != self._pid:  # the server has ended meanwhile
                     os._exit(1)
                 own = (self._listener, self._wake, self.woken, connection)
                 for each in (*own, *self._children.values()):
@@ -307,7 +309,7 @@ class _Server:
         return None
 
     def reap(self) -> None:
-        """Tell the clients of the forks that have ended how they did."""
+        """Send the clients of all forks that have ended the exit status of their fork."""
         self.woken.recv(4096)
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -317,8 +319,8 @@ class _Server:
                 self.leave(pid, status)
 
     def leave(self, pid: int, status: int | None = None) -> None:
-        """Close the connection of a client whose fork has ended with a status; without one, the
-        client is gone: kill its fork."""
+        """Send a client the status of its fork, which has ended; without a status, the client has
+        gone: kill its fork. Close the connection in both cases."""
         if (client := self._children.pop(pid, None)) is not None:
             if status is None:
                 os.kill(pid, signal.SIGKILL)
@@ -349,7 +351,7 @@ def _receive(connection: socket.socket) -> "Request | None":
         size = int.from_bytes(header, "big")
         if len(descriptors) < _STREAMS or not 0 < size <= _MAX_REQUEST:
             raise ValueError("no request")
-        # Of this user's processes, and with an environment that may not be UTF-8.
+        # Plain JSON: the client is a process of this user, and its environment may not be UTF-8.
         request = json.loads(receive(connection, size, ends))
         if not isinstance(request, dict):
             raise TypeError("no request")
@@ -367,7 +369,8 @@ def _reply(connection: socket.socket, number: int) -> None:
 
 
 def exit_code(job: Callable[[], None]) -> int:
-    """Run the job as an interpreter would, but skip freeing its memory, which takes seconds."""
+    """Run a job as an interpreter would, and return its exit code; skip freeing its memory, which
+    takes seconds."""
     from turnwise.internals import python
 
     code = 0
@@ -427,12 +430,12 @@ def _become(request: "JsonObject", descriptors: list[int]) -> None:
     for target, descriptor in enumerate(streams):
         os.dup2(descriptor, target)
         os.close(descriptor)
-    # Not inherited by programs that the fork starts.
+    # Programs that the fork starts must not inherit them.
     for descriptor in rest:
         os.set_inheritable(descriptor, False)
     os.chdir(request["cwd"])
-    # Only the variables that differ: process titles overwrite the environment's memory, which Ray
-    # and vLLM must be able to locate.
+    # Change only the variables that differ: Ray and vLLM write process titles over the memory of
+    # the environment, which they must be able to locate.
     wanted: dict[str, str] = request["env"]
     for name in os.environ.keys() - wanted.keys():
         del os.environ[name]

@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 _SUFFIX = ".gguf"
 _MAGIC = b"GGUF"
-_LAYOUT = 1  # number of the layout of converted folders; folders of another one are not used
+_LAYOUT = 1  # version of the layout of converted folders; other versions are not used
 _STOPS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
 """Keys of a GGUF file with tokens that end a text, a turn, or a message."""
 _TAKEN = (errno.EEXIST, errno.ENOTEMPTY)
@@ -31,8 +31,8 @@ _TAKEN = (errno.EEXIST, errno.ENOTEMPTY)
 
 def resolve_model(path: str, key: str = "model.path") -> str:
     """Return the folder or Hugging Face name from which libraries load a model: the path itself, or
-    the folder of a GGUF file, which the first call converts, for seconds to minutes; InputError
-    names the key when it cannot."""
+    the converted folder of a GGUF file. The first call converts the file, which takes seconds to
+    minutes. Raise InputError, which names the key, if the file cannot be converted."""
     file = find_gguf(path)
     if file is None:
         return path
@@ -60,8 +60,8 @@ def resolve_model(path: str, key: str = "model.path") -> str:
             tokenizer = AutoTokenizer.from_pretrained(**source)
             load = AutoModelForCausalLM.from_pretrained
             read: PreTrainedModel = load(**source, dtype=torch.float32)
-            # As Transformers reads it, the model counts as quantized and cannot be written, and its
-            # stops are those of its architecture.
+            # Transformers marks the model as quantized, so that it cannot be written, and gives it
+            # the stop tokens of its architecture: correct both.
             shape = read.config
             del shape.quantization_config
             known, _ = read_gguf_metadata(str(file))
@@ -79,7 +79,7 @@ def resolve_model(path: str, key: str = "model.path") -> str:
             raise InputError(said) from error
         sync_tree(new)
         try:
-            new.rename(folder)  # of several processes that convert it, one puts it in place
+            new.rename(folder)  # if several processes convert it, only one of them succeeds here
         except OSError as error:
             if error.errno not in _TAKEN:
                 raise
@@ -111,7 +111,7 @@ def converted(path: str) -> Path | None:
 
 
 def _folder_of(file: Path) -> Path:
-    """Return the folder of a file: another one if the file's place, size or time is another."""
+    """Return the folder for a file; it depends on the file's path, size and modification time."""
     where, found = file.resolve(), file.stat() if file.exists() else None
     stamp = (_LAYOUT, str(where), found and (found.st_size, found.st_mtime_ns))
     digest = hashlib.blake2b(repr(stamp).encode(), digest_size=6).hexdigest()

@@ -1,9 +1,9 @@
 """The client of all HTTP and WebSocket requests to other servers, which are not trusted.
 
-An answer is read up to a largest size, and not compressed; a redirect is never followed, because it
-may lead into this network; an address begins with http, https, ws or wss. Deadlines are the
-caller's: `core.deadlines`, or those of tools and environments. `tests/test_doors.py` names the few
-files that ask others in another way, and why.
+An answer has a maximum size, and must not be compressed. A redirect is never followed, because it
+may lead into this network. An address must begin with http, https, ws or wss. The caller sets
+deadlines, with `core.deadlines` or as part of a tool or environment. `tests/test_doors.py` names
+the few files that send requests in another way, and why.
 """
 
 import asyncio
@@ -34,11 +34,11 @@ class Unreachable(HttpError):
 
 @dataclass(frozen=True, slots=True)
 class HttpAnswer:
-    """The answer to a request, whatever its status; that of a redirect, too."""
+    """The answer to a request, with any status, including redirects."""
 
     status: int
     headers: Mapping[str, str]
-    """Names in any case."""
+    """Look-ups ignore the case of names."""
     body: bytes
 
     @property
@@ -51,8 +51,9 @@ class HttpClient:
     """A client on the running event loop, which is closed after use.
 
     Args:
-        connect_seconds: Deadline for opening a connection; None where the caller has one for all.
-        cookies: Keep a server's cookies, also of addresses without a name.
+        connect_seconds: Deadline for opening a connection; None if a deadline of the caller covers
+            it.
+        cookies: Keep a server's cookies, also of a server whose address is an IP address.
         proxies: Use the proxies and the logins (`~/.netrc`) of the environment.
     """
 
@@ -63,9 +64,9 @@ class HttpClient:
         cookies: bool = False,
         proxies: bool = False,
     ) -> None:
-        use_daemon_threads(asyncio.get_running_loop())  # in which aiohttp looks up names
+        use_daemon_threads(asyncio.get_running_loop())  # aiohttp looks up names in threads
         redirects = aiohttp.TraceConfig()
-        redirects.on_request_redirect.append(_refuse_redirect)  # where a call has no option for it
+        redirects.on_request_redirect.append(_refuse_redirect)  # `ws_connect` has no option for it
         self._session = aiohttp.ClientSession(
             cookie_jar=aiohttp.CookieJar(unsafe=True) if cookies else aiohttp.DummyCookieJar(),
             timeout=aiohttp.ClientTimeout(total=None, connect=connect_seconds),
@@ -98,7 +99,7 @@ class HttpClient:
         Raises:
             Unreachable, HttpError: when there is no whole answer.
             AnswerError: when the answer has more than `largest` bytes, or is compressed.
-            InputError: when the address, or a header, is none.
+            InputError: when the address or a header is not valid.
         """
         _check(url)
         all_headers = {**IDENTITY, **trace_headers(), **(headers or {})}
@@ -145,7 +146,7 @@ class WebSocket:
         self._socket = socket
 
     async def send(self, text: str) -> None:
-        """Send a text; one that a closed socket cannot send is dropped, and `receive` says why."""
+        """Send a text. If the socket is closed, drop the text; `receive` then raises the reason."""
         with suppress(aiohttp.ClientError, OSError):
             await self._socket.send_str(text)
 
@@ -153,7 +154,7 @@ class WebSocket:
         """Return the next text.
 
         Raises:
-            AnswerError: when it is too long, or no message.
+            AnswerError: when it is too long, or cannot be read.
             HttpError: when the socket is closed, or something other than a text came.
         """
         message = await self._socket.receive()

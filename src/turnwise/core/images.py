@@ -1,6 +1,6 @@
-"""Files of images that are not trusted: their type, size and pixels, within limits.
+"""Untrusted image files: their type, size and pixels, within limits.
 
-Only a few decoders read them, and none before the header has shown a size within the limits.
+Only a few decoders read them, and only after the header has shown a size within the limits.
 """
 
 import io
@@ -24,8 +24,8 @@ def check_image(data: bytes, what: str) -> tuple[str, int, int]:
     picture, the right way up, in pixels.
 
     Raises:
-        InputError: that begins with `what`, when it is no image of these formats, is broken, or is
-            beyond the limits.
+        InputError: when it is no image of these formats, is broken, or is beyond the limits; the
+            message begins with `what`.
     """
     kind, picture = _decoded(data, what)
     return kind, *picture.size

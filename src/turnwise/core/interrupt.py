@@ -32,8 +32,8 @@ _TWICE = "interrupted twice; everything it started was killed"
 
 
 class Ending:
-    """The work of a run that is asked to end, before it is cancelled, if it `has_work` to do, which
-    is asked in another thread; a context manager."""
+    """A context manager for a run that, when asked to end, may first finish its work, before it is
+    cancelled. Another thread calls `has_work` to learn whether there is any."""
 
     _open: "list[Ending]" = []  # noqa: RUF012 (of this process: the runs in progress)
 
@@ -58,7 +58,7 @@ class Ending:
 
     @classmethod
     def begin(cls) -> "Ending | None":
-        """Tell the run in progress to end; returns None if it has nothing to do first."""
+        """Ask the run in progress to end; return None if it has no work to do first."""
         with suppress(IndexError, RuntimeError):  # no run, or its loop has closed
             ending = cls._open[-1]
             if ending._has_work():
@@ -67,14 +67,14 @@ class Ending:
         return None
 
     def wait(self, seconds: float) -> bool:
-        """Wait until the work is done; returns whether it is."""
+        """Wait at most `seconds` until the work is done; return whether it is."""
         return self._done.wait(seconds)
 
 
 @contextmanager
 def exit_on_sigterm() -> Iterator[None]:
-    """Raise SystemExit on SIGTERM, which would end a program at once, for a `with` block; does
-    nothing where the program has a handler of its own, and outside the main thread."""
+    """Raise SystemExit on SIGTERM during a `with` block, where the program would otherwise end at
+    once. Do nothing if the program has its own handler, or outside the main thread."""
     main = threading.current_thread() is threading.main_thread()
     if not main or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
         yield
@@ -155,8 +155,8 @@ def _end_by_force(code: int, why: str) -> None:
 
 
 def kill_children() -> None:
-    """Kill all descendants of this process but Python's tracker of shared memory, which removes
-    theirs once they have ended, and then ends too."""
+    """Kill all descendants of this process except Python's resource tracker, which removes their
+    shared memory once they have ended, and then ends, too."""
     import psutil
 
     for _ in range(2):  # one of them may be starting another

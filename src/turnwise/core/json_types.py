@@ -9,7 +9,7 @@ JsonObject = dict[str, Any]  # a parsed JSON object; its values are checked wher
 
 
 def dtype_name(dtype: object) -> str:
-    """Return the name of a torch type, such as "bfloat16"; of a name, the same."""
+    """Return the name of a torch type, such as "bfloat16"; a name is returned unchanged."""
     return str(dtype).removeprefix("torch.")
 
 

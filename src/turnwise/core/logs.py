@@ -6,9 +6,9 @@
     ray/             link to the logs of Ray's own processes
 
 Libraries configure Python's logging while they are imported: vLLM resets the levels of its
-loggers, others the root's. So our handlers are on the logger `turnwise`, which none of them
+loggers, others reset the root's. So our handlers are on the logger `turnwise`, which no library
 touches, and vLLM is kept from configuring anything. Only the command line replaces handlers of the
-root: those of a program that calls us are its own.
+root logger; a program that calls us keeps its own.
 """
 
 import logging
@@ -27,25 +27,25 @@ FILE_FORMAT = "%(asctime)s %(levelname)s %(process)d %(name)s: %(message)s"
 _OURS = logging.getLogger("turnwise")
 _CHATTER = ("vllm", "ray")  # names of the loggers whose lines go only to the file
 _on_terminal = False
-"""Whether this process is the command line, which prints our lines and others' warnings."""
+"""Whether this process is the command line, which prints our lines and libraries' warnings."""
 _files: list[logging.Handler] = []  # files of the runs that are open
 _to_program: list[tuple[logging.Logger, logging.Handler]] = []
-"""Handlers that print, or pass to the program's, while runs are open."""
+"""Handlers that print lines or pass them to the program's handlers while runs are open."""
 _before: list[tuple[logging.Logger, list[logging.Handler], bool, int]] = []
-"""Our logger, vLLM's and Ray's as they were before the first run was opened."""
+"""State of our, vLLM's and Ray's loggers before the first run was opened."""
 _changing = threading.Lock()
 
 
 class VisibleFormatter(logging.Formatter):
-    """Formats lines with control characters as escapes: a line may quote an agent or a model."""
+    """Escapes control characters in lines, because a line may quote an agent or a model."""
 
     def format(self, record: logging.LogRecord) -> str:
         return visible(super().format(record))
 
 
 def to_terminal(level: str = "warning") -> None:
-    """Print our lines of at least a level, and other libraries' warnings, on standard error; only
-    for the command line: it replaces the handlers of the root."""
+    """Print our lines of at least a level, and other libraries' warnings, on standard error. Only
+    for the command line, because it replaces the handlers of the root logger."""
     global _on_terminal
     _on_terminal = True
     _OURS.handlers = [_terminal(level)]
@@ -56,7 +56,8 @@ def to_terminal(level: str = "warning") -> None:
 
 
 def _terminal(level: str, others: bool = False) -> logging.Handler:
-    """Return a handler that prints lines, or warnings of others than us, vLLM and Ray."""
+    """Return a handler that prints lines, or with `others` only warnings, and none of vLLM or
+    Ray."""
     handler = logging.StreamHandler()
     handler.setFormatter(VisibleFormatter(_FORMAT))
     handler.setLevel(level.upper())
@@ -68,8 +69,8 @@ def _terminal(level: str, others: bool = False) -> logging.Handler:
 
 @contextmanager
 def open_logs(folder: Path, level: str) -> Iterator[None]:
-    """Write all lines of this process to a run's folder too, and set our level, in a `with` block
-    around the import of vLLM; a program's own logging is afterwards as it was before."""
+    """Write all lines of this process to a run's folder, too, and set our level during a `with`
+    block, in which vLLM must be imported; then restore the program's own logging."""
     if _on_terminal:
         to_terminal(level)
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
@@ -93,7 +94,7 @@ def open_logs(folder: Path, level: str) -> Iterator[None]:
                 logger.handlers = []
             if not _on_terminal:
                 _to_program.append((_OURS, _ToProgram(level.upper())))
-                if not root.handlers:  # without any, Python prints warnings; ours would stop that
+                if not root.handlers:  # Python prints warnings then, but not once root has our file
                     _to_program.append((root, _terminal(level, others=True)))
                 for logger, printer in _to_program:
                     logger.addHandler(printer)
@@ -124,8 +125,8 @@ def open_logs(folder: Path, level: str) -> Iterator[None]:
 
 
 class _ToProgram(logging.Handler):
-    """Passes our lines of its level to the handlers of the program's root, or prints them if it has
-    none: a logger's level is not asked about lines that come from one below it."""
+    """Passes our lines of its level to the handlers of the program's root logger, or prints them if
+    it has none. The root logger's own level does not apply to lines of loggers below it."""
 
     def __init__(self, level: str) -> None:
         super().__init__(level)
@@ -199,10 +200,10 @@ def follow() -> None:
 
 
 def register_stacks(log: str | None = None) -> None:
-    """Make a process write its stacks on request, under the name of its log; None is that of the
-    actor that has started the process without forking."""
+    """Make a process write its stacks on request, under the name of its log; None uses the log of
+    the actor that started this process without forking."""
     if log := log or os.environ.get(_FILE):
-        from turnwise.core import stacks  # Linux alone has what it needs; logs are read elsewhere
+        from turnwise.core import stacks  # imported here because it works on Linux alone
 
         stacks.register(Path(log).parent.parent, Path(log).stem)
 

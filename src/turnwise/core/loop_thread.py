@@ -3,7 +3,8 @@
 One async context manager is open in it from `start` to `stop`; when it fails early, all current and
 later callers get its error. The thread is a daemon, and every wait has a deadline even when the
 event loop is stuck, so that no user code can block the program's exit. (anyio's blocking portal
-waits for a stuck loop without one, and keeps calls running after its context manager has failed.)
+waits for a stuck loop without a deadline, and keeps calls running after its context manager has
+failed.)
 """
 
 import asyncio
@@ -26,7 +27,7 @@ _Opened = TypeVar("_Opened")
 _Result = TypeVar("_Result")
 Work = Callable[[], Coroutine[Any, Any, _Result]]
 _GRACE_SECONDS = 10.0
-"""Seconds after a coroutine's own deadline after which the event loop counts as stuck."""
+"""Time after a coroutine's own deadline until the event loop counts as stuck."""
 _STOP_SECONDS = 60.0  # for the context manager to close at the end of a program's `with` block
 _LEFT_SECONDS = 5.0
 """Time for the tasks that are left in the event loop to end once the context manager has closed."""
@@ -34,8 +35,8 @@ _LOOK_SECONDS = 0.05  # longest pause between two looks at whether the context m
 
 
 class EventLoopThread(Generic[_Opened]):
-    """An async context manager that is open in an event loop on a separate thread; `name` is the
-    manager's in errors: "the pipeline"."""
+    """An async context manager that is open in an event loop on a separate thread. Errors call the
+    manager `name` ("the pipeline")."""
 
     def __init__(
         self, context: Callable[[], AbstractAsyncContextManager[_Opened]], name: str
@@ -62,7 +63,7 @@ class EventLoopThread(Generic[_Opened]):
         return opened
 
     def __enter__(self) -> Self:
-        """Begin a `with` block, which calls `start`; at its end the thread is left."""
+        """Begin a `with` block, in which `start` is called; its end calls `leave`."""
         if self._thread.ident is not None:
             raise InputError(f"{self._name} can run only once: create another")
         return self
@@ -102,9 +103,9 @@ class EventLoopThread(Generic[_Opened]):
             raise
 
     def call(self, work: Work[_Result], seconds: float, who: str) -> _Result:
-        """Run the coroutine that `work` makes within `seconds`, and return its result, `who` in
-        errors. It is cancelled if the wait ends early; if a signal ends it, a run may first save
-        what it has (`Ending`)."""
+        """Run the coroutine that `work` makes within `seconds`, and return its result; errors call
+        it `who`. It is cancelled if the wait ends early. If a signal ends the wait, a run may first
+        save what it has (`Ending`)."""
         future: Future[_Result] | None = None
 
         async def within() -> _Result:
@@ -125,8 +126,8 @@ class EventLoopThread(Generic[_Opened]):
                 future.cancel()
 
     def stop(self, seconds: float) -> None:
-        """Close the context manager within `seconds`, and raise the error that ended it earlier, or
-        that closing it raised; Ctrl-C is raised only after it has closed."""
+        """Close the context manager within `seconds`. Raise the error that ended it earlier, or an
+        error of closing it; raise Ctrl-C only after it has closed."""
         if self._thread.ident is None or not self._began.wait(_LEFT_SECONDS):
             return  # no thread, or no event loop, could be started
         with suppress(RuntimeError):  # the loop has closed already
@@ -152,8 +153,8 @@ class EventLoopThread(Generic[_Opened]):
         self._ended.result()
 
     def leave(self, seconds: float, error: BaseException | None) -> None:
-        """Stop at the end of a `with` block, after its error, if any, which no failure to stop
-        hides. What does not end in time is only logged: the block's results are there."""
+        """Stop at the end of a `with` block. A failure to stop does not hide the block's `error`.
+        If the end is late, only log it: the block's results are there."""
         self.is_open = False
         try:
             self.stop(seconds)
@@ -164,8 +165,8 @@ class EventLoopThread(Generic[_Opened]):
                 logger.warning("while %s ended: %s", self._name, failure)
 
     async def _held(self) -> None:
-        """Hold the context manager open, and note how it ended: tasks that user code has left in
-        the loop may not end at all."""
+        """Hold the context manager open, and record its end in `_ended`: the thread may outlive it,
+        because tasks that user code has left in the loop may never end."""
         task = asyncio.current_task()
         assert task is not None
         self._task, self._loop = task, asyncio.get_running_loop()

@@ -16,8 +16,8 @@ _COMPANIONS = ("torchaudio", "torchcodec")  # see also `internals.torchvision`
 
 
 def optional(package: str, extra: str, purpose: str) -> ModuleType:
-    """Import a package that one of turnwise's extras installs, or raise InputError, which begins
-    with the purpose: "a dataset from the Hub"."""
+    """Import a package that one of turnwise's extras installs, or raise InputError, whose message
+    begins with the purpose: "a dataset from the Hub"."""
     return required(package, f"'turnwise[{extra}]'", purpose)
 
 
@@ -47,13 +47,13 @@ def load_object(path: str, key: str) -> Foreign:
         return getattr(module, name)
     except AttributeError:
         raise InputError(f"{key}: {module_name} has no {name}") from None
-    except Exception as error:  # a module that imports its names when they are asked for
+    except Exception as error:  # the module may import its names lazily
         raise InputError(f"{key}: {path} cannot be loaded: {describe_error(error)}") from error
 
 
 def check_vllm() -> None:
-    """Check that vLLM is installed and can be imported, without importing it: that would fail in a
-    worker if one of its companions is built for CUDA and torch for CPUs."""
+    """Check that vLLM is installed and can be imported, without importing it. Its import in a
+    worker would fail if a companion package is built for CUDA and torch for CPUs."""
     if importlib.util.find_spec("vllm") is None:
         raise InputError(
             "vLLM is not installed: pip install 'turnwise[cpu]', or 'turnwise[gpu]' on a machine "

@@ -1,4 +1,4 @@
-"""The precision of the model where `model.dtype` leaves it open: its only owner."""
+"""The precision of the model if `model.dtype` leaves it open; only this module chooses it."""
 
 from turnwise.config import ModelConfig
 from turnwise.core.gguf import resolve_model
@@ -6,9 +6,9 @@ from turnwise.errors import InputError, first_line
 
 
 def precision(model: ModelConfig, on_gpu: bool) -> str:
-    """Return `model.dtype` or, where it is null, float32 on a CPU, and on a GPU the precision of
-    the model's files: bfloat16 for float16, whose range is too small for training. InputError when
-    the files cannot be read."""
+    """Return `model.dtype` if it is set. Else return float32 on a CPU, and on a GPU the precision
+    of the model's files, but bfloat16 in place of float16, whose range is too small for training.
+    Raise InputError when the files cannot be read."""
     if model.dtype is not None or not on_gpu:
         return model.dtype or "float32"
     from transformers import AutoConfig  # seconds to import

@@ -29,6 +29,6 @@ def known_secret() -> str:
 
 
 def give_back() -> None:
-    """Give memory that was freed back to the system, where the C library can (glibc), which keeps
-    blocks of up to 32 MiB: the process would stay as large as it was at its peak."""
+    """Give freed memory back to the system if the C library can (glibc). It keeps freed blocks of
+    up to 32 MiB, so that the process would otherwise stay as large as at its peak."""
     getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)

@@ -10,9 +10,9 @@ from turnwise.core.optional import Foreign
 
 
 def draw_anew() -> None:
-    """Seed all random numbers that a fork shares with other forks of its server: those of numpy and
-    torch, and of the generators that modules made when they were imported. Python's own are seeded
-    by Python."""
+    """Seed all random generators that a fork shares with other forks of its server: numpy's,
+    torch's, and all generators that modules made when they were imported. Python itself seeds the
+    generator of `random` in a fork."""
     for seed in _seeds():
         seed(int.from_bytes(os.urandom(8)) >> 1)
 

@@ -1,5 +1,5 @@
-"""Starting Ray, or joining the one that a program or a cluster has, and detecting that its head
-process is gone. What was not started here is never shut down here."""
+"""Starting Ray, or joining the Ray of this program or of a cluster, and detecting that its head
+process is gone. This module shuts down only what it has started."""
 
 import asyncio
 import logging
@@ -24,7 +24,8 @@ from turnwise.internals.ray import lean_ray, report_to
 _CONNECT_SECONDS = 5.0
 _PROBE_SECONDS = 1.0
 _PATIENCE, _CLUSTER_PATIENCE = 3, 30
-"""Probes in a row that Ray's head may miss: one that we started; a cluster's, which may restart."""
+"""Number of failed probes in a row after which Ray's head counts as gone: if we started Ray, and in
+a cluster, whose head may restart."""
 _RECONNECT_SECONDS = 30
 """Time without a head after which the processes of a Ray that we started end themselves."""
 _OBJECT_STORE_BYTES = 128 * 2**20
@@ -33,22 +34,22 @@ _TOKEN_NEEDED = (
     "it asks for a token: set RAY_AUTH_MODE to token, and RAY_AUTH_TOKEN to what "
     "`ray get-auth-token` prints on the head's node"
 )
-"""A head asks for one as soon as its user has one, and anybody who started Ray without a cluster
-has; a program that is given an address sends none by itself."""
+"""A head asks for a token as soon as its user has one, as everybody has who ever started Ray
+without a cluster. A program that joins Ray at an address sends no token by itself."""
 
 
 _lock = threading.Lock()
 _ours: str | None = None
-"""Ray's id of this process since `start_ray` connected it; None if it never did."""
+"""Ray's id of this process if `start_ray` connected it; None if it never did."""
 _users = 0
 """Number of callers of `start_ray` that still use that connection."""
 
 
 def start_ray(address: str | None, environment: Mapping[str, str] | None = None) -> float:
     """Join the Ray that this program is connected to, or connect it to a cluster, or start Ray on
-    this machine, whose actors get the variables of `environment` too; return its number of GPUs.
+    this machine; return Ray's number of GPUs. `leave_ray` is the counterpart.
 
-    `leave_ray` ends what this began.
+    If this connects or starts Ray, all actors also get the variables of `environment`.
 
     Raises:
         InputError: when Ray cannot be reached, or the program is connected to another cluster than
@@ -64,7 +65,7 @@ def start_ray(address: str | None, environment: Mapping[str, str] | None = None)
                 _connect(address, environment)
                 _ours, _users = ray.get_runtime_context().get_worker_id(), 1
             except BaseException:
-                ray.shutdown()  # of a connection that was half made
+                ray.shutdown()  # the connection may be half made
                 raise
             head = "on this machine"
         try:
@@ -77,8 +78,8 @@ def start_ray(address: str | None, environment: Mapping[str, str] | None = None)
 
 
 def leave_ray() -> None:
-    """Shut the connection down that `start_ray` made, with all actors of this program, once nobody
-    uses it; without effect on one that the program made itself."""
+    """Shut down the connection that `start_ray` made, with all actors of this program, once nobody
+    uses it. A connection that the program made itself stays."""
     global _users
     with _lock:
         if ray.is_initialized() and _is_ours():
@@ -88,7 +89,7 @@ def leave_ray() -> None:
 
 
 def goes_on() -> bool:
-    """Return whether Ray, and all actors of this program, go on when a run leaves it."""
+    """Return whether Ray and all actors of this program go on when one more user leaves Ray."""
     return ray.is_initialized() and not (_is_ours() and _users == 1)
 
 
@@ -97,8 +98,8 @@ def _is_ours() -> bool:
 
 
 def _join(address: str | None) -> str:
-    """Check that the Ray that this program is connected to can be used, and is the one at an
-    address; return its own."""
+    """Check that this program's Ray can be used, and is at `address` unless that is None or
+    "auto"; return where its head is."""
     from ray.util.client import ray as client
 
     if client.is_connected():
@@ -120,7 +121,7 @@ def _join(address: str | None) -> str:
 
 
 def _endpoints(address: str) -> set[tuple[str, int]]:
-    """Return the IP addresses and the port that an address stands for."""
+    """Return the pairs of IP address and port that an address stands for."""
     host, port = _host_and_port(address)
     try:
         return {(str(found[4][0]), port) for found in socket.getaddrinfo(host, port)}
@@ -153,20 +154,20 @@ def _connect(address: str | None, environment: Mapping[str, str] | None) -> None
     }
     lean: AbstractContextManager[None] = nullcontext()
     if address is None:
-        # Other machines have no fork server: in a cluster, workers start without one. It has
-        # imported libraries that read their variables then, so none is used beside others.
+        # Other machines have no fork server: in a cluster, workers start without one. Nor do they
+        # use one with an `environment`: libraries that it has imported have read their variables.
         server = None if environment else fork_server.address()
         if server is not None:
             variables[fork_server.VARIABLE] = server
         lean = lean_ray(None if server is None else fork_server.CLIENT)
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    # Ray starts its workers at niceness 15, at which any other program would starve the engines.
+    # Ray starts its workers at niceness 15, where any other program would starve the engines.
     os.environ.setdefault("RAY_worker_niceness", "0")
     os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # workers without our variables
     try:
         if address is None:
             os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(_RECONNECT_SECONDS))
-            # No record of every call for Ray's dashboard: Ray's head keeps it, and grows.
+            # No record of every call for Ray's dashboard: the memory of Ray's head would grow.
             os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
             options["object_store_memory"] = _OBJECT_STORE_BYTES
         else:
@@ -174,7 +175,7 @@ def _connect(address: str | None, environment: Mapping[str, str] | None) -> None
         with signal_handler_kept(signal.SIGTERM), lean:
             # Without "local", Ray would join a cluster that is still running on this machine.
             ray.init(address=address or "local", **options)
-    except Exception as error:  # of any type: a node that starts too slowly is a plain one
+    except Exception as error:  # Ray raises a plain Exception if a node starts too slowly
         raise _unreachable(f"at {address}" if address else "on this machine", error) from error
     report_to(lambda lines: logging.getLogger("ray").info("%s", "\n".join(map(str, lines))))
 
@@ -196,17 +197,16 @@ def _probe_port(address: str) -> None:
 
 
 def _host_and_port(address: str) -> tuple[str, int]:
-    """Split an address (of IPv6, `[::1]:6379`); the port of one without any, such as `auto`, is
-    0."""
+    """Split an address (for IPv6, `[::1]:6379`) into host and port. The port is 0 if the address
+    has none, as in `auto`."""
     host, _, port = address.rpartition(":")
     return host.removeprefix("[").removesuffix("]"), int(port) if port.isdigit() else 0
 
 
 @asynccontextmanager
 async def watching_ray(address: str | None) -> AsyncIterator[None]:
-    """Raise TurnwiseError from the `async with` block when the head process of the Ray that
-    `start_ray` started or joined accepts no connection for seconds: without it, no actor can be
-    started, found or ended."""
+    """Raise TurnwiseError from the `async with` block when Ray's head process has accepted no
+    connection for some seconds: without it, no actor can be started, found or ended."""
     head = ray.get_runtime_context().gcs_address
     patience = _PATIENCE if address is None and _is_ours() else _CLUSTER_PATIENCE
 

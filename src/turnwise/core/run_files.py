@@ -1,7 +1,7 @@
 """Files of a run's folder to which rollouts append: errors.log, extra.jsonl and judge.jsonl.
 
-Only the driver writes them: texts of a process of rollouts, which may be on a node without the
-folder, go to it with the groups.
+Only the driver writes them. A rollout process, which may be on a node without the folder, sends its
+texts to the driver with its groups.
 """
 
 import json
@@ -22,13 +22,14 @@ logger = logging.getLogger(__name__)
 
 JUDGEMENTS = "judge.jsonl"
 """File with each request to a judge, by its key, and the answer."""
-_KEY = slice(len('{"key": "'), len('{"key": "') + 64)  # in a line of it
+_KEY = slice(len('{"key": "'), len('{"key": "') + 64)  # place of the key in a line
 _ERRORS = "errors.log"
-_MOST = 20  # causes of one kind of error, in one environment, of which errors.log has the first
+_MOST = 20  # maximum number of errors in errors.log of one kind and environment
 
 
 class RunFiles:
-    """The run folder's files; without a folder, what is to be written to them elsewhere."""
+    """The run folder's files; without a folder, texts are kept for the driver, which writes them
+    (`take`)."""
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
@@ -49,21 +50,21 @@ class RunFiles:
                 file.write(text)
 
     async def add(self, name: str, text: str) -> None:
-        """Append a text to a file; one that cannot be written is only reported."""
+        """Append a text to a file; if it cannot be written, only log a warning."""
         try:
             await run_in_thread(self.append, name, text)
         except OSError as error:
             logger.warning("%s cannot be written: %s", self.path(name), error.strerror)
 
     def take(self) -> list[tuple[str, str]]:
-        """Return what has been kept, with the names of the files, and keep it no longer."""
+        """Return the kept texts, each after the name of its file, and forget them."""
         with self._writing:
             kept, self._kept = self._kept, []
         return kept
 
     async def log_error(self, kind: str, who: str, error: Exception, environment: str = "") -> None:
-        """Append the traceback of the first error of a kind with its cause, in each environment, to
-        errors.log: that of the trajectory `who`."""
+        """Append an error of the trajectory `who`, with its traceback, to errors.log, if it is the
+        first of its kind and description (apart from numbers) in its environment."""
         alike = sum(seen[:2] == (environment, kind) for seen in self._seen)
         if alike >= _MOST:
             return
@@ -81,7 +82,8 @@ class RunFiles:
 
 
 def judgements(run: Path, keys: Collection[str] | None = None) -> Iterator[tuple[str, JsonObject]]:
-    """Yield the requests to judges in a run folder, or those with some keys, after their keys."""
+    """Yield the key and the content of each request to a judge in a run folder, or only of those
+    with one of the `keys`."""
     try:
         file = open_untrusted(run / JUDGEMENTS, run)
     except OSError:  # also a link to another place

@@ -19,8 +19,8 @@ from turnwise.core.gguf import find_gguf, resolve_model
 from turnwise.errors import InputError
 
 DATA_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")  # suffixes of the names of data files
-PACKED = ".gz"  # suffix behind theirs, of one that gzip packed
-_MODEL_FILES = ("config.json", "adapter_config.json")  # one of which a model's folder has
+PACKED = ".gz"  # suffix after these, of a data file that gzip has packed
+_MODEL_FILES = ("config.json", "adapter_config.json")  # a model's folder has one of them
 _CONFIG_SUFFIXES = (".yaml", ".yml", ".json")  # suffixes of the names of configurations
 WORKER = "worker:"
 """Beginning of a `data.path` or `rollout.agent` that is the command of an agent's worker."""
@@ -39,8 +39,8 @@ def check_model(path: str, key: str = "model.path") -> None:
 
 
 def stands_for_model(text: str) -> bool:
-    """Return whether an argument that may be a file of another kind means a model: a folder of one
-    or of an adapter, a GGUF file, or, where there is no such file, organisation/name."""
+    """Return whether an argument, which may also be a file of another kind, means a model: a folder
+    of a model or an adapter, a GGUF file, or organisation/name if no such file exists."""
     place = Path(text).expanduser()
     if find_gguf(text) is not None or any((place / name).is_file() for name in _MODEL_FILES):
         return True
@@ -49,13 +49,13 @@ def stands_for_model(text: str) -> bool:
 
 
 def check_tokenizer(path: str) -> None:
-    """Check `model.tokenizer` in the same way."""
+    """Check that `model.tokenizer` names a tokenizer, as `check_model` does for models."""
     own = "tokenizer_config.json"
     _check(path, own, "model.tokenizer", "tokenizer", f"{own} and tokenizer.json", gguf=True)
 
 
 def check_adapter(path: str, key: str) -> None:
-    """Check that a key names a LoRA adapter in the same way."""
+    """Check that a key names a LoRA adapter's folder, or an adapter that the Hub may have."""
     own = "adapter_config.json"
     _check(path, own, key, "LoRA adapter", f"{own} and adapter_model.safetensors")
 
@@ -108,7 +108,7 @@ def data_suffix(file: Path) -> str:
 
 def data_files(path: str) -> list[Path]:
     """Return the data files that a pattern such as `data/*.jsonl` names, in the order of their
-    paths; none if the path is no pattern, or the name of something that exists."""
+    paths; no files if the path is no pattern, or if something with exactly this name exists."""
     pattern = os.path.expanduser(path)
     if not glob.has_magic(pattern) or os.path.exists(pattern):
         return []
@@ -122,8 +122,8 @@ def may_be_on_hub(name: str) -> bool:
 
 
 def why_offline() -> str:
-    """Return, as a clause, why only the Hub's cache can be used; "" if the Hub answers. Once it has
-    not, this process and its children do not try again."""
+    """Return, as a clause, why only the Hub's cache can be used; "" if the Hub answers. After one
+    request without an answer, this process and its children do not try again."""
     if any(os.environ.get(variable, "").upper() in _TRUE for variable in _OFFLINE):
         return "HF_HUB_OFFLINE is set"
     endpoint = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
@@ -140,7 +140,7 @@ def why_offline() -> str:
             return False
         return True
 
-    with suppress(OSError):  # late: resolving a host's name has no timeout
+    with suppress(OSError):  # it is late: `urlopen` has no timeout for resolving a host's name
         if call_within(answers, _SECONDS):
             return ""
     # Hugging Face's libraries use their cache alone, even those that are already imported.

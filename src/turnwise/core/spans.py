@@ -1,8 +1,8 @@
 """OpenTelemetry spans of rollouts, with the names of its conventions for generative AI.
 
-Off unless OpenTelemetry's own variable names a collector. One that does not answer delays nothing:
-spans are sent by a thread, and dropped when too many wait. A program that has set no tracer
-provider gets ours, so that spans of user code reach the same collector.
+Off unless OpenTelemetry's own variable names a collector. A collector that does not answer delays
+nothing: a thread sends the spans, and drops some when too many wait. A program that has set no
+tracer provider gets ours, so that spans of user code reach the same collector.
 """
 
 import functools
@@ -29,7 +29,7 @@ TRACE_HEADERS = ("traceparent", "tracestate", "baggage")
 """HTTP headers of a trace's context, as the W3C specifies them."""
 Value = str | int | float | list[str]
 SetAttribute = Callable[[str, Value], None]
-"""Function that sets an attribute of a span; one that does nothing without a collector."""
+"""Function that sets an attribute of a span; without a collector, it does nothing."""
 
 
 def agent_span(agent: str, name: str, problem: str) -> AbstractContextManager[SetAttribute]:
@@ -47,7 +47,8 @@ def chat_span(
 
 
 def record_answer(span: SetAttribute, prompt: int, sampled: int, reason: str, version: int) -> None:
-    """Add what was sampled to a turn's span: numbers of tokens, reason of the end, and version."""
+    """Add to a turn's span the numbers of prompt and sampled tokens, the finish reason, and the
+    weight version."""
     span("gen_ai.usage.input_tokens", prompt)
     span("gen_ai.usage.output_tokens", sampled)
     span("gen_ai.response.finish_reasons", [reason])
@@ -71,7 +72,7 @@ def trace_headers() -> dict[str, str]:
 
 @contextmanager
 def within_trace(headers: Mapping[str, str]) -> Iterator[None]:
-    """Make the span of another process's `trace_headers` the current one for a `with` block."""
+    """Make the span named by another process's `trace_headers` current for a `with` block."""
     if not headers or _tracer() is None:
         yield
         return
@@ -85,7 +86,7 @@ def within_trace(headers: Mapping[str, str]) -> Iterator[None]:
 
 
 def flush() -> None:
-    """Send the spans that wait; takes as long as the collector."""
+    """Send the waiting spans; takes as long as the collector takes to accept them."""
     if _tracer() is not None:
         from opentelemetry import trace
 
@@ -95,7 +96,7 @@ def flush() -> None:
 
 @contextmanager
 def _span(operation: str, what: str, attributes: Mapping[str, Value]) -> Iterator[SetAttribute]:
-    """Record a span as a child of the one around it; an error that passes is its status."""
+    """Record a span as a child of the current one; an error that leaves the block is its status."""
     tracer = _tracer()
     if tracer is None:
         yield lambda key, value: None
@@ -107,7 +108,7 @@ def _span(operation: str, what: str, attributes: Mapping[str, Value]) -> Iterato
 
 @functools.cache
 def import_opentelemetry() -> list[ModuleType]:
-    """Import what spans need, and return its modules; none if no collector is named."""
+    """Import and return the modules that spans need; an empty list if no collector is named."""
     if not any(os.environ.get(name) for name in _ENDPOINTS):
         return []
     return [optional(name, "traces", f"{_ENDPOINTS[1]} is set, which") for name in _MODULES]

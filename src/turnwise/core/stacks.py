@@ -1,10 +1,11 @@
-"""Stacks of a run's processes, even if an interpreter is stuck, and its report: `turnwise stuck`.
+"""Stacks of a run's processes, even of a stuck interpreter, and the run's report: `turnwise stuck`.
 
 Each process has a file in the run folder's `logs/stacks/`, and a thread that answers requests on a
-socket with the stacks of all others. One that does not answer, because something keeps the
-interpreter's lock, is sent `SIGNAL`, whose handler writes the stacks to the file: the last resort,
-because reading the stack of a thread that runs can crash the process. The watchdog writes the whole
-report, with what the run waits for, to `stuck.txt`, also when a file asks for it.
+socket with the stacks of all other threads. A process that does not answer, because something holds
+the interpreter's lock, is sent `SIGNAL`, whose handler writes the stacks to the file. The signal is
+the last resort, because reading the stack of a running thread can crash the process. The watchdog
+writes the whole report, including what the run waits for, to `stuck.txt`; another process can
+request the report by creating a file.
 """
 
 import asyncio
@@ -35,19 +36,19 @@ SIGNAL: int = signal.SIGRTMAX - 5
 """A signal that neither Python, Ray, vLLM nor Slurm uses; Linux alone has such signals."""
 REPORT = "stuck.txt"
 _SECONDS = 8.0
-"""Time for all processes to answer; only one that is stopped, or gets no processor, needs it."""
+"""Time for all processes to answer; only a stopped or starved process needs all of it."""
 _THREAD_SECONDS = 3.0
 """Time for a process's thread to answer, before the process is sent the signal."""
 _STILL_SECONDS = 1.0
-"""Time in which a file no longer grows once the signal's handler has written all stacks."""
+"""A file that has not grown for this time has all stacks from the signal's handler."""
 _REPORT_SECONDS = 15.0  # time for a run to write its report
 _PAUSE_SECONDS = 0.05
 _MOST_FRAMES = 100
 _LISTENER = re.compile(r"stacks\.py\", line \d+ in _listen$", re.MULTILINE)
-"""The thread that answers, which shows nothing of the process."""
+"""Matches the stack of the answering thread, which is not shown."""
 _PEER = struct.Struct("3i")  # process, user and group at the other end of a socket
 _STARTED = "started "
-_START_FIELD = 19  # place of a process's start in /proc/PID/stat, after its name
+_START_FIELD = 19  # index of the start time among the fields after the name in /proc/PID/stat
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +59,9 @@ class ProcessStacks:
     """Name of its log file, such as "worker-0", and its title."""
     pid: int
     stacks: Sequence[str]
-    """Each stack that a thread has, its innermost frame first."""
+    """Each distinct stack, innermost frame first, headed by its number of threads."""
     flaw: str = ""
-    """Reason why there are none; "" if there are."""
+    """Reason why stacks are missing; "" if none are."""
 
     def text(self) -> str:
         """Return the stacks as lines, headed by the process."""
@@ -71,18 +72,18 @@ class ProcessStacks:
 # A process that shows its stacks
 
 
-# All is of this process, and empty before `register`.
+# The state of this process; empty before `register`.
 _folder: Path | None = None
 _name = ""
 _file: TextIO | None = None  # kept open for the signal's handler
 _socket: socket.socket | None = None
 _listener: int | None = None
-"""The process that listens on the socket; a fork has the socket, but not the thread."""
+"""Id of the process that listens on the socket; a fork has the socket, but not the thread."""
 
 
 def register(run: Path, name: str) -> None:
-    """Make this process, and those that it forks, show their stacks under a name when asked to, if
-    the run folder can be written."""
+    """Make this process and its forks show their stacks under a name when asked, if the run folder
+    can be written."""
     global _folder, _name
     first = _folder is None
     _folder, _name = stacks_folder(run).absolute(), name
@@ -129,16 +130,16 @@ def _listen(asked: socket.socket) -> None:
     """Answer each connection of this user, or of root, with the stacks of all other threads."""
     while True:
         connection, _ = asked.accept()
-        with connection, suppress(OSError):  # who asked has gone, or does not read
+        with connection, suppress(OSError):  # the client has gone, or does not read
             peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-            if _PEER.unpack(peer)[1] in (os.getuid(), 0):  # everybody can connect
+            if _PEER.unpack(peer)[1] in (os.getuid(), 0):  # any user can connect
                 connection.settimeout(_SECONDS)
                 connection.sendall(_stacks_here().encode(errors="replace"))
 
 
 def _stacks_here() -> str:
-    """Return the stacks of all other threads of this process in `faulthandler`'s format, which
-    itself writes at most a hundred threads."""
+    """Return the stacks of all other threads of this process in `faulthandler`'s format.
+    `faulthandler` itself writes at most a hundred threads."""
     blocks = []
     for thread, frame in sys._current_frames().items():
         if thread != threading.get_ident():
@@ -155,15 +156,15 @@ def _address(pid: int, started: str) -> str:
     return f"\0turnwise-stacks-{pid}-{started}"
 
 
-# Processes that are asked for them
+# Collecting the stacks
 
 
 async def _answer_of(
     path: Path, before: int, process: psutil.Process, started: str, seconds: float
 ) -> bytes | None:
-    """Return what a process's thread answers within `seconds`; b"" once its handler of the signal
-    has written to its file, whose size was `before`, or it has ended; None if both are late."""
-    begun = since = time.monotonic()  # since when the file has its size
+    """Return the answer of a process's thread within `seconds`; b"" if instead the signal's handler
+    has written to the file (whose size was `before`) or the process has ended; None if neither."""
+    begun = since = time.monotonic()  # `since`: when the file got its present size
     grown = before
 
     async def receive() -> bytes:
@@ -200,8 +201,8 @@ def _size(path: Path) -> int:
 
 
 def collect(run: Path, seconds: float = _SECONDS) -> list[ProcessStacks]:
-    """Ask all processes of a run on this machine for their stacks, within `seconds` for all
-    together; call it outside event loops. Files of processes that have ended are removed."""
+    """Ask all processes of a run on this machine for their stacks, within `seconds` in total, and
+    remove the files of processes that have ended. Call it outside event loops."""
     found: list[ProcessStacks] = []
     elsewhere: list[ProcessStacks] = []
     asked: list[tuple[str, Path, int, psutil.Process, str]] = []
@@ -219,7 +220,7 @@ def collect(run: Path, seconds: float = _SECONDS) -> list[ProcessStacks]:
     async def ask_all() -> list[bytes | None]:
         return await asyncio.gather(*(_answer_of(*each[1:], seconds) for each in asked))
 
-    # Others, such as uvloop's, cannot connect to addresses that are no files.
+    # Other event loops, such as uvloop's, cannot connect to abstract addresses.
     with asyncio.Runner(loop_factory=asyncio.SelectorEventLoop) as runner:
         answers = runner.run(ask_all())
     for (name, path, size, process, _), answer in zip(asked, answers, strict=True):
@@ -247,7 +248,7 @@ def collect(run: Path, seconds: float = _SECONDS) -> list[ProcessStacks]:
 
 
 def may_be_running(run: Path) -> bool:
-    """Return whether a run has a living process here, or one on another machine, which may live."""
+    """Return whether a run has a living process here, or any on another machine (maybe ended)."""
     return any(
         host != socket.gethostname() or _living(pid, started)
         for _, host, pid, _, started in _registered(run)
@@ -284,7 +285,7 @@ def _ended(process: psutil.Process) -> bool:
 
 
 def _start(pid: int) -> str:
-    """Return a process's start, in clock ticks since the machine's."""
+    """Return a process's start time, in clock ticks since the machine's boot."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[_START_FIELD]
 
 
@@ -304,8 +305,8 @@ def write_report(run: Path, line: str) -> Path | None:
 
 
 def ask(run: Path, seconds: float = _REPORT_SECONDS) -> str:
-    """Return what a run waits for and does; of a run that does not answer in time, the stacks of
-    its processes on this machine, and of one that has ended, its last report."""
+    """Return a run's report. If the run does not answer in time, return the stacks of its processes
+    on this machine; if it has ended, return its last report."""
     if not (run / "logs").is_dir():
         raise InputError(f"there is no run in {run} (a folder with logs)")
     report, request = run / REPORT, report_request(run)

@@ -1,7 +1,7 @@
-"""The reader of JSON of a side that is not trusted: clients, agents, environments and servers.
+"""The reader of untrusted JSON, from clients, agents, environments and servers.
 
-It is read only with a largest size, depth and number of values, and only as the type that is
-expected; anything else is an `AnswerError`, of which the caller makes a trajectory's failure.
+The size, depth and number of values are limited, and only the expected type is accepted. Anything
+else is an `AnswerError`, which the caller turns into a trajectory's failure.
 """
 
 import asyncio
@@ -21,10 +21,10 @@ _T = TypeVar("_T")
 
 MAX_BYTES = 8 << 20  # maximum size of an answer
 MAX_VALUES = 500_000
-"""Maximum number of values in an answer: one may take two bytes of it, and a hundred of memory."""
+"""Maximum number of values in an answer: a value of two bytes may take a hundred in memory."""
 MAX_DEPTH = 128
-"""Maximum number of objects and lists around a value of a request; readers of JSON give up at two
-hundred or more."""
+"""Maximum number of objects and lists around a value of a request; JSON parsers fail at two hundred
+or more."""
 HEADER = 4  # number of bytes of the length before a frame, big-endian
 IDENTITY = {"accept-encoding": "identity"}
 """Header of HTTP requests whose answer must not be compressed: its size could not be limited."""
@@ -33,8 +33,8 @@ _STEP = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
 _TEXT = re.compile(rb'"[^"\r\n]*["\r\n]')
 _NO_BRACKETS = bytes(each for each in range(256) if each not in _STEP)
 _VALUE_BYTES, _KEY_BYTES, _NESTED_BYTES = 40, 100, 200
-"""Estimates of the memory of a value, of a key, and of what an object or a list has in addition."""
-_SHOWN = 80  # number of characters of a wrong answer, or of a place in it, that a message has
+"""Estimated memory of a value and of a key, and the additional memory of an object or a list."""
+_SHOWN = 80  # maximum number of characters that a message quotes of an answer or of a place in it
 
 
 class AnswerError(Exception):
@@ -50,10 +50,10 @@ Number = Annotated[
 
 
 def read_answer(body: bytes, kind: TypeAdapter[_T], max_values: int = MAX_VALUES) -> _T:
-    """Return the value of JSON that is not trusted, as a type to which nothing is converted.
+    """Return the value of untrusted JSON, which must be of a type without any conversion.
 
-    AnswerError when it is no JSON (also with a lone surrogate, an integer of thousands of digits,
-    or two hundred levels), has too many values, or is of another type.
+    Raise AnswerError when it is no JSON (or has a lone surrogate, an integer of thousands of
+    digits, or two hundred levels), has too many values, or is of another type.
     """
     if JsonCount(body).values > max_values:
         raise AnswerError(f"sent more than {max_values:,} values")
@@ -67,8 +67,8 @@ def read_answer(body: bytes, kind: TypeAdapter[_T], max_values: int = MAX_VALUES
 
 
 class JsonCount:
-    """Counts what JSON would become while its bytes arrive, in a small part of the time and memory
-    that it takes to read it. Lines of JSON may have others between them, which are counted too."""
+    """Counts the values of JSON while its bytes arrive, in a small part of the time and memory that
+    parsing takes. Other lines may come between lines of JSON; they are counted, too."""
 
     def __init__(self, data: bytes = b"") -> None:
         self.values = 0  # an upper bound; keys are no values
@@ -77,12 +77,12 @@ class JsonCount:
         self.depth = 0  # number of objects and lists around the innermost value
         self._open = 0
         self._in_text = False
-        self._rest = b""  # a backslash, whose character has not arrived
+        self._rest = b""  # a backslash whose escaped character has not arrived
         self.add(data)
 
     @property
     def memory(self) -> int:
-        """Estimate of the memory of the values, without that of texts, in bytes."""
+        """Estimate of the memory of the values in bytes, without the characters of texts."""
         return _VALUE_BYTES * self.values + _KEY_BYTES * self.keys + _NESTED_BYTES * self.nested
 
     def add(self, data: bytes) -> None:
@@ -114,8 +114,8 @@ class JsonCount:
 
 
 def checked(value: object, kind: TypeAdapter[_T]) -> _T:
-    """Return a part of an answer as its type; AnswerError names the first part of another type, or
-    says what its validators refuse by an InputError."""
+    """Return a part of an answer as its type, or raise an AnswerError, which names the first part
+    of another type or has the message of an InputError that a validator raised."""
     bound(kind)
     try:
         return kind.validate_python(value, strict=True)
@@ -140,16 +140,16 @@ def framed(body: bytes) -> bytes:
 
 
 async def read_frame(stream: asyncio.StreamReader) -> bytes:
-    """Read an answer that comes with its length. Of one longer than `MAX_BYTES`, which is an
-    AnswerError, the beginning is left in the stream."""
+    """Read an answer that begins with its length. If it is longer than `MAX_BYTES`, raise
+    AnswerError, and leave its bytes after the length in the stream."""
     size = int.from_bytes(await stream.readexactly(HEADER), "big")
     admit(size)
     return await stream.readexactly(size)
 
 
 def receive(connection: socket.socket, size: int, ends: float) -> bytes:
-    """Receive a number of bytes until a time of `time.monotonic`; EOFError or ConnectionError at
-    the end of the connection, TimeoutError when they have not come in time, however slowly."""
+    """Receive `size` bytes until `ends`, a time of `time.monotonic`. Raise EOFError or
+    ConnectionError if the connection ends, and TimeoutError if any byte is late."""
     parts = bytearray()
     while len(parts) < size:
         left = ends - time.monotonic()
@@ -163,8 +163,8 @@ def receive(connection: socket.socket, size: int, ends: float) -> bytes:
 
 
 async def read_line(stream: asyncio.StreamReader) -> bytes:
-    """Read a line of a stream that was opened with the limit `MAX_BYTES`; b"" at its end. A longer
-    one is an AnswerError."""
+    """Read a line of a stream that was opened with the limit `MAX_BYTES`; b"" at its end. Raise
+    AnswerError for a longer line."""
     try:
         return await stream.readline()
     except ValueError:

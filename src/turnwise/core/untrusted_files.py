@@ -1,8 +1,8 @@
-"""The opener of files that others may have put there, or whose names others give.
+"""The opener of files that others may have written, or whose names others give.
 
-It opens regular files only, and waits for none: a pipe or a device might never end. Below a folder
-it follows no link, at any depth, so that nothing leads out of the folder. What was checked is the
-open file itself, which nothing can replace afterwards.
+It opens regular files only, and never waits: a pipe or a device might never end. Below a folder it
+follows no link, at any depth, so that nothing leads out of the folder. It checks the open file, not
+the path, so that nothing can replace the file after the check.
 """
 
 import errno
@@ -14,11 +14,11 @@ from typing import BinaryIO
 
 
 def open_untrusted(path: Path, below: Path | None = None) -> BinaryIO:
-    """Open a file to read it, which lies below a folder if one is given; the folder itself may be a
-    link.
+    """Open a file for reading. It must lie below the folder `below` if that is given; the folder
+    itself may be a link.
 
     Raises:
-        OSError: when it is no regular file, or would be reached by a link or lies elsewhere.
+        OSError: when it is no regular file or, with `below`, lies elsewhere or behind a link.
 
     Example:
         with open_untrusted(run / "trajectories" / name, below=run) as file:
@@ -48,7 +48,7 @@ def read_untrusted(path: Path, most: int, below: Path | None = None) -> bytes:
 
 
 def path_of(file: BinaryIO) -> Path:
-    """Return a path of an open file itself, for packages that open files by their paths."""
+    """Return a path that leads to the open file itself, for packages that open files by path."""
     return Path(file.name if sys.platform == "win32" else f"/dev/fd/{file.fileno()}")
 
 

@@ -1,10 +1,10 @@
 """Calls of user code (tools, environments, rewards, agents) outside the main event loop.
 
-Each call has a name and a deadline. Plain functions run in daemon threads (those of one environment
-in a thread of its own, `UserThread`), and coroutines on an event loop in one more daemon thread, so
-that clients can be shared between them. A call that
-ignores its deadline is abandoned: nothing waits for it any more, it counts as stuck until it
-returns, and no call begins while `MAX_STUCK` are stuck.
+Each call has a name and a deadline. Plain functions run in daemon threads; each environment has a
+thread of its own for its plain functions (`UserThread`). All coroutines run on one event loop in
+another daemon thread, so that they can share clients. A call that ignores its deadline is
+abandoned: nothing waits for it any more, and it counts as stuck until it returns. No call begins
+while `MAX_STUCK` calls are stuck.
 """
 
 import asyncio
@@ -70,9 +70,10 @@ async def call_user_code(
     key: str = "",
     thread: "UserThread | None" = None,
 ) -> Any:
-    """Call a user's function, plain or async, outside this event loop, within a deadline, whose
-    configuration key (`key`) and the call's name ("the tool search") are in its error; a plain one
-    in any thread, or in `thread`.
+    """Call a user's function, plain or async, outside this event loop and within `seconds`.
+
+    A plain function runs in `thread`, or if that is None in any thread. The error of a late call
+    has its `name` ("the tool search") and the configuration key of its deadline (`key`).
 
     Raises:
         DeadlineError: when it does not answer in time.
@@ -97,7 +98,7 @@ async def call_user_code(
 
 
 def _close_unbegun(call: Future[Foreign]) -> None:
-    """Close a coroutine that a call returned too late to begin: Python would warn of it."""
+    """Close a coroutine that a call returned too late to run it: Python would warn of it."""
     if not call.cancelled() and call.exception() is None:
         value = call.result()
         if inspect.iscoroutine(value) and inspect.getcoroutinestate(value) == inspect.CORO_CREATED:
@@ -107,8 +108,8 @@ def _close_unbegun(call: Future[Foreign]) -> None:
 async def run_abandonable(
     make: Callable[[], Awaitable[_T]], *, name: str, seconds: float, key: str = ""
 ) -> _T:
-    """Run a user's coroutine that needs this event loop, in a separate task, for which this call
-    waits at most `GRACE_SECONDS` when cancelled or late."""
+    """Run a user's coroutine that needs this event loop in a separate task. When cancelled or late,
+    wait at most `GRACE_SECONDS` for that task."""
     _check_stuck(name)
     loop = asyncio.get_running_loop()
     use_daemon_threads(loop)
@@ -136,7 +137,7 @@ def call_and_wait(function: Callable[[], _T], *, name: str, seconds: float) -> _
 async def import_user_code(
     load: Callable[..., _T], *arguments: object, seconds: float, what: str
 ) -> _T:
-    """Call a function that imports the user's modules (`what`), within `seconds`, those of
+    """Call a function that imports the user's modules (`what`) within `seconds`, the value of
     `engine.start_timeout`."""
     loaded: _T = await call_user_code(
         load,
@@ -149,8 +150,8 @@ async def import_user_code(
 
 
 async def describe_user_error(error: Exception) -> str:
-    """Describe an error as `errors.describe_error` does, outside this event loop: its `__str__` is
-    user code; if it does not answer, only the type's name is returned."""
+    """Describe an error as `errors.describe_error` does, but outside this event loop, because its
+    `__str__` is user code. If it does not answer, return only the type's name."""
     if isinstance(error, TurnwiseError):
         return str(error)
     kind = type(error).__name__
@@ -165,9 +166,9 @@ async def describe_user_error(error: Exception) -> str:
 async def user_errors(
     reason: str | None, said: str, passing: tuple[type[Exception], ...] = (TurnwiseError,)
 ) -> AsyncIterator[None]:
-    """Raise what user code raises in an `async with` block as the failure of a trajectory, or
-    without a reason as an `InputError`, whose message begins with `said`; errors that are `passing`
-    stay what they are."""
+    """Turn an error of user code in an `async with` block into a `TrajectoryError` with `reason`,
+    or without a reason into an `InputError`. The message begins with `said`; errors of the types
+    `passing` are raised unchanged."""
     try:
         yield
     except passing:
@@ -183,7 +184,7 @@ async def user_errors(
 class Call(Future[_T]):
     """One call of user code, registered as running until it returns.
 
-    One that is cancelled before it begins never does; afterwards it counts as stuck.
+    A call cancelled before it begins never runs; a call cancelled later counts as stuck.
     """
 
     def __init__(self, name: str) -> None:
@@ -205,7 +206,8 @@ class Call(Future[_T]):
             importing.runs_user_code = before
 
     def cancel(self) -> bool:
-        """Withdraw the call, or count it as stuck until it returns, if it has not."""
+        """Withdraw the call if it has not begun, else count it as stuck until it returns; return
+        whether it was withdrawn."""
         withdrawn = super().cancel()
         if not withdrawn and not self.done():
             _stuck[self] = None
@@ -238,13 +240,13 @@ def _check_stuck(name: str) -> None:
 
 
 def stuck_calls(since: float = 0.0) -> str:
-    """Describe the abandoned calls that have not returned, of those that began at a time of
-    `time.monotonic` or later, in one clause; "" without any."""
+    """Describe in one clause the abandoned calls that have not returned and that began at `since`
+    (a time of `time.monotonic`) or later; "" if there are none."""
     return _described([call for call in list(_stuck) if call.began >= since])
 
 
 def unreturned_calls() -> str:
-    """Describe all calls of user code that have not returned in one clause; "" without any."""
+    """Describe in one clause all calls of user code that have not returned; "" if none."""
     return _described(list(_running))
 
 
@@ -266,11 +268,11 @@ def _described(calls: list[Call[Foreign]]) -> str:
 
 
 class UserThread:
-    """A thread of one environment's own: its plain calls run there, one after another, so that an
-    object that belongs to a thread, such as a connection of sqlite3, can be used in all of them.
+    """The thread in which the plain calls of one environment run, one after another, so that they
+    can share an object that is bound to a thread, such as an sqlite3 connection.
 
-    The thread is taken at the first call, and is free for others after `release`. A call that is
-    stuck keeps it, and the next one gets another. For use on one event loop.
+    The thread is taken at the first call, and others can take it after `release`. A stuck call
+    keeps its thread, and the next call gets another thread. For use on one event loop.
     """
 
     def __init__(self) -> None:
@@ -278,8 +280,8 @@ class UserThread:
         self._last: Call[Foreign] | None = None
 
     def start(self, call: Call[Foreign], work: Callable[[], None]) -> None:
-        """Start the work of a call, once the calls before it have returned; OSError when no thread
-        can be started."""
+        """Start the work of a call once the calls before it have returned; raise OSError if no
+        thread can be started."""
         if self._last in _stuck:
             self.release()
         if self._inbox is None:
@@ -293,7 +295,7 @@ class UserThread:
         self._inbox.put(run)
 
     def release(self) -> None:
-        """Let others have the thread, once its calls have returned."""
+        """Free the thread for others once its calls have returned."""
         if self._inbox is not None:
             self._inbox.put(lambda: True)
         self._inbox = self._last = None
@@ -305,9 +307,9 @@ _prepared: "WeakSet[asyncio.AbstractEventLoop]" = WeakSet()
 
 
 def use_daemon_threads(loop: asyncio.AbstractEventLoop) -> None:
-    """Make daemon threads without a limit the default executor of an event loop, once: user code
-    that never returns from `asyncio.to_thread` would keep asyncio's few, which the end of the
-    program joins."""
+    """Make an unlimited number of daemon threads the default executor of an event loop; idempotent.
+    User code that never returns from `asyncio.to_thread` would otherwise occupy asyncio's few
+    threads, and the program would wait for them at its end."""
     if loop not in _prepared:
         _prepared.add(loop)
         loop.set_default_executor(_DaemonThreads())
@@ -349,7 +351,7 @@ class _Coroutine(Call[_T]):
         self._home = home
         self._task: asyncio.Task[_T] | None = None
         self._ending = False
-        super().__init__(name)  # last: other threads ask for the `where` of what is registered
+        super().__init__(name)  # last: it registers the call, whose `where` other threads ask for
         self._replied = done_event(self)
 
     def begin(self) -> None:
@@ -359,8 +361,8 @@ class _Coroutine(Call[_T]):
             self._task.add_done_callback(self._done)
 
     async def ended(self) -> bool:
-        """Wait for its end, and return True. A call that has not begun within `BLOCKED_SECONDS` is
-        withdrawn, which returns False."""
+        """Wait for the end of the call, and return True; if it has not begun within
+        `BLOCKED_SECONDS`, withdraw it and return False."""
         try:
             while not await set_within(self._replied, BLOCKED_SECONDS):
                 if Future.cancel(self):
@@ -457,7 +459,7 @@ _choosing = threading.Lock()
 
 
 async def _on_user_loop(name: str, make: Callable[[], Awaitable[_T]]) -> _T:
-    """Run a coroutine on the loop of user code, which is replaced while it is blocked."""
+    """Run a coroutine on the event loop of user code; replace that loop if it is blocked."""
     global _user_loop
     while True:
         with _choosing:

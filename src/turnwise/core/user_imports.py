@@ -2,8 +2,8 @@
 
 Modules of a package may import one another. Two threads that enter such a package by different
 modules would each wait for what the other imports; Python then gives one of them a module of which
-only a part has run. So user code begins a first import once no other thread is in the middle of
-one. Nothing waits for an import that takes longer than `MOST_SECONDS`.
+only a part has run. So user code begins a first import only when no other thread is in the middle
+of one. Nothing waits for an import that takes longer than `MOST_SECONDS`.
 """
 
 import os
@@ -13,12 +13,13 @@ import time
 from turnwise.internals.python import surround_first_imports
 
 MOST_SECONDS = 30.0
-"""Time after which nothing waits for an import any more: it may hang, or wait for what waits."""
+"""Time after which nothing waits for an import any more: it may hang, or wait for a waiting thread.
+"""
 
 
 class _Thread(threading.local):
     runs_user_code = False
-    """Whether the thread waits for the imports of others: an event loop of our own never does."""
+    """Whether the thread waits for imports of other threads; our own event loops never wait."""
     depth = 0
     """Number of first imports that the thread is in the middle of, each within the one before."""
     holds = False
@@ -37,7 +38,7 @@ class _Turn:
 
     def renew(self) -> None:
         self._since: float | None = None
-        """Time at which the thread that has it got it; None if no thread has it."""
+        """Time at which a thread took the turn; None if no thread has it."""
         self._changed = threading.Condition()
 
     def begin(self) -> None:

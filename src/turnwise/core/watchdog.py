@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 _NAMED = 8  # maximum number of kinds of waits that one line lists
-_ASKED_SECONDS = 1.0  # time after which it is noticed that a report is asked for
+_ASKED_SECONDS = 1.0  # longest pause between two looks for a request for a report
 _moved = 0.0  # time of the last progress, on `time.monotonic`'s clock
 _waits: "dict[waiting, None]" = {}
 
@@ -55,9 +55,9 @@ def last_progress() -> float:
 async def watching_progress(
     seconds: float, report: Callable[[str], None], run: Path | None = None
 ) -> AsyncIterator[None]:
-    """Call `report` with one line once per stall, when there is no progress for `seconds` during an
-    `async with` block, in a thread, which a stuck event loop does not stop; also write the report
-    of `turnwise stuck` when another process asks for it in the run folder."""
+    """Call `report` with one line, once per stall, when there is no progress for `seconds` during
+    an `async with` block. Also write the report of `turnwise stuck` when another process asks for
+    it in the folder `run`. A thread does this, so that a stuck event loop does not prevent it."""
     ended = threading.Event()
     longest = seconds if run is None else _ASKED_SECONDS
 
@@ -66,7 +66,7 @@ async def watching_progress(
         pause = min(seconds, longest)
         while not ended.wait(pause):
             if run is not None:
-                from turnwise.core import stacks  # for Linux; other systems read runs
+                from turnwise.core import stacks  # imported here because it works on Linux alone
 
                 if (request := stacks.report_request(run)).exists():
                     stacks.write_report(run, _line(time.monotonic()))
@@ -87,7 +87,7 @@ async def watching_progress(
 
 
 def _line(now: float) -> str:
-    """Return a sentence about this moment: the waits, the longest first, those of a kind as one."""
+    """Return a sentence that names the present waits, longest first, with one entry per kind."""
     kinds: dict[tuple[str, str], list[waiting]] = {}
     for wait in sorted(list(_waits), key=lambda wait: wait.since):
         kinds.setdefault((wait.kind, "" if wait.kind else wait.who), []).append(wait)

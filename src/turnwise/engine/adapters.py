@@ -1,6 +1,6 @@
-"""LoRA adapters in PEFT's format that an engine applies beside or on top of its model.
+"""LoRA adapters in PEFT's format that an engine applies to its model.
 
-Reading them needs neither vLLM nor PEFT, so mistakes are reported before anything slow starts.
+This module reads them without vLLM and PEFT, so mistakes are reported before anything slow starts.
 """
 
 import json
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from turnwise.internals.vllm import LoRARequest, WeightVersionSpan
 
 _Tensor = TypeVar("_Tensor")
-POLICY = ""  # name of the model that is trained or served, among the names of adapters
+POLICY = ""  # the name among adapters that stands for the model that is trained or served
 WEIGHTS = "adapter_model.safetensors"
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the largest ranks for which vLLM reserves memory
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # maximum ranks for which vLLM can reserve memory
 VERSIONS = 4
 """Versions of a trained adapter that an engine holds between updates, the newest included."""
 _SLOTS = 8
@@ -45,15 +45,15 @@ class EngineAdapters:
     """The adapters that an engine has to hold from its start."""
 
     paths: Mapping[str, str] = field(default_factory=dict)
-    """Folder or Hugging Face name by the adapter's name; that of `POLICY` is on top of the model
-    in every request that names no other."""
+    """Folder or Hugging Face name of each adapter, by the adapter's name. Every request that names
+    no adapter uses the adapter of `POLICY`."""
     trained: JsonObject | None = None
-    """PEFT's configuration of the adapters that weight updates bring; None if they bring
-    weights."""
+    """PEFT's configuration of the adapters that weight updates bring; None if updates bring the
+    model's weights."""
     policies: Sequence[str] = (POLICY,)
-    """Names of these adapters."""
+    """Names of the adapters that weight updates bring."""
     rank: int = 0
-    """The largest rank among them; 0 without any."""
+    """The largest rank of all adapters; 0 without adapters."""
 
     @classmethod
     def of(cls, config: Config) -> "EngineAdapters":
@@ -79,7 +79,7 @@ class EngineAdapters:
         """Return the arguments of vLLM's AsyncEngineArgs that reserve memory for the adapters."""
         if not self.rank:
             return {}
-        # One is being loaded.
+        # The engine holds `VERSIONS` of each policy's adapter while one more is loaded.
         versions = (VERSIONS + 1) * len(self.policies) if self.trained is not None else 0
         count = len(self.paths) + versions
         return {
@@ -98,18 +98,19 @@ class LoadedAdapter:
     """An adapter that an engine holds."""
 
     number: int
-    """vLLM's id of it."""
+    """vLLM's id of the adapter."""
     name: str
     request: "LoRARequest"
     version: int | None = None
-    """Version of the trained weights that it is; None for others."""
+    """Weight version of a trained adapter; None for other adapters."""
     users: set[str] = field(default_factory=set)
     """Ids of the requests in flight that use it."""
     brought: bool = False
-    """Whether a request needed it, so that it may make room for another one."""
+    """Whether it was loaded for a request; only such an adapter may be removed for another one."""
 
     def spans(self) -> "list[WeightVersionSpan] | None":
-        """Return the version of all tokens of a request; None if the adapter has no version."""
+        """Return one span with the adapter's version, for all tokens of a request; None if the
+        adapter has no version."""
         from turnwise.internals import vllm  # seconds to import
 
         if self.version is None:
@@ -118,11 +119,11 @@ class LoadedAdapter:
 
 
 class AdapterTable:
-    """The adapters of an engine by name, and the requests that use each.
+    """The adapters of an engine by name, and the requests that use each of them.
 
-    Number, name and path in vLLM are new for every adapter that is loaded, so no request reads what
-    another adapter has cached. A request keeps the version that was the newest when it began; one
-    that no request uses any more is dropped by the next update.
+    Every loaded adapter gets a new number, name and path in vLLM, so no request reads cache entries
+    of another adapter. A request keeps the version that was the newest when the request began. The
+    next update drops the older versions that no request uses any more.
     """
 
     def __init__(self, adapters: EngineAdapters = NO_ADAPTERS) -> None:
@@ -131,7 +132,7 @@ class AdapterTable:
         self.older: list[LoadedAdapter] = []
         """Versions of trained adapters before the newest, oldest first."""
         self._by_name: dict[str, LoadedAdapter] = {}
-        """The least recently used first."""
+        """Ordered from least to most recently used."""
         self._numbers = 0
 
     def new(self, name: str, version: int | None = None) -> LoadedAdapter:
@@ -145,21 +146,21 @@ class AdapterTable:
         return LoadedAdapter(number, name, request, version)
 
     def add(self, adapter: LoadedAdapter) -> None:
-        """Give an adapter to new requests of its name."""
+        """Let new requests that name an adapter use this one."""
         if (before := self._by_name.get(adapter.name)) is not None:
             self.older.append(before)
         self._by_name[adapter.name] = adapter
 
     def touch(self, name: str) -> bool:
-        """Return whether there is an adapter of a name, which is used now."""
+        """Mark an adapter as the most recently used; return whether one has this name."""
         if (adapter := self._by_name.pop(name, None)) is not None:
             self._by_name[name] = adapter
         return name in self._by_name
 
     def take(self) -> LoadedAdapter | None:
-        """Remove and return an adapter that makes room for another one: the one that was not needed
-        for the longest time, if there is one that no request uses among these; None if all have to
-        stay."""
+        """Remove and return the least recently used adapter that no request uses, or the least
+        recently used one if all are in use. Only adapters loaded for a request count; None if there
+        are none of these."""
         brought = [name for name, each in self._by_name.items() if each.brought]
         name = min(brought, key=lambda each: bool(self._by_name[each].users), default=None)
         return None if name is None else self._by_name.pop(name)
@@ -168,8 +169,8 @@ class AdapterTable:
         return len(self._by_name) + len(self.older)
 
     def excess(self) -> list[LoadedAdapter]:
-        """Remove and return the versions to drop: those that no request uses, and the oldest ones
-        of an adapter beyond `VERSIONS`."""
+        """Remove and return the older versions that no request uses, and the oldest versions of
+        each adapter that has more than `VERSIONS`."""
         excess = [adapter for adapter in self.older if not adapter.users]
         self.older = [adapter for adapter in self.older if adapter.users]
         for name in self.policies:
@@ -180,7 +181,7 @@ class AdapterTable:
 
     @contextmanager
     def using(self, name: str, request_id: str) -> Iterator[LoadedAdapter | None]:
-        """Count a request on the adapter of a name; None is the model without one."""
+        """Count a request as a user of an adapter; None stands for the model without an adapter."""
         adapter = self._by_name.get(name)
         if adapter is None:
             if name != POLICY:
@@ -196,12 +197,12 @@ class AdapterTable:
 
 
 def name_of_tensor(policy: str, name: str) -> str:
-    """Return the name that an update gives to a tensor of a policy's adapter, by PEFT's name."""
+    """Return the name in a weight update of a policy's tensor, which PEFT calls `name`."""
     return f"{policy}:{name}" if policy else name
 
 
 def by_policy(tensors: Iterable[tuple[str, _Tensor]]) -> dict[str, dict[str, _Tensor]]:
-    """Return an update's tensors by policy, each under PEFT's name."""
+    """Group an update's tensors by policy; each tensor gets its PEFT name."""
     found: dict[str, dict[str, _Tensor]] = {}
     for name, tensor in tensors:
         policy, _, own = name.rpartition(":")
@@ -210,20 +211,22 @@ def by_policy(tensors: Iterable[tuple[str, _Tensor]]) -> dict[str, dict[str, _Te
 
 
 def peft_settings(lora: LoraConfig) -> JsonObject:
-    """Return PEFT's names and values of the rank and the scaling."""
+    """Return the rank and the scaling as fields of PEFT's configuration."""
     alpha = lora.alpha or 2 * lora.rank
     whole = int(alpha) if alpha == int(alpha) else alpha
     return {"r": lora.rank, "lora_alpha": whole, "use_rslora": lora.rslora}
 
 
 def key_of(name: str) -> str:
-    """Return the configuration key of an adapter, for errors."""
+    """Return the configuration key that names an adapter in errors."""
     return "model.adapter" if name == POLICY else f"serving.adapters.{name}"
 
 
 def read_adapter(path: str, key: str) -> tuple[Path, JsonObject]:
-    """Return the folder of an adapter, which is downloaded if need be, and PEFT's configuration of
-    it, checked with the shapes of its tensors; `key` names it in errors."""
+    """Return an adapter's folder and its PEFT configuration, checked against the tensors' shapes.
+
+    The adapter is downloaded if `path` is not a folder. `key` names it in errors.
+    """
     check_adapter(path, key)
     folder = Path(path).expanduser()
     if not folder.is_dir():
@@ -250,7 +253,7 @@ def read_adapter(path: str, key: str) -> tuple[Path, JsonObject]:
     except (OSError, SafetensorError) as error:
         raise InputError(f"{key}: {weights} cannot be read: {error}") from None
     ranks = config.get("rank_pattern") or {}
-    for name, shape in shapes.items():  # each layer has the two tensors of its rank
+    for name, shape in shapes.items():  # each layer needs an A and a B tensor of its rank
         layer, part, _ = name.rpartition(".lora_A.weight")
         if not part:
             if ".lora_" not in name:

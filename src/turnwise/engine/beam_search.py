@@ -1,7 +1,7 @@
 """Beam search: completions that are the likeliest answers to their prompts.
 
-The algorithm is vLLM's own, over any `Generator`: each of its steps asks for the likeliest next
-tokens of every beam. vLLM's engine has no beam search.
+vLLM's own algorithm runs here over any `Generator`: each step requests the likeliest next tokens of
+every beam. vLLM's engine itself has no beam search.
 """
 
 import asyncio
@@ -27,12 +27,13 @@ if TYPE_CHECKING:
 
 
 class BeamSearch:
-    """The searches of a group, whose trajectories share that of their first prompt.
+    """The beam searches of one group. Its trajectories share the search of their first prompt.
 
     Args:
         generator: Computes the steps.
-        tokenizer: The model's; at its EOS the search ends an answer.
-        ends: All tokens that end an answer, which is cut after them, and after `sampling.stop`.
+        tokenizer: The model's tokenizer; the search ends an answer at its EOS token.
+        ends: All tokens that end an answer. An answer is cut after the first of these tokens, or
+            after a string of `sampling.stop`.
         width: Number of beams, and of answers.
     """
 
@@ -44,11 +45,11 @@ class BeamSearch:
         self._ends = ends
         self._width = width
         self._turns = defaultdict[Hashable, asyncio.Lock](asyncio.Lock)
-        self._found: dict[Hashable, list[Chunk]] = {}  # by their prompt
+        self._found: dict[Hashable, list[Chunk]] = {}  # answers by prompt
 
     def of(self, index: int) -> Generator:
-        """Return the generator of trajectory `index`: its first completion is the answer of that
-        rank, later ones are the likeliest."""
+        """Return the generator of trajectory `index`. Its first completion is answer number `index`
+        of the search; each later completion is the likeliest answer."""
         ranks = itertools.chain([index], itertools.repeat(0))
 
         async def stream(request: Request) -> AsyncGenerator[Chunk, None]:

@@ -1,7 +1,7 @@
-"""Calls inside an answer: `name(1, 2)` between tags, whose result the engine itself goes on with.
+"""Function calls inside an answer: the engine runs `name(1, 2)` between tags, and adds the result.
 
-`FunctionProcessor` is a logits processor: every request waits while a function computes. Slow tools
-belong to `rollout.loop: interleaved`, which reads the same calls, and runs them beside the engine.
+`FunctionProcessor` is a logits processor: every request waits while a function computes. For slow
+tools use `rollout.loop: interleaved`, which reads the same calls and runs them outside the engine.
 """
 
 import ast
@@ -21,14 +21,14 @@ from turnwise.trajectory.chat_template import any_of
 if TYPE_CHECKING:
     import torch
 
-_MOST_CHARS = 8192  # of a call, which is refused beyond, and of a result, whose rest is cut off
+_MOST_CHARS = 8192  # a longer call is refused, and a longer result is cut off
 _MARGIN = 8
-"""Tokens looked at for the closing tag beyond one for each of its characters."""
+"""Tokens searched for the closing tag, in addition to one token per character of the tag."""
 
 
 def read_call(text: str) -> tuple[str, list[object], dict[str, object]] | None:
-    """Return the name and the arguments, all literals, of the call that a text consists of, as
-    Python writes it; None if it is none.
+    """Parse a text as one Python call with literal arguments: its name, positional arguments and
+    keyword arguments. None if the text is anything else.
 
     Example:
         >>> read_call("add(1, b=2)")
@@ -54,17 +54,17 @@ class FunctionProcessor:
     After `start_tag`, a call such as `add(1, 2)`, and `end_tag`, the next tokens are
     `result_start`, the result and `result_end`, whatever the model would sample. They were not
     sampled, so they are context in training, with response mask 0. A call that cannot be read, an
-    unknown function and an exception give a result that begins with `Error:`. With several shards
-    the first one alone runs the function.
+    unknown function and an exception give a result that begins with `Error:`. With several shards,
+    only the first shard runs the function.
 
     Args:
-        tokenizer: The engine's, which a function or class of `engine.logits_processors` gets if it
-            has a parameter of this name.
-        function_map: Functions by the names that the model calls them by.
+        tokenizer: The engine's tokenizer. A function or class of `engine.logits_processors` gets it
+            if it has a parameter named `tokenizer`.
+        function_map: Functions by the names that the model uses in calls.
         timeout: Seconds for one call. The whole engine waits for it.
 
     Raises:
-        InputError: when a tag is empty, or `function_map` holds something else than functions.
+        InputError: when a tag is empty, or a value of `function_map` is not callable.
 
     Example:
         # my_processors.py, for engine.logits_processors: [my_processors:calculator]
@@ -92,24 +92,24 @@ class FunctionProcessor:
         self._tags = start_tag, end_tag
         self._result_tags = result_start, result_end
         self._timeout = timeout
-        self._result: list[int] = []  # ids of the last result, the first of which is number `_at`
-        self._at = 0
+        self._result: list[int] = []  # ids of the last result
+        self._at = 0  # position in the completion of the first of these ids
         self.forced = False
-        """Whether the last call left the model no choice."""
+        """Whether the last call of this processor allowed a single token only."""
 
     def clone(self) -> "FunctionProcessor":
-        """Return a processor for another request: each has a state of its own."""
+        """Return a processor for another request, because each request has its own state."""
         other = copy.copy(self)
         other._result, other._at, other.forced = [], 0, False
         return other
 
     def __call__(self, token_ids: list[int], logits: "torch.Tensor") -> "torch.Tensor":
-        """Return the logits [V] of the token after `token_ids`, those sampled so far."""
-        # vLLM calls again where it drops a token, or computes a prompt in parts.
+        """Return the logits [V] of the token after `token_ids`, the completion so far."""
+        # vLLM calls again for the same place if it drops a token, or computes a prompt in parts.
         place = len(token_ids) - self._at
         inside = 0 <= place < len(self._result)
         if not inside and (call := self._closed_call(token_ids)) is not None:
-            from turnwise.internals import vllm  # imported already, where there is an engine
+            from turnwise.internals import vllm  # an engine's process has imported it already
 
             result = vllm.once_for_all_shards(partial(self._run, call))
             before, after = map(self._encode, self._result_tags)
@@ -134,7 +134,7 @@ class FunctionProcessor:
         return call if opened else None
 
     def _run(self, text: str) -> str:
-        """Run a call, and return its result as text; never raises."""
+        """Run a call, and return its result or error as text; never raise."""
         if (call := read_call(text)) is None:
             return f"Error: write one call such as name(1, 2), not {text.strip()[:80]!r}"
         name, args, kwargs = call
@@ -142,7 +142,7 @@ class FunctionProcessor:
             known = ", ".join(self._functions) or "none"
             return f"Error: there is no function {name}; functions: {known}"
         try:
-            # Its text, too: a result's __str__ is user code.
+            # Make the text inside the call, too: a result's __str__ is user code.
             run, what = lambda: str(function(*args, **kwargs)), f"the function {name}"
             result = call_and_wait(run, name=what, seconds=self._timeout)
         except Exception as error:
@@ -154,7 +154,7 @@ class FunctionProcessor:
         return any_of({*self._tokenizer.all_special_tokens, *self._tokenizer.get_added_vocab()})
 
     def _escape(self, text: str) -> list[int]:
-        """Return the ids of a result, in which no special token is one."""
+        """Return the ids of a result, with the text of special tokens as ordinary tokens."""
         edges = [found.start() + 1 for found in self._special.finditer(text)]
         parts = itertools.pairwise([0, *edges, len(text)])
         return [id for start, end in parts for id in self._encode(text[start:end])]

@@ -1,7 +1,8 @@
-"""The ids that grammars allowed: vLLM's sampler does not return them, so they are made again.
+"""The ids that a grammar allowed at each token of a completion.
 
-What a grammar allows depends only on the ids before. Once a completion has ended, its ids pass
-through the manager of grammars that vLLM's engine has, made of the same configuration.
+vLLM's sampler does not return them, so they are computed again. The ids that a grammar allows
+depend only on the ids before. Once a completion has ended, its ids pass through a second grammar
+manager with the configuration of the engine's own.
 """
 
 import threading
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class GrammarReplay:
-    """The grammars of one engine, of one completion at a time."""
+    """The grammars of one engine; it replays one completion at a time."""
 
     def __init__(self, llm: "vllm.AsyncLLM") -> None:
         self._config = llm.vllm_config
@@ -32,10 +33,13 @@ class GrammarReplay:
         token_ids: Sequence[int],
         tasks: "tuple[vllm.SupportedTask, ...]",
     ) -> list[bytes]:
-        """Return `Turn.allowed` of a completion; it takes a thread some milliseconds.
+        """Return `Turn.allowed` of a completion. Call it in a thread: it takes some milliseconds.
 
         Args:
-            tasks: What the engine's model supports.
+            tasks: vLLM's tasks that the engine's model supports.
+
+        Raises:
+            EngineError: when the grammar does not allow one of the ids.
         """
         from turnwise.internals import vllm  # seconds to import
 
@@ -49,7 +53,7 @@ class GrammarReplay:
             if self._manager is None:
                 self._manager = vllm.StructuredOutputManager(self._config)
             found = vllm.allowed_bits(self._manager, made, token_ids)
-            for token, bits in zip(token_ids, found, strict=False):  # none without a grammar
+            for token, bits in zip(token_ids, found, strict=False):  # empty without a grammar
                 if not bits[token // 8] >> token % 8 & 1:
                     raise EngineError(
                         f"{asked.id} sampled the id {token}, which its grammar does not allow: "

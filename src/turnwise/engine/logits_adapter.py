@@ -1,11 +1,11 @@
 """Adapter of plain callables to vLLM's batch interface of logits processors, in engine processes.
 
 A callable that raises fails only its own request. The sampler cannot end a request, so the row's
-logits are all set to minus infinity: the token's log-prob is then NaN, which `VllmEngine` treats as
-a failure, and it fetches the reason from here.
+logits are all set to minus infinity. The token's log-prob is then NaN; `VllmEngine` treats that as
+a failure, and fetches the reason from here.
 
-A processor that leaves the model no choice says so by its attribute `forced`: `VllmEngine` fetches
-the places of such tokens from here, and gives them the weight version `FORCED`.
+A processor that allows a single token only sets its attribute `forced`. `VllmEngine` fetches the
+places of such tokens from here, and gives them the weight version `FORCED`.
 """
 
 import inspect
@@ -28,31 +28,33 @@ from turnwise.errors import InputError, describe_error, ordinary_error
 from turnwise.internals import vllm
 
 _Step = tuple[str, Foreign, bool, bool]
-"""A processor's name, the processor, whether it takes the prompt's ids, and whether it forces."""
+"""A processor's name, the processor, whether it takes the prompt's ids, and whether it can force
+tokens."""
 _Value = TypeVar("_Value")
 _MOST_FAILURES = 1024
-_MOST_FORCED = 65_536  # requests, of which all but those in flight have ended
+_MOST_FORCED = 65_536  # requests; far more than can be in flight, so the oldest have ended
 _MOST_LEFT = 256
 _failures: dict[str, str] = {}  # reasons of failed requests by their ids, until they are read
 _forced: dict[str, list[int]] = {}
-"""Places of forced tokens that were not read, by request, of those with a processor that forces."""
+"""Places of forced tokens that were not read yet, by request; only requests with a processor that
+can force tokens have an entry."""
 
 
 def take_failure(request_id: str) -> str:
-    """Remove and return the reason why a request's processor failed; "" when none did."""
+    """Remove and return the reason why a request's processor failed; "" if no processor failed."""
     return _failures.pop(request_id, "")
 
 
 def take_forced(request_id: str) -> list[int] | None:
-    """Remove and return the places, from 0, of a request's forced tokens; None if none of its
-    processors forces any."""
+    """Remove and return the places, from 0, of a request's forced tokens; None if the request has
+    no processor that can force tokens."""
     if (places := _forced.get(request_id)) is not None:
         _forced[request_id] = []
     return places
 
 
 class CallableProcessors(vllm.LogitsProcessor):  # type: ignore[misc]
-    """Applies the callables of `engine.logits_processors`, then those of each request."""
+    """Applies the callables of `engine.logits_processors`, then each request's own callables."""
 
     def __init__(
         self, vllm_config: vllm.VllmConfig, device: torch.device, is_pin_memory: bool
@@ -63,11 +65,11 @@ class CallableProcessors(vllm.LogitsProcessor):  # type: ignore[misc]
         self._allowed: str | None = settings["allowed"]
         self._rows: dict[int, _Row] = {}
         self._left: dict[str, list[_Step]] = {}
-        """Processors of the last rows that left the batch, by request: one that was preempted comes
-        back."""
+        """Processors of the rows that left the batch last, by request: a preempted request comes
+        back and continues with them."""
         for name in self._always:
             if "tokenizer" in _parameters(load_object(name, KEY)):
-                _ = self._tokenizer  # now, and not while requests wait
+                _ = self._tokenizer  # load it now, because requests would wait for it later
 
     @cached_property
     def _tokenizer(self) -> Foreign:
@@ -79,7 +81,7 @@ class CallableProcessors(vllm.LogitsProcessor):  # type: ignore[misc]
 
     def update_state(self, batch_update: vllm.BatchUpdate | None) -> None:
         if batch_update is not None:
-            # A row that leaves may be named only by the one that takes its place.
+            # A row that leaves may not be in `removed`, only replaced by another row's index.
             gone = [*batch_update.removed, *(index for index, *_ in batch_update.added)]
             gone += [index for _, index, _ in batch_update.moved]
             for row in (self._rows[index] for index in gone if index in self._rows):
@@ -98,9 +100,9 @@ class CallableProcessors(vllm.LogitsProcessor):  # type: ignore[misc]
         request_id = str(given.get("request", ""))
         row = _Row(request_id, prompt or [], sampled)
         if sampled and request_id and (steps := self._left.pop(request_id, None)):
-            row.steps = steps  # they go on where they were
+            row.steps = steps  # they continue with their state
             return row
-        try:  # what is allowed is checked here as well as in the server
+        try:  # the server has checked the names already; here they are checked a second time
             _, chosen = with_request(params.extra_args, "", self._allowed)
             row.steps = [self._step(name, load_object(name, KEY)) for name in self._always]
             for call in chosen:
@@ -129,7 +131,7 @@ class CallableProcessors(vllm.LogitsProcessor):  # type: ignore[misc]
                 if "tokenizer" in _parameters(processor)[len(args) :] and "tokenizer" not in kwargs:
                     kwargs["tokenizer"] = self._tokenizer
                 processor = processor(*args, **kwargs)
-            elif callable(clone := getattr(processor, "clone", None)):  # as in older vLLM
+            elif callable(clone := getattr(processor, "clone", None)):  # older vLLM did this, too
                 processor = clone()
             forces = hasattr(processor, "forced")
         except BaseException as error:
@@ -178,15 +180,16 @@ class _Row:
 
 
 def _keep(kept: dict[str, _Value], key: str, value: _Value, most: int) -> None:
-    """Set an entry as the newest of at most so many."""
+    """Set an entry as the newest, and drop the oldest if there are more than `most` entries."""
     kept.pop(key, None)
     kept[key] = value
     if len(kept) > most:
-        del kept[next(iter(kept))]  # the oldest
+        del kept[next(iter(kept))]
 
 
 def _parameters(processor: Foreign, required: bool = False) -> list[str]:
-    """Return the names of a callable's parameters, or of the positional ones without a default."""
+    """Return the names of a callable's parameters; if `required`, only of positional parameters
+    without a default."""
     try:
         parameters = inspect.signature(processor).parameters.values()
     except (TypeError, ValueError):  # a built-in without a signature

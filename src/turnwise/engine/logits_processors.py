@@ -1,9 +1,9 @@
 """Logits processors that are plain callables: their names, and the names that requests may use.
 
-A callable gets the ids that a request has sampled so far and the logits [V] of its next token, and
-returns the logits to sample from; one with three required parameters gets the prompt's ids first.
-A class is instantiated once for each request. Needs no vLLM: `logits_adapter` runs them in the
-engine.
+A callable gets the ids that a request has sampled so far and the logits [V] of its next token. It
+returns the logits to sample from. A callable with three required parameters gets the prompt's ids
+first. A class is instantiated once for each request. This module needs no vLLM: `logits_adapter`
+runs the callables in the engine.
 """
 
 import re
@@ -17,14 +17,15 @@ KEY = "engine.logits_processors"
 EXTRA_ARG = "turnwise"
 """The key of vLLM's `extra_args` under which a request's processors reach the engine."""
 SETTINGS = "turnwise_logits_processors"
-"""The key of vLLM's `additional_config` that holds those of every request, and the pattern."""
+"""The key of vLLM's `additional_config` that holds the processors of every request, and the pattern
+of names that requests may use."""
 ADAPTER = "turnwise.engine.logits_adapter:CallableProcessors"
 MOST = 16  # maximum number of processors in one request
 _NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 _DOTTED = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)\.([A-Za-z_]\w*)", re.ASCII)
 
 Call = str | JsonObject
-"""A processor as a request names it: `package.module:name`, or that with its arguments."""
+"""A processor in a request: `package.module:name`, or an object of this name and its arguments."""
 
 
 def extra_args(sampling: SamplingConfig) -> JsonObject:
@@ -36,17 +37,18 @@ def extra_args(sampling: SamplingConfig) -> JsonObject:
 
 
 def written(sampling: SamplingConfig) -> list[Call]:
-    """Return a configuration's own logits processors as a request's body names them."""
+    """Return a configuration's logits processors in the form of a request's body."""
     return [p if isinstance(p, str) else p.model_dump() for p in sampling.logits_processors]
 
 
 def plain_calls(chosen: object, allowed: str | None) -> list[Call]:
-    """Check the processors that a request names against `engine.logits_processors_allowed`, and
-    return them in one form; idempotent. Nothing is imported here.
+    """Check a request's processors against `engine.logits_processors_allowed`, and return them in
+    one form; idempotent. Nothing is imported here.
 
     Args:
         chosen: A list of `package.module:name` (or `package.module.name`), or of
-            `{"qualname": ..., "args": [...], "kwargs": {...}}`, whose call gives the processor.
+            `{"qualname": ..., "args": [...], "kwargs": {...}}`. The second form calls the named
+            object with the arguments to make the processor.
     """
     if not isinstance(chosen, list | tuple) or len(chosen) > MOST:
         raise InputError(f"logits_processors is a list of at most {MOST} processors")
@@ -96,8 +98,8 @@ def _allowed_name(name: str, allowed: str | None) -> str:
 def with_request(
     extra_args: Mapping[str, object] | None, request_id: str, allowed: str | None
 ) -> tuple[JsonObject, list[Call]]:
-    """Return a request's `extra_args` with its id, which failures name, and its processors,
-    checked: the arguments may be a client's."""
+    """Return a request's `extra_args` with its id (the key of failures) and its processors, and the
+    processors alone. They are checked, because the arguments may come from a client."""
     given = (extra_args or {}).get(EXTRA_ARG) or {}
     if not isinstance(given, Mapping):
         raise InputError(f"the extra argument {EXTRA_ARG!r} is not a client's to set")

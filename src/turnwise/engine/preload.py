@@ -1,7 +1,7 @@
-"""The imports of a process that forks engines, so that they start in half a second.
+"""The imports of the process that forks engines, so that an engine starts in half a second.
 
-The heap is frozen after the imports: a child's garbage collector then never touches (and so
-never copies) the pages that it shares with its siblings. A child dies with its parent.
+The heap is frozen after the imports, so a child's garbage collector never touches, and so never
+copies, the pages that it shares with its siblings. A child dies with its parent.
 """
 
 import ctypes

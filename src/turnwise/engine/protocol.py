@@ -1,7 +1,7 @@
 """The protocol of an inference engine: token ids in, token ids out.
 
-Engines know nothing of text, messages or tools. Every call has a deadline; a call that misses it
-raises `DeadlineError` with the engine's name, and a dead engine raises `EngineError`.
+Engines know nothing about text, messages or tools. Every call has a deadline; a call that misses
+its deadline raises `DeadlineError` with the engine's name. A dead engine raises `EngineError`.
 """
 
 import time
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 Sampling: TypeAlias = "SamplingConfig | SamplingParams"
 """Sampling parameters of a request: ours, or vLLM's own, which have more options."""
 Alternatives: TypeAlias = list[list[tuple[int, float, int]]]
-"""For each token, (id, log-prob, rank from 1) of it and of the others that were asked for."""
+"""For each position, (id, log-prob, rank from 1) of the token itself and of each other token that
+was requested."""
 FinishReason = Literal["stop", "length", "abort"]
 PauseMode = Literal["abort", "wait", "keep"]
 InFlight = Literal["drain", "abort", "keep", "keep_cache"]
@@ -33,29 +34,29 @@ PAUSE_MODES: dict[InFlight, PauseMode] = {
     "keep": "keep",
     "keep_cache": "keep",
 }
-"""Pause of an engine during an update, for each value of `weights.in_flight`."""
+"""The engine's pause mode during an update, for each value of `weights.in_flight`."""
 
 WEIGHT_BACKEND = "turnwise"
 """Name under which a worker extension registers its loader of weights with vLLM."""
 VLLM_METRICS = "vllm:"  # prefix of the names of vLLM's own statistics
 STREAM_INTERVAL = 32
-"""Tokens in a chunk, and so the most that are sampled again when an engine dies."""
+"""Tokens in a chunk, and so the maximum number that is sampled again when an engine dies."""
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Session and group of a request, which routers keep on one engine, and its adapter."""
+    """Session, group and adapter of a request. Routers keep a session or a group on one engine."""
 
     session: str = ""
-    """Name of the trajectory; "" for a request that belongs to none."""
+    """Name of the trajectory; "" for a request without one."""
     group: str = ""
-    """Name of the group of trajectories that begin with one prompt; "" for none."""
+    """Name of the group of trajectories that begin with the same prompt; "" for none."""
     adapter: str = ""
-    """Name in `serving.adapters`, or in `rollout.policies`, of the adapter that samples; "" for the
-    policy of a run that has one."""
+    """Name of the adapter that samples, from `serving.adapters` or `rollout.policies`, or a name of
+    its own for the adapter in `folder`; "" for the only policy of a run."""
     folder: str = ""
-    """Folder in PEFT's format of an adapter under a name of its own, from which an engine loads it
-    when it needs it; "" for those that an engine holds."""
+    """Folder in PEFT's format from which an engine loads the adapter when a request needs it; ""
+    for an adapter that the engine holds already."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +66,16 @@ class Request:
     prompt: Prompt
     sampling: Sampling
     id: str
-    """Name, which no other unfinished request of the engine has."""
+    """Name; unique among the engine's unfinished requests."""
     seed: int | None = None
     """Seed of this request; None takes the sampling parameters' own, or the engine's."""
     route: Route = Route()
     whole: bool = False
-    """Whether no token is passed on before the last: then a request whose worker died can begin
-    again where it cannot be continued."""
+    """Whether the caller gets no token before the whole completion. Then a request whose worker
+    died, and that cannot be continued, can begin again."""
     urgent: bool = False
-    """Whether the engine computes it before all that wait, and in the place of one that runs if it
-    has no room: for what the fleet itself asks, such as the check of a weight update."""
+    """Whether the engine computes it before all waiting requests, and preempts running ones if it
+    has no room. For requests of the fleet itself, such as the check of a weight update."""
     record_allowed: bool = False
     """Whether the last chunk has the ids that the request's grammar allowed."""
 
@@ -94,16 +95,16 @@ class Chunk:
     finish_reason: FinishReason | None = None
     """Reason in the last chunk; None in all others."""
     stop_reason: int | str | None = None
-    """Stop token or string that ended the completion; None if it was the model's own, or if
-    there was none."""
+    """Stop token or string that ended the completion; None if the model's own EOS token or no stop
+    token ended it."""
     cached_tokens: int = 0
     """Prompt tokens whose KV cache was reused; known in the last chunk at the latest."""
     prompt_logprobs: list[float | None] | None = None
     """One per prompt token in the first chunk, if requested; None otherwise."""
     alternatives: Alternatives = field(default_factory=list)
-    """Those of the chunk's tokens, if requested."""
+    """Alternatives of the chunk's tokens, if requested."""
     prompt_alternatives: Alternatives = field(default_factory=list)
-    """Those of the prompt's tokens but the first, in the first chunk, if requested."""
+    """Alternatives of the prompt's tokens except the first, in the first chunk, if requested."""
     first_token_age: float | None = field(default=None, compare=False)
     """Seconds since the request's first token; None if the engine does not measure it."""
     queued: float | None = field(default=None, compare=False)
@@ -112,10 +113,11 @@ class Chunk:
     worker: str = field(default="", compare=False)
     """In a scheduler's last chunk, the name of the worker that sampled the last token."""
     experts: bytes = b""
-    """In the last chunk, with `engine.routing_replay`: a row of `Turn.experts` for each id
-    of prompt and completion but the last."""
+    """In the last chunk, with `engine.routing_replay`: a row of `Turn.experts` for each id of the
+    prompt and the completion except the last id."""
     stored_tokens: int = 0
-    """Prompt tokens that the request added to the prefix cache; known when `cached_tokens` is."""
+    """Prompt tokens that the request added to the prefix cache; known when `cached_tokens` is
+    known."""
     allowed: Sequence[bytes] = ()
     """In the last chunk of a request with a grammar, `Turn.allowed` of the whole completion."""
 
@@ -124,7 +126,7 @@ class Chunk:
 class Completion:
     """A whole completion of `T` tokens, including the stop token.
 
-    EngineError when tokens, log-probs and weight versions are not of one length.
+    EngineError when tokens, log-probs and weight versions differ in length.
     """
 
     token_ids: list[int]
@@ -137,7 +139,7 @@ class Completion:
     cached_tokens: int = 0
     """Prompt tokens whose KV cache was reused."""
     prompt_logprobs: list[float | None] | None = None
-    """One per prompt token if requested, and None for the first; None if not requested."""
+    """One value per prompt token, which is None for the first token; None if not requested."""
     first_token_at: float | None = field(default=None, compare=False)
     """Time of the first token, in seconds since the epoch; None if it is not known."""
     queued: float | None = field(default=None, compare=False)
@@ -155,7 +157,7 @@ class Completion:
 
     @property
     def as_turn(self) -> JsonObject:
-        """The arguments by which `Trajectory.add_turn` records it after its prompt."""
+        """The arguments of `Trajectory.add_turn`, except the prompt, that record it as a turn."""
         return {
             "completion_token_ids": self.token_ids,
             "logprobs": self.logprobs,
@@ -187,14 +189,15 @@ class TurnTimes(NamedTuple):
     queued: float | None = None
     """Seconds in vLLM's queue; None without vLLM's statistics (`engine.metrics`)."""
     tools: float | None = None
-    """Seconds of tools and environment after the turn; None if they ran in an agent."""
+    """Seconds that tools and environment took after the turn; None if they ran in an agent."""
 
 
 class Rendezvous(NamedTuple):
-    """The process group of a trainer and its engines, as one engine joins it."""
+    """The place of one engine in the process group of a trainer and its engines."""
 
     rank_prefix: int
-    """The engine's first rank, counted after the trainer's; each of its workers takes one."""
+    """The engine's first rank, counted after the trainer's ranks; each of its workers takes one
+    rank."""
     ip: str
     port: int
     world_size: int
@@ -207,7 +210,7 @@ class Occupancy(NamedTuple):
     running: int
     """Number of sequences in its batch."""
     waiting: int
-    """Number of requests that wait for a place in it, or for room in the cache."""
+    """Number of requests that wait for a place in the batch, or for room in the cache."""
     cache: float
     """Share of its KV cache that running sequences use, from 0 to 1."""
 
@@ -223,12 +226,12 @@ class WeightUpdate(Protocol):
 
 
 class Generator(Protocol):
-    """A source of completions: an engine, or the scheduler of many."""
+    """A source of completions: an engine, or a scheduler of many engines."""
 
     def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
-        """Sample one completion, whatever `sampling.n` is, `STREAM_INTERVAL` tokens at a time.
+        """Sample one completion in chunks of `STREAM_INTERVAL` tokens; `sampling.n` is ignored.
 
-        Closing the stream aborts it.
+        Closing the stream aborts the request.
         """
 
 
@@ -247,13 +250,14 @@ class Engine(Generator, Protocol):
         """Abort the requests in flight, and free memory where the platform can."""
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Allocate the memory again: all, or the parts in `tags` (weights, kv_cache)."""
+        """Allocate the memory again: all of it, or the parts in `tags` (weights, kv_cache)."""
 
     async def init_collective(self, group: Rendezvous, timeout: float | None = None) -> None:
         """Join the trainer's process group. Nothing is computed until all ranks have joined.
 
         Raises:
-            DeadlineError: when one has not after `timeout` (`engine.request_timeout`) seconds.
+            DeadlineError: when a rank has not joined after `timeout` seconds (by default
+                `engine.request_timeout`).
             InputError: when the group cannot be made.
         """
 
@@ -261,7 +265,7 @@ class Engine(Generator, Protocol):
         """Check that an update can be loaded, or raise `WeightUpdateError`; changes no weights.
 
         Returns:
-            The device of each of the engine's workers: the GPU's UUID, or the host of CPUs.
+            The device of each of the engine's workers: a GPU's UUID; on a CPU, `HOST-PROCESS_ID`.
         """
 
     async def update_weights(
@@ -269,29 +273,29 @@ class Engine(Generator, Protocol):
     ) -> int:
         """Load the weights that the manifest describes, and return the version that is now served.
 
-        Requests in flight are treated as `weights.in_flight` says; later ones never use cached
-        prefixes of older weights. With a stream, requests keep running until the first chunk
-        arrives. An engine of a trained adapter (`weights.lora: adapter`) pauses none: requests in
-        flight keep their adapter unless they are to be aborted.
+        `in_flight` is a value of `weights.in_flight`: the treatment of requests in flight. Later
+        requests never use cached prefixes of older weights. With a stream, requests keep running
+        until the first chunk arrives. An engine of a trained adapter (`weights.lora: adapter`)
+        pauses no request: requests in flight keep their adapter, unless `in_flight` is `abort`.
 
         Raises:
             WeightUpdateError: when the update does not fit, and the old weights stay in place; or
                 when loading fails, and the engine stays paused until an update succeeds.
-            DeadlineError: likewise, when it is not done within `timeout`
-                (`engine.request_timeout`) seconds.
+            DeadlineError: when the update is not done within `timeout` seconds (by default
+                `engine.request_timeout`); the engine is then in one of the same two states.
         """
 
     async def reset_prefix_cache(self) -> None: ...
 
     async def check_health(self) -> Occupancy | None:
-        """Raise `EngineError` when the engine is dead, `DeadlineError` when it hangs; return what
-        it computes, or None if that is not known."""
+        """Return the engine's load, or None if the load is not known; `EngineError` when the engine
+        is dead, `DeadlineError` when it hangs."""
 
     async def num_in_flight(self) -> int:
         """Return the number of unfinished requests."""
 
     async def metrics(self) -> "list[Metric]":
-        """Return the engine's own statistics, vLLM's by name; empty if it keeps none."""
+        """Return the engine's own statistics under vLLM's names; empty if it keeps none."""
 
     async def shutdown(self) -> None: ...
 
@@ -303,8 +307,11 @@ async def generate(generator: Generator, request: Request) -> Completion:
 
 
 async def unbroken(generator: Generator, request: Request) -> AsyncGenerator[Chunk, None]:
-    """Stream a completion for a client, who must not take a part of an answer for all of it;
-    EngineError when an update or a sleep of the engine ends it early. A scheduler continues it."""
+    """Stream a completion for a client that must not take a part of an answer for the whole.
+
+    EngineError when an update or a sleep of the engine ends the completion early. This cannot
+    happen with a scheduler, which continues the completion.
+    """
     async with aclosing(generator.stream(request)) as chunks:
         async for chunk in chunks:
             if chunk.finish_reason == "abort":

@@ -1,9 +1,9 @@
 """vLLM's asynchronous engine behind the `Engine` protocol: the same class on a CPU and on GPUs.
 
 The engine computes in a child process that a fork server starts; this object belongs to the event
-loop of its caller. Log-probs are those of the processed distribution (after temperature, top-p and
-top-k), the one that the tokens were drawn from. Weights are loaded while requests are paused; the
-adapter of a version is loaded beside those of earlier versions, and pauses nothing.
+loop of its caller. Log-probs come from the processed distribution (after temperature, top-p and
+top-k), from which the tokens were drawn. Weights are loaded while requests are paused. The adapter
+of a new version is loaded next to the adapters of earlier versions, and pauses nothing.
 """
 
 import asyncio
@@ -72,9 +72,9 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 _POLL_SECONDS = 0.01
 _DEATH_CHECK_SECONDS = 0.5
-_GRACE_SECONDS = 5.0  # time after the workers' own deadlines, whose errors are more specific
+_GRACE_SECONDS = 5.0  # added to the workers' own deadlines, whose errors are more specific
 _STEP_SECONDS = 5.0  # time after which a health check looks at whether the engine still computes
-_LOOK_SECONDS = 2.0  # time in which an engine that computes uses a tenth of a core at the least
+_LOOK_SECONDS = 2.0  # an engine that computes uses at least a tenth of a core over this time
 _CERTAIN = -1e-4  # log-prob above which a token may have been forced
 _SLEEP_TAGS = {"weights", "kv_cache"}  # vLLM's tags of the parts whose memory sleep frees
 _ERRORS = {kind.__name__: kind for kind in (DeadlineError, InputError, WeightUpdateError)}
@@ -89,13 +89,14 @@ class VllmEngine:
         engine: Settings of the engine.
         seed: Seed of the engine's own random numbers.
         deterministic: Compute one request at a time without a prefix cache, so that a request's
-            tokens and log-probs depend on nothing but its prompt and seed.
+            tokens and log-probs depend only on its prompt and seed.
         adapters: Adapters that the engine holds; needs a worker extension.
         worker_extension: `package.module.Class` that vLLM mixes into its worker to add the weight
-            transports, beside that of `engine.vllm_args.worker_extension_cls`. Without one, weights
-            cannot be updated, and tokens that a logits processor forces count as sampled.
+            transports, in addition to the class of `engine.vllm_args.worker_extension_cls`. Without
+            it, weights cannot be updated, and tokens that a logits processor forces count as
+            sampled.
         name: Name of this engine in errors.
-        start: Starts vLLM, as `start_llm` does, whose arguments it gets.
+        start: Function that starts vLLM; it gets the arguments of `start_llm`.
 
     Raises:
         InputError: when vLLM refuses the model or an argument.
@@ -133,10 +134,10 @@ class VllmEngine:
         self._unloaded = dict(adapters.paths)  # paths of adapters that are not loaded yet, by name
         self._loading = asyncio.Lock()
         self._has_adapters = bool(adapters.rank)
-        self._slots = 0  # number of adapters that it can hold
+        self._slots = 0  # number of adapters that the engine can hold
         self._captures = engine.routing_replay and vllm.current_platform.is_cpu()
         """Whether the workers must be asked to capture the choice of experts."""
-        self._ready = False  # whether all adapters are loaded, and choices are captured
+        self._ready = False  # whether all adapters are loaded, and choices of experts are captured
         if self._captures and not worker_extension:
             raise InputError("engine.routing_replay: on a CPU an engine needs a worker extension")
         if model.adapter is not None and POLICY not in adapters.paths:
@@ -205,8 +206,11 @@ class VllmEngine:
                 self._pending.discard(request.id)
 
     async def load_adapters(self) -> None:
-        """Load the adapters, before the first request unless they are loaded already. An
-        `InputError` names the key of one that cannot be read or does not fit the model."""
+        """Load the adapters, unless they are loaded already. The first request does this too.
+
+        Raises:
+            InputError: with the key of an adapter that cannot be read or does not fit the model.
+        """
         if self._ready:
             return
         async with self._loading, self._deadline("loading its adapters", self._timeout):
@@ -223,8 +227,8 @@ class VllmEngine:
             self._ready = True
 
     async def _bring(self, route: Route) -> None:
-        """Load the adapter of a route, unless the engine holds it. If all slots are taken, another
-        one makes room."""
+        """Load the adapter of a route, unless the engine holds it. If all slots are taken, remove
+        another adapter."""
         if self._adapters.touch(route.adapter):
             return
         what = f"a wait for one of {self._slots} slots of adapters (engine.vllm_args.max_loras)"
@@ -237,15 +241,16 @@ class VllmEngine:
             adapter.brought = True
             try:
                 await self._ask("put_adapter", adapter.number, route.folder, key)
-            except BaseException:  # if it arrives after all, its slot would never be free again
+            except BaseException:  # a worker may hold it after all, and would never free its slot
                 with suppress(Exception):
                     await self._ask("remove_adapter", adapter.number)
                 raise
             self._adapters.add(adapter)
 
     async def _make_room(self) -> None:
-        """Remove an adapter. If requests use all of them, it is one that gets no new requests from
-        here on: else a client that always has some would keep its slot for ever."""
+        """Remove an adapter. If requests use all of them, one gets no new requests from here on and
+        is removed when its last request ends. Otherwise a client that always has a request in
+        flight would keep its slot for ever."""
         if (leaving := self._adapters.take()) is None:
             raise InputError(f"engine.vllm_args.max_loras: no slot of {self._slots} is left")
         try:
@@ -257,13 +262,13 @@ class VllmEngine:
         await self._ask("remove_adapter", leaving.number)
 
     def _moving(self, waiting: str) -> AbstractAsyncContextManager[object]:
-        """Raise `DeadlineError` from a wait when the engine samples no token of any request."""
+        """Raise `DeadlineError` from a wait if the engine samples no token of any request."""
         stalled = f"{self.name}, {waiting}, sampled no token"
         return self._clock.watching(stalled, "engine.request_timeout")
 
     async def _unsampled(self, request_id: str) -> TrajectoryError:
-        """Return the error of a request whose token has no distribution: its logits processor
-        failed, or left it no token."""
+        """Return the error of a request whose log-probs are NaN: the model's logits are NaN, or a
+        logits processor failed or excluded every token."""
         who, why = f"request {request_id} on {self.name}", ""
         if self._adapted and self._extended:
             async with self._deadline(f"explaining the failure of {request_id}", self._timeout):
@@ -280,7 +285,7 @@ class VllmEngine:
     async def _with_allowed(
         self, made: AsyncGenerator[Chunk, None], request: Request, params: "SamplingParams"
     ) -> AsyncGenerator[Chunk, None]:
-        """Add the ids that a grammar allowed to the last chunk of a completion."""
+        """Add to the last chunk of a completion the ids that its grammar allowed at each token."""
         sampled = list[int]()
         async with aclosing(made) as chunks:
             async for chunk in chunks:
@@ -297,8 +302,8 @@ class VllmEngine:
     async def _marked(
         self, made: AsyncGenerator[Chunk, None], request_id: str, names: set[str]
     ) -> AsyncGenerator[Chunk, None]:
-        """Give the tokens that logits processors forced the version `FORCED`. Their log-prob is
-        about 0, which a sampled token's may be too: the engine's process knows."""
+        """Give the tokens that logits processors forced the version `FORCED`. The log-prob of a
+        forced token is about 0, but so can a sampled token's be: the engine's process knows."""
         places, start = set[int](), 0
         async with aclosing(made) as chunks:
             async for chunk in chunks:
@@ -318,7 +323,7 @@ class VllmEngine:
                 yield replace(chunk, weight_versions=marked) if forced else chunk
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        if mode == "wait":  # as long as requests in flight make progress
+        if mode == "wait":  # no fixed deadline, as long as requests in flight make progress
             async with self._moving("finishing its requests"):
                 await self._answered(self._vllm.pause(self._llm, mode), "pausing")
         else:
@@ -357,7 +362,7 @@ class VllmEngine:
     async def prepare_refit_info(
         self, state_dict_info: Mapping[str, tuple[Sequence[int], object]]
     ) -> None:
-        """Set the tensors of every update: shape and torch type (or its name), by tensor name."""
+        """Set the tensors that every update has: shape and torch type (or its name), by name."""
         given = state_dict_info.items()
         plain = {name: (tuple(shape), dtype_name(dtype)) for name, (shape, dtype) in given}
         async with self._deadline("preparing for weight updates", self._timeout):
@@ -378,7 +383,7 @@ class VllmEngine:
         """Load the weights that an `IpcSender` sends, or that the trainer broadcasts.
 
         Args:
-            address: The sender's; "" takes the device's own, and there is none for a broadcast.
+            address: The sender's address; "" takes the device's default. A broadcast has none.
         """
         seconds = timeout or self._timeout
         unknown = {"version": 0, "path": address, "nbytes": 0, "tensors": ()}
@@ -401,7 +406,7 @@ class VllmEngine:
                 version = int(versions.pop())
                 if self._adapters.trained is not None:
                     loaded = await self._load_adapter(version, in_flight)
-                else:  # not resumed after a failure: the engine must not serve half an update
+                else:  # a failure leaves it paused: the engine must not serve half an update
                     keep_cache = in_flight == "keep_cache"
                     mode = PAUSE_MODES[in_flight]
                     pausing = self._vllm.pause(self._llm, mode, clear_cache=not keep_cache)
@@ -414,7 +419,7 @@ class VllmEngine:
                         await self._answered(self._llm.resume_generation())
                     self._clock.stopped = False
                 if not all(reply["ended"] for reply in loaded):
-                    # A step behind: workers answer between two steps of the engine.
+                    # A call waits for a step of the engine: workers answer between two steps.
                     await self._ask("end_update", "")
                 return version
             except BaseException as error:
@@ -426,8 +431,8 @@ class VllmEngine:
     async def _load_adapter(self, version: int, in_flight: InFlight) -> list[JsonObject]:
         """Load the open update as the adapters of new requests; those in flight keep theirs.
 
-        Their adapter is removed early only with `abort`, or if an engine would hold more than
-        `VERSIONS` of one: its requests then end with finish reason `abort`, as in other updates.
+        Requests on an older adapter end early only with `abort`, or if the engine would hold more
+        than `VERSIONS` versions of it; their finish reason is then `abort`, as in other updates.
         """
         made = [self._adapters.new(name, version) for name in self._adapters.policies]
         numbers = {adapter.name: adapter.number for adapter in made}
@@ -438,10 +443,10 @@ class VllmEngine:
                 with suppress(Exception):  # the first error is the one to report
                     await self._ask("remove_adapter", adapter.number)
             raise
-        for adapter in made:  # before others are aborted: they go on with these
+        for adapter in made:  # before requests are aborted: they continue with these adapters
             self._adapters.add(adapter)
         for old in self._adapters.excess():
-            # First: vLLM cannot compute a request whose adapter is missing.
+            # Abort first: vLLM cannot compute a request whose adapter is missing.
             await self._streams.abort(old.users)
             await self._ask("remove_adapter", old.number)
         if in_flight == "abort":
@@ -450,7 +455,7 @@ class VllmEngine:
         return loaded
 
     async def _ask(self, method: str, *args: object) -> list[JsonObject]:
-        """Call a method of `WorkerExtension` in all workers; raises the error of one of them."""
+        """Call a method of `WorkerExtension` in all workers; raise the first error of a worker."""
         call = self._llm.collective_rpc(method, args=args)
         replies: list[JsonObject] = await self._answered(call, f"a call of {method}")
         for reply in replies:
@@ -459,7 +464,8 @@ class VllmEngine:
         return replies
 
     async def _answered(self, call: Coroutine[Any, Any, _T], what: str = "a weight update") -> _T:
-        """Await an answer of the engine's process, which vLLM never gives if that has died."""
+        """Await an answer of the engine's process; EngineError if the process dies, because vLLM's
+        own call would then wait for ever."""
         answer = asyncio.ensure_future(call)
         try:
             while not answer.done():
@@ -487,14 +493,14 @@ class VllmEngine:
     async def collective_rpc(
         self, method: str, timeout: float | None = None, args: Args = (), kwargs: Kwargs = None
     ) -> list[Foreign]:
-        """Call a method of the engine's workers, such as one of the class that
-        `engine.vllm_args.worker_extension_cls` names.
+        """Call a method of the engine's workers, for example of the class in
+        `engine.vllm_args.worker_extension_cls`.
 
         Args:
             timeout: Seconds; None takes `engine.request_timeout`.
 
         Returns:
-            The answer of each worker: plain values.
+            The answer of each worker, as plain values.
 
         Raises:
             TurnwiseError: when the method is missing, or raises.
@@ -514,7 +520,7 @@ class VllmEngine:
     async def check_health(self) -> Occupancy | None:
         if self._llm.errored:
             raise EngineError(f"{self.name} is dead")
-        # A round trip to the process that computes, which answers between two steps.
+        # A round trip to the process that computes. It answers between two steps.
         asked = self._vllm.occupancy(self._llm)
         answer = asyncio.ensure_future(self._in_time("a health check", asked))
         try:
@@ -522,8 +528,8 @@ class VllmEngine:
             if not answer.done() and self._pending:
                 before = self._processor_seconds()
                 await asyncio.wait([answer], timeout=_LOOK_SECONDS)
-                # A step of a large model on a CPU takes long. Whether it ever ends is a question
-                # of the requests' own deadline, `engine.request_timeout`.
+                # A step of a large model on a CPU takes long. The requests' own deadline,
+                # `engine.request_timeout`, covers a step that never ends.
                 if not answer.done() and self._processor_seconds() > before + _LOOK_SECONDS / 10:
                     return None
             return Occupancy(*await answer)
@@ -531,7 +537,7 @@ class VllmEngine:
             answer.cancel()
 
     def _processor_seconds(self) -> float:
-        """Return the processor time of the processes that compute."""
+        """Return the processor time, in seconds, of the processes that compute."""
         total = 0.0
         for pid in self._vllm.engine_processes(self._llm):
             with suppress(psutil.Error):
@@ -552,5 +558,6 @@ class VllmEngine:
     async def shutdown(self) -> None:
         self._grammars.close()
         self._llm.shutdown()
-        # vLLM calls it again from `__del__`, at the interpreter's end without the modules it needs.
+        # vLLM calls `shutdown` again from `__del__`. At the interpreter's end the modules that it
+        # needs are gone.
         self._llm.shutdown = lambda timeout=None: None

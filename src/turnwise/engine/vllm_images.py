@@ -1,9 +1,9 @@
-"""Images of prompts in vLLM's terms.
+"""Conversion of the images of prompts to vLLM's inputs.
 
 vLLM expands prompts itself: it replaces a marker by the ids of an image. Here a prompt has these
-ids already, and has to keep them, also where a sampled token is a marker by chance. So vLLM's
-processor sees each image alone, once; what it makes of it is put at the prompt's own positions, and
-the ids must be the same.
+ids already, and must keep them, even where a sampled token happens to be a marker. So vLLM's
+processor gets each image alone, once. Its output is then placed at the prompt's own positions, and
+its ids must equal the prompt's.
 """
 
 from asyncio import Lock
@@ -25,24 +25,26 @@ _KEPT_BYTES = 1 << 30  # maximum size of the processed images that are kept
 
 
 class ImageInputs:
-    """The images of one engine's requests, of which the last are kept as vLLM processed them.
+    """The images of one engine's requests; an LRU cache keeps them as vLLM processed them.
 
     Args:
-        most: `engine.images_per_prompt`.
+        most: Maximum number of images in a prompt (`engine.images_per_prompt`).
     """
 
     def __init__(self, llm: "vllm.AsyncLLM", most: int) -> None:
         self._llm, self._most = llm, most
         self._kept: OrderedDict[str, vllm.MultiModalInput] = OrderedDict()
-        self._size = 0  # bytes of all of them
-        self._processing = Lock()  # vLLM processes one after another
+        self._size = 0  # bytes of all kept images
+        self._processing = Lock()  # vLLM processes images one after another
 
     async def prepare(self, prompt: Prompt) -> "dict[str, vllm.MultiModalInput]":
-        """Process the images of a prompt, and return what vLLM makes of each, by hash.
+        """Process the images of a prompt, and return vLLM's input for each image, by hash.
 
         Raises:
-            TrajectoryError: `too_many_images`, when the engine takes fewer of them.
-            InputError: when it takes none, or vLLM expands one to other ids than the prompt has.
+            TrajectoryError: `too_many_images`, when the prompt has more images than the engine
+                takes.
+            InputError: when the engine takes no images, or vLLM expands an image to other ids than
+                the prompt has.
         """
         from turnwise.internals import vllm  # seconds to import
 
@@ -83,7 +85,7 @@ class ImageInputs:
             ranges.append(replace(place, offset=one.start + place.offset))
         items = vllm.MultiModalKwargsItems({"image": [p["mm_kwargs"]["image"][0] for p in pieces]})
         prompt, salt = inputs["prompt_token_ids"], inputs.get("cache_salt")
-        # vLLM keeps what the model made of an image, by its name: other weights make something else
+        # vLLM caches the model's output for an image by its name, so other weights need other names
         names = [f"{one.image.hash} {salt}" if salt else one.image.hash for one in images]
         return vllm.mm_input(prompt, items, {"image": names}, {"image": ranges}, cache_salt=salt)
 
@@ -103,6 +105,6 @@ class ImageInputs:
 
 
 def _bytes(made: "vllm.MultiModalInput") -> int:
-    """Return the size of the tensors of an image."""
+    """Return the size, in bytes, of an image's tensors."""
     tensors = made["mm_kwargs"]["image"][0].get_data().values()
     return sum(getattr(tensor, "nbytes", 0) for tensor in tensors)

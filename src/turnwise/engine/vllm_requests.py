@@ -1,9 +1,9 @@
-"""Requests in vLLM's terms: sampling parameters in, chunks out.
+"""Conversion of requests to vLLM's parameters, and of vLLM's outputs to chunks.
 
-vLLM's frontend (`AsyncLLM.generate`) has a detokenizer, log-probs by rank and an object for each
-output, and wakes its caller for each of them. A request of nothing but token ids needs none of
-that: here the outputs of the engine's process become chunks at once. All other requests, such as
-those with stop strings, pass through the frontend. Importing this module does not import vLLM.
+vLLM's frontend (`AsyncLLM.generate`) detokenizes, ranks log-probs, makes an object for each output
+and wakes its caller for each. A request for token ids alone needs nothing of this: here its outputs
+from the engine's process become chunks directly. All other requests, such as requests with stop
+strings, pass through the frontend. Importing this module does not import vLLM.
 """
 
 import asyncio
@@ -35,7 +35,8 @@ _Watching = Callable[[], AbstractAsyncContextManager[object]]  # limits the wait
 
 
 def sampling_params(sampling: Sampling, seed: int | None) -> "vllm.SamplingParams":
-    """Return vLLM's parameters of a request that is streamed; vLLM's own are completed in place."""
+    """Return vLLM's parameters of a streamed request. A `SamplingParams` of vLLM is changed in
+    place."""
     from turnwise.internals import vllm  # seconds to import
 
     if isinstance(sampling, SamplingConfig):
@@ -61,7 +62,7 @@ def sampling_params(sampling: Sampling, seed: int | None) -> "vllm.SamplingParam
         params.stream_interval = STREAM_INTERVAL
     else:
         params = sampling
-        if not params.logprob_token_ids:  # which bring the sampled token's log-prob along
+        if not params.logprob_token_ids:  # these include the sampled token's log-prob anyway
             params.logprobs = params.logprobs or 0
         params.flat_logprobs = True
         params.detokenize = bool(params.stop)
@@ -70,17 +71,17 @@ def sampling_params(sampling: Sampling, seed: int | None) -> "vllm.SamplingParam
 
 
 class TokenStreams:
-    """The requests of one engine; the clock notes each output as progress."""
+    """The requests of one engine; the clock counts each output as progress."""
 
     def __init__(self, llm: "vllm.AsyncLLM", clock: StallClock) -> None:
         from turnwise.internals import vllm  # seconds to import
 
         self._vllm = vllm
-        self._llm = weakref.proxy(llm)  # its output processor refers to this object
+        self._llm = weakref.proxy(llm)  # avoids a cycle: its output processor refers to this object
         self._clock = clock
         self._numbers = itertools.count()
         self._streams: dict[str, _Stream] = {}
-        """Unfinished requests without the frontend, by vLLM's internal id."""
+        """Unfinished requests that bypass the frontend, by vLLM's internal id."""
         self._outputs = llm.output_processor
         self._process, self._propagate = vllm.divert_outputs(llm, self._receive, self._fail)
         config = llm.vllm_config
@@ -147,7 +148,7 @@ class TokenStreams:
                 finished = chunk.finish_reason is not None
                 yield chunk
         finally:
-            if self._streams.pop(stream.request_id, None) is not None:  # it has not ended
+            if self._streams.pop(stream.request_id, None) is not None:  # the request has not ended
                 await self._abort([stream])
 
     async def _frontend_chunks(
@@ -217,7 +218,7 @@ class TokenStreams:
             if stream is None:
                 others.append(output)
                 continue
-            if stats is not None:  # counted with the times of all its tokens
+            if stats is not None:  # an output of collected tokens has the time of each of them
                 times = (output.kv_transfer_params or {}).get(self._vllm.TIMES)
                 assert stream.stats is not None
                 before, first = stream.stats.last_token_ts, stream.is_prefilling
@@ -234,7 +235,7 @@ class TokenStreams:
         return self._process(others, timestamp, stats, weight_version=weight_version)
 
     def _fail(self, error: Exception) -> None:
-        """Raise an error from all requests, in place of vLLM's `propagate_error`."""
+        """Make all requests raise an error, in place of vLLM's `propagate_error`."""
         shown = error
         if not isinstance(error, self._vllm.EngineDeadError):
             shown = self._vllm.EngineGenerateError()
@@ -246,10 +247,10 @@ class TokenStreams:
 
 
 class _Stream:
-    """The chunks of one request; the attributes of other names are those of vLLM's statistics.
+    """The chunks of one request. vLLM's functions for statistics read some attributes by name.
 
     Args:
-        version: Version of the adapter that samples all tokens; None if the weights' counts.
+        version: Version of the adapter that samples all tokens; None to use the weights' version.
     """
 
     parent_req = None
@@ -270,7 +271,7 @@ class _Stream:
         self.num_cached_tokens = self._stored = 0
         self.stats = stats
         self.chunks: asyncio.Queue[Chunk | Exception] = asyncio.Queue()
-        """Each of `stream_interval` tokens; an error ends the request."""
+        """Chunks of `stream_interval` tokens each, or an error that ends the request."""
         self._version = version
         self._interval = params.stream_interval or 1
         self._first: float | None = None
@@ -279,7 +280,7 @@ class _Stream:
         self._versions: list[int] = []
 
     def add(self, output: "vllm.EngineCoreOutput", label: str | None) -> None:
-        """Add an output; a chunk follows once it has enough tokens."""
+        """Add an output, and queue a chunk once it has enough tokens or the request ends."""
         token_ids, rows = output.new_token_ids, output.new_logprobs
         logprobs = [] if rows is None else rows.logprobs[:, 0].tolist()
         if len(logprobs) != len(token_ids):
@@ -308,7 +309,7 @@ class _Stream:
             self.end(None)
 
     def end(self, reason: str | None, stop_reason: int | str | None = None) -> None:
-        """End a chunk with the tokens so far and, for a reason, the request."""
+        """Queue a chunk of the tokens so far; with a reason, it ends the request."""
         if reason == "error":
             error = EngineError(f"vLLM failed in request {self.external_req_id}")
             return self.chunks.put_nowait(error)
@@ -337,12 +338,12 @@ def make_chunk(
     start: int,
     first_token_age: float | None = None,
 ) -> Chunk:
-    """Convert one output of vLLM; EngineError when the request failed, or the output is not
-    complete.
+    """Convert one output of vLLM; EngineError when the request failed, or log-probs or weight
+    versions are missing.
 
     Args:
-        labels: Spans of weight versions from the completion's start.
-        start: Tokens of the completion before this output.
+        labels: Spans of weight versions, counted from the completion's start.
+        start: Number of the completion's tokens before this output.
     """
     piece = output.outputs[0]
     if piece.finish_reason == "error":
@@ -367,7 +368,7 @@ def make_chunk(
         raise EngineError(
             f"vLLM reported the weights of {len(versions)} of {len(token_ids)} tokens"
         )
-    experts, rows_NLK = b"", piece.routed_experts  # of a finished request, if vLLM has all of them
+    experts, rows_NLK = b"", piece.routed_experts  # used only if vLLM has a row for every token
     if rows_NLK is not None and len(rows_NLK) == len(output.prompt_token_ids) + end - 1:
         experts = bytes(rows_NLK.tobytes())
     stats = output.metrics
@@ -390,12 +391,12 @@ def make_chunk(
 
 
 def _alternatives(flat: "vllm.FlatLogprobs") -> Alternatives:
-    """Return what vLLM gives for each position; nothing for the first of a prompt."""
+    """Return the alternatives at each position; the first position of a prompt has none."""
     ranked = list(zip(flat.token_ids, flat.logprobs, flat.ranks, strict=True))
     bounds = zip(flat.start_indices, flat.end_indices, strict=True)
     return [ranked[first:last] for first, last in bounds]
 
 
 def _version_of(label: str) -> int:
-    """Return a label as a number; "default" is vLLM's label for weights that it loaded itself."""
+    """Return a label's version. "default" is vLLM's label of the weights from the model's files."""
     return 0 if label == "default" else int(label)

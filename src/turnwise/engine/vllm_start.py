@@ -1,4 +1,4 @@
-"""From a configuration to a running vLLM engine: its arguments, its processes, and its errors.
+"""Start of a vLLM engine from a configuration: its arguments, its processes, and its errors.
 
 Importing this module does not import vLLM, which takes seconds.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _ERROR_LINE = re.compile(r"\b(?:\w+Error|\w+Exception): (.+)")
 _UNIPROC_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
-"""As a dotted string: the plain "uni" is rewritten to "mp" on CPUs."""
+"""A dotted name, because vLLM rewrites the short name "uni" to "mp" on CPUs."""
 _FORKED_EXECUTOR = "turnwise.engine.forked_executor.ForkedExecutor"
 _CPU_BLOCK_SIZE = 32
 
@@ -37,7 +37,7 @@ def import_vllm() -> ModuleType:
     context = multiprocessing.get_context("forkserver")
     if not fork_server.share_with_engines():
         context.set_forkserver_preload(["turnwise.engine.preload"])
-        multiprocessing.forkserver.ensure_running()  # imports there while we import here
+        multiprocessing.forkserver.ensure_running()  # it imports vLLM while this process does
     from turnwise.internals import vllm
 
     vllm.use_process_context(context)
@@ -45,12 +45,12 @@ def import_vllm() -> ModuleType:
 
 
 def start_llm(path: str, arguments: JsonObject, metrics: bool) -> "AsyncLLM":
-    """Start vLLM's engine, with statistics for Prometheus if `metrics`; InputError when it refuses
-    the model (`path` in errors) or an argument."""
+    """Start vLLM's engine, with statistics for Prometheus if `metrics` is set; InputError when vLLM
+    refuses the model, which errors call `path`, or an argument."""
     from turnwise.internals import vllm  # seconds to import
 
     try:
-        # Given explicitly, because vLLM's default adds a logger that is not read.
+        # Given explicitly, because vLLM's default adds a logger whose output nobody reads.
         loggers = [vllm.PrometheusStatLogger] if metrics else []
         return vllm.AsyncLLM.from_engine_args(
             vllm.AsyncEngineArgs(**arguments), stat_loggers=loggers
@@ -73,8 +73,8 @@ def engine_arguments(
     deterministic: bool,
     adapters: EngineAdapters = NO_ADAPTERS,
 ) -> JsonObject:
-    """Return the arguments of vLLM's AsyncEngineArgs for a configuration; InputError when vLLM does
-    not support it on this machine."""
+    """Return the arguments of vLLM's AsyncEngineArgs for a configuration; InputError when vLLM
+    cannot run the configuration on this machine."""
     from turnwise.internals import vllm  # seconds to import
 
     classes: list[str] = []
@@ -100,11 +100,12 @@ def engine_arguments(
         "enable_return_routed_experts": engine.routing_replay,
         "logits_processors": [*classes, *([ADAPTER] if adapted else [])] or None,
         "logprobs_mode": "processed_logprobs",
-        # Text models ignore both. An image is processed once, and kept in `engine.vllm_images`.
+        # Text models ignore both. `engine.vllm_images` processes each image once and keeps it, so
+        # vLLM needs no cache.
         "limit_mm_per_prompt": {"image": engine.images_per_prompt, "video": 0, "audio": 0},
         "mm_processor_cache_gb": 0,
-        # Normalised by the model's processor, as for the trainer: vLLM's own reads its files alone,
-        # and leaves out what they do not name.
+        # The model's processor normalises images, as for the trainer. vLLM's own normalisation
+        # reads only the processor's files, and omits what they do not set.
         "mm_device_do_normalize": False,
         "enable_log_requests": False,
         "disable_log_stats": True,

@@ -1,19 +1,19 @@
-"""Several worker extensions in one class: vLLM mixes a single one into its worker.
+"""Combination of two worker extensions in one class, because vLLM mixes only one into its worker.
 
-vLLM imports the class by its name in each process of an engine. `combined` returns a name that is
-an attribute of this module, and the module makes the class when it is asked for.
+vLLM imports the class by its name in each process of an engine. `combined` returns the name of an
+attribute of this module. The module makes the class when the attribute is first read.
 """
 
 from turnwise.core.optional import load_object
 from turnwise.errors import InputError
 
 KEY = "engine.vllm_args.worker_extension_cls"
-_AND, _DOT = "+", "/"  # in place of what an attribute's name may not have
+_AND, _DOT = "+", "/"  # stand for the separator and the dots of two class names in one attribute
 
 
 def combined(ours: str, users: str) -> str:
-    """Return the name of a class made of two, `package.module.Class` (or `module:Class`), of which
-    one may be "". InputError when the user's cannot be imported beside ours."""
+    """Return the name of a class made of two, each `package.module.Class` (or `module:Class`). If
+    one is "", return the other. InputError when the user's class cannot be imported."""
     users = users.replace(":", ".")
     if not ours or users in ("", ours):
         return ours or users
@@ -29,7 +29,7 @@ def _load(name: str) -> type:
 
 
 def __getattr__(name: str) -> object:
-    """Make the class of a name that `combined` returned, once."""
+    """Make the class of a name that `combined` returned, and keep it."""
     if _AND not in name:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     ours, users = (_load(part) for part in name.replace(_DOT, ".").split(_AND))

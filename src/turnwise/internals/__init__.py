@@ -1,8 +1,8 @@
-"""The internals of other packages that Turnwise uses or replaces: a file for each package.
+"""The internals of other packages that Turnwise uses or replaces, in one file per package.
 
-A file has one function for each use, with its reason, and nothing else. When it is imported, it
-checks that all of them are there, with the parameters that it relies on: another version of the
-package then fails at once, in one sentence, and nothing changes silently.
+A file has one function for each use, with its reason, and nothing else. On import it checks that
+all these internals exist, with the parameters that it relies on. So another version of the package
+fails at once with a clear error, instead of changing behaviour silently.
 """
 
 import inspect
@@ -15,8 +15,8 @@ _MISSING = object()
 
 
 def internal(owner: object, name: str, *parameters: str) -> Any:
-    """Return an internal of a module, class or object; InputError when the installed version has
-    none, or one whose first parameters have other names."""
+    """Return an internal of a module, class or object; InputError when the installed version does
+    not have it, or its first parameters have other names."""
     found: Any = getattr(owner, name, _MISSING)
     try:
         known = tuple(inspect.signature(found).parameters) if parameters else ()

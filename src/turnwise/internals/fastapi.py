@@ -1,6 +1,6 @@
-"""FastAPI's reading of a body: how it is decoded, and validated against the route's type.
+"""FastAPI's reading of a request's body: its decoding, and its validation against the route's type.
 
-FastAPI's own way makes an error of everything that is wrong in a body, before a handler is asked.
+FastAPI itself makes an error for every mistake in a body before a handler runs.
 """
 
 import asyncio
@@ -19,17 +19,18 @@ from turnwise.internals import internal
 from turnwise.internals.pydantic import OF_A_TYPE, bound, odd_value
 
 Decode = Callable[[Request, bytes], object]
-"""Returns what a request's body is in JSON; JSONDecodeError when it is none."""
+"""Returns the value of a request's JSON body; JSONDecodeError when the body is not JSON."""
 
 
 def read_bodies(app: FastAPI, decode: Decode) -> None:
-    """Let the bodies of an application's routes be read by `decode`, and validated in a time and
-    memory that follow their size. What a validator cannot look into is one more mistake."""
+    """Read the bodies of an application's routes with `decode`, and bound the time and memory of
+    their validation by their size. A value on which a validator's own code fails is a validation
+    error, too."""
 
     class Reading(Request):
         async def json(self) -> Any:
             value = decode(self, await self.body())
-            await asyncio.sleep(0)  # other requests come between reading a body and checking it
+            await asyncio.sleep(0)  # lets other requests run between reading a body and checking it
             return value
 
     async def answer(handle: Callable[..., Any], request: Request) -> Response:

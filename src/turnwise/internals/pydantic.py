@@ -1,9 +1,9 @@
-"""pydantic's validators of unions and collections, where a foreign body is validated.
+"""pydantic's validators of unions and collections, bounded for bodies from clients.
 
-pydantic notes each mistake of a list, and for each entry of a union the mistakes of all members:
-1,000 wrong entries among the 60 types of an item of Responses are 200,000 errors, made before
-anything can refuse the body. A `bound` validator stops at the first wrong entry, and tries only
-those members of a union whose `type` the value has.
+pydantic collects every mistake in a list and, for each value of a union, the mistakes against all
+members. A list of 1,000 wrong entries, where an item of Responses can have 60 types, gives 200,000
+errors before anything can refuse the body. A `bound` validator stops at the first wrong entry, and
+tries only the members of a union that have the value's `type`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,34 +18,34 @@ from turnwise.internals import internal
 _FAILING_FAST = {"dict", "frozenset", "list", "set", "tuple"}
 """Kinds of schemas that have the option `fail_fast`."""
 _KEPT = ("ref", "metadata", "serialization")
-"""Keys of a union that say nothing of its members."""
+"""Keys of a union's schema that do not depend on its members."""
 _BOUND = WeakSet[TypeAdapter[Any]]()
-_FEW = 4  # members of a union that are all tried
+_FEW = 4  # a union of at most 4 members is left as it is
 _OTHER, _NONE = "type=?", "type="
 _Schema = dict[str, Any]
 _GIVEN = {"metadata", "default", "expected"}
-"""Keys of a schema with values that are no schemas."""
+"""Keys of a schema whose values are not schemas."""
 
 
 def bound(adapter: TypeAdapter[Any]) -> None:
-    """Let an adapter validate as before, but in a time and memory that follow the value's size:
-    after the first wrong entry of a collection it looks at no other."""
+    """Bound the time and memory of an adapter's validation by the size of the value: it stops at
+    the first wrong entry of a collection. It accepts the same values as before."""
     if adapter in _BOUND:
         return
     _BOUND.add(adapter)
     core: _Schema = dict(adapter.core_schema)
     definitions = {each["ref"]: each for each in core.get("definitions", ())}
-    # A complete class has a validator already, which would be used as it is.
+    # A complete class has an unbounded validator already, which pydantic would use otherwise.
     adapter.validator = SchemaValidator(_bounded(core, definitions, {}), _use_prebuilt=False)
 
 
 OF_A_TYPE = (AttributeError, KeyError, IndexError)
-"""Errors of a type's own code, which looks into a value before it is validated."""
+"""Errors raised by a type's own code that looks into a value before pydantic has validated it."""
 
 
 def odd_value(error: Exception, value: object) -> tuple[list[str], str]:
-    """Return what is wrong with a value whose type's own code failed: the key of the part that it
-    cannot look into, if it is one, and a sentence."""
+    """Describe the mistake in a value on which its type's own code failed: the key of the wrong
+    part, as a list of at most one, and a sentence."""
     odd = getattr(error, "obj", None)
     entries = value.items() if isinstance(value, dict) else ()
     named = [str(key) for key, part in entries if part is odd and odd is not None]
@@ -54,7 +54,7 @@ def odd_value(error: Exception, value: object) -> tuple[list[str], str]:
 
 
 def _bounded(part: Any, definitions: Mapping[str, _Schema], done: dict[int, Any]) -> Any:
-    """Return a copy of a schema, or of a part of one, with fast failure."""
+    """Return a copy of a schema, or of a part of a schema, that stops at the first mistake."""
     if isinstance(part, list | tuple):
         return type(part)(_bounded(each, definitions, done) for each in part)
     if not isinstance(part, dict):
@@ -64,7 +64,7 @@ def _bounded(part: Any, definitions: Mapping[str, _Schema], done: dict[int, Any]
     copied: _Schema = {}
     done[id(part)] = copied
     kind = part.get("type")
-    if not isinstance(kind, str):  # no schema: the fields of one, by their names
+    if not isinstance(kind, str):  # not a schema, but a schema's fields by their names
         kind = None
     for key, value in part.items():
         given = kind is not None and key in _GIVEN
@@ -78,13 +78,13 @@ def _bounded(part: Any, definitions: Mapping[str, _Schema], done: dict[int, Any]
 
 
 def _member(choice: Any) -> _Schema:
-    """Return the schema of a union's member, which may have a label."""
+    """Return the schema of a union's member; a choice may be a pair of the schema and a label."""
     found: _Schema = choice[0] if isinstance(choice, tuple) else choice
     return found
 
 
 def _types(schema: _Schema, definitions: Mapping[str, _Schema]) -> frozenset[str] | None:
-    """Return the values of `type` that a member of a union may have; None if it needs none."""
+    """Return the values that a union's member allows for `type`; None if it requires no `type`."""
     while schema.get("type") not in ("typed-dict", "model-fields"):
         if schema.get("type") == "definition-ref":
             schema = definitions[schema["schema_ref"]]
@@ -95,15 +95,16 @@ def _types(schema: _Schema, definitions: Mapping[str, _Schema]) -> frozenset[str
     field = schema["fields"].get("type", {})
     values = field.get("schema", {})
     if values.get("type") != "literal" or field.get("required", True) is False:
-        return None  # with a default, too
+        return None  # a `type` with a default is not required
     if schema.get("type") == "typed-dict" and not field.get("required", schema.get("total", True)):
         return None
     return frozenset(map(str, values["expected"]))
 
 
 def _tagged(union: _Schema, types: Sequence[frozenset[str] | None]) -> _Schema:
-    """Return a union that tries the members with the `type` of a value and those that need none;
-    all if no member has it, so that their errors name the known ones."""
+    """Return a union that tries only the members with the value's `type`, and the members that
+    require no `type`. If no member has it, all are tried, so that the errors name the known
+    types."""
     known = frozenset[str]().union(*(each for each in types if each is not None))
     if len(known) < _FEW:
         return union

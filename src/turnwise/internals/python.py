@@ -24,8 +24,10 @@ _set_handler = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
 
 
 def knows_fork_server() -> bool:
-    """Return whether a fork server of multiprocessing's has forked this process, and use it then,
-    although such a process would start another, which has imported nothing."""
+    """Return whether multiprocessing's fork server has forked this process; if so, use that server.
+
+    Otherwise this process would start a second server, which has imported nothing.
+    """
     if _server._forkserver_address is None:
         return False
     _server.ensure_running = lambda: None
@@ -33,20 +35,20 @@ def knows_fork_server() -> bool:
 
 
 def use_fork_server(address: str, alive: int) -> None:
-    """Let multiprocessing fork from a server that runs already, and ends with a pipe."""
+    """Let multiprocessing fork from a running server, which ends when the pipe `alive` closes."""
     _server._forkserver_address, _server._forkserver_alive_fd = address, alive
     _server.ensure_running = lambda: None
 
 
 def serve_forks(listener: int, alive: int) -> None:
-    """Make this process a fork server of multiprocessing's, which has its modules already."""
-    # An engine collects all garbage at its end, which would copy the memory that it shares.
+    """Make this process a multiprocessing fork server that has imported its modules already."""
+    # An engine unfreezes and collects all garbage at its end, which would copy its shared memory.
     setattr(gc, "unfreeze", lambda: None)  # noqa: B010
     forkserver.main(listener, alive, [])
 
 
 def surround_first_imports(begin: Callable[[], None], end: Callable[[], None]) -> None:
-    """Let every import of a module that is not loaded call `begin` before, and `end` after."""
+    """Call `begin` before and `end` after each import of a module that is not loaded yet."""
 
     def find(name: str, import_: Callable[..., ModuleType]) -> ModuleType:
         begin()
@@ -56,15 +58,15 @@ def surround_first_imports(begin: Callable[[], None], end: Callable[[], None]) -
         finally:
             end()
 
-    # Tracebacks leave out frames of this file, and warnings skip them to name who imports.
+    # With importlib's file name, tracebacks omit this function, and warnings name the importer.
     find.__code__ = find.__code__.replace(co_filename=_find_and_load.__code__.co_filename)
     _bootstrap._find_and_load = find
 
 
 @contextmanager
 def signal_handler_kept(number: int) -> Iterator[None]:
-    """Restore the C handler of a signal after a `with` block, in any thread: Ray replaces SIGTERM's
-    by one which prints C++ frames and aborts."""
+    """Restore the C handler of a signal after a `with` block, in any thread. Ray replaces the
+    handler of SIGTERM by a function that prints C++ frames and aborts."""
     handler = _get_handler(number)
     try:
         yield

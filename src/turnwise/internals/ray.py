@@ -1,4 +1,4 @@
-"""Ray: the processes that `ray.init` starts, and the place of their reports."""
+"""Ray: the processes that `ray.init` starts, and the destination of their log lines."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -15,18 +15,20 @@ _start_dashboard = internal(Node, "start_api_server", "self", "include_dashboard
 _get_node = internal(services, "get_node", "gcs_address", "node_id")
 internal(worker, "print_to_stdstream", "data", "ignore_prefix")
 _NODE_SECONDS = 180.0
-"""Time in which a node that Ray has started must report itself. Ray's own is 30 s, in which a busy
-machine does not always start a process; `get_node` raises RuntimeError until then."""
+"""Time in which a node that Ray has started must report itself. Ray itself allows 30 s, which is
+not always enough on a busy machine; `get_node` raises RuntimeError until the node has reported."""
 
 
 @contextmanager
 def lean_ray(client: str | None) -> Iterator[None]:
-    """Make `ray.init` start no dashboard, autoscaler and log collector, each of which would import
-    Ray, and workers with `client` instead of a script that does so, and wait longer for its node,
-    for a `with` block."""
+    """Make `ray.init` in a `with` block start fewer processes, and wait longer for its node.
+
+    It starts no dashboard, autoscaler or log collector: each would import Ray. It starts workers
+    with the script `client`, if given, instead of Ray's script, which imports Ray too.
+    """
 
     def begin(self: Node, ray_params: RayParams, *args: object, **kwargs: object) -> None:
-        ray_params.update(no_monitor=True, include_log_monitor=False)  # refuses unknown names
+        ray_params.update(no_monitor=True, include_log_monitor=False)  # raises on unknown names
         if client is not None:
             ray_params.update(setup_worker_path=client)
         _begin(self, ray_params, *args, **kwargs)
@@ -51,8 +53,7 @@ def lean_ray(client: str | None) -> Iterator[None]:
 
 
 def report_to(log: Callable[[list[str]], None]) -> None:
-    """Give the lines that Ray reports of its processes, and prints without a logger, to a
-    function."""
+    """Give the output lines of Ray's processes to a function; Ray would print them."""
 
     def report(data: dict[str, list[str]], ignore_prefix: bool) -> None:
         log(data["lines"])

@@ -1,4 +1,4 @@
-"""torch: process groups, storages, the modes that trace a computation, Muon, and oneDNN."""
+"""torch: process groups, storages, tracing modes, Muon, and oneDNN."""
 
 import os
 import platform
@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 from turnwise.internals import internal
 
 _FIRST_GROUP = 1_000_000
-"""Number of the first group: torch names groups by counting them, and a name may exist only once
-in a process."""
+"""Number of the first group, far above torch's own: torch names groups by counting them, and a name
+may exist only once in a process."""
 _REGISTRIES = (
     "pg_map",
     "pg_names",
@@ -33,12 +33,12 @@ GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 """gloo's variable: the network interfaces that it uses."""
 _ORTHOGONALISED = "_zeropower_via_newtonschulz"
 HAS_ONEDNN: bool = platform.machine() == "x86_64" and torch._C._has_mkldnn
-"""Whether `multiply` works; on other processors torch itself takes the fastest products."""
+"""Whether `multiply` works. On other processors torch itself uses the fastest products."""
 
 
 class OwnGroups(c10d._World):
-    """Process groups separate from those of the rest of the process, in torch's own registry: a
-    trainer and a vLLM worker that share a process each make their group the default one."""
+    """A registry of process groups, separate from the process's own. A trainer and a vLLM worker in
+    one process need two, because each makes its group the default group."""
 
     group_count = _FIRST_GROUP
 
@@ -60,7 +60,8 @@ def use_groups(groups: Groups) -> None:
 
 @contextmanager
 def default_group_apart() -> Iterator[None]:
-    """Leave the default process group to the end: ending it ends all groups of the process."""
+    """Hide the default process group in a `with` block, and destroy it afterwards: destroying it
+    first would destroy all groups of the process."""
     default = c10d._world.default_pg
     c10d._world.default_pg = None
     try:
@@ -76,9 +77,12 @@ def limit_nccl(options: "dist.ProcessGroupNCCL.Options", limit: timedelta) -> No
 
 
 def gloo_options(address: str, limit: timedelta) -> Any:
-    """Return options of a gloo group that is made outside torch's registry, and listens on an
-    address of this node, or on the interfaces that the user chose: torch would take the address of
-    the machine's name, often a loopback one."""
+    """Return options of a gloo group that is made outside torch's registry.
+
+    The group listens on `address`, an address of this node, or on the interfaces in
+    `GLOO_SOCKET_IFNAME`. torch would use the address of the machine's name, often a loopback
+    address.
+    """
     options, make = _GlooOptions(), dist.ProcessGroupGloo.create_device
     chosen = os.environ.get(GLOO_INTERFACE)
     options._devices = (
@@ -89,45 +93,45 @@ def gloo_options(address: str, limit: timedelta) -> Any:
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
-    """Return the address of a storage's object, which storages without memory have too."""
+    """Return the address of a storage's object: a key even for storages without memory."""
     key: int = storage._cdata
     return key
 
 
 def changes_of(tensor: torch.Tensor) -> int:
-    """Return the number of changes in place of a tensor's memory."""
+    """Return the number of in-place changes of a tensor's memory."""
     return tensor._version
 
 
 def share_gpu_memory(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return the CUDA IPC handle of a tensor's memory, and its fields, which
-    `torch.multiprocessing` passes between processes that it has started only."""
+    """Return the fields of a CUDA IPC handle of a tensor's memory. `torch.multiprocessing` passes
+    them only between processes that it has started."""
     fields: tuple[Any, ...] = tensor.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
     return fields
 
 
 def open_gpu_memory(index: int, fields: list[Any]) -> torch.UntypedStorage:
-    """Open memory of a GPU by the fields of its handle but the first."""
+    """Open GPU memory by the fields of its handle except the first, which is the GPU's `index`."""
     return torch.UntypedStorage._new_shared_cuda(index, *fields)
 
 
 def multiply(
     inputs: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return `inputs @ matrix.T + bias` by oneDNN, without a gradient: torch's own products of
-    float32 matrices are MKL's, unless it compiles a model."""
+    """Return `inputs @ matrix.T + bias` from oneDNN, without a gradient. torch itself multiplies
+    float32 matrices with MKL, except in compiled models."""
     made: torch.Tensor = torch.ops.mkldnn._linear_pointwise(inputs, matrix, bias, "none", [], "")
     return made
 
 
 @contextmanager
 def whole_matrices() -> Iterator[None]:
-    """Let torch's Muon orthogonalise whole matrices, of which each rank holds rows (FSDP2).
+    """Let torch's Muon orthogonalise whole matrices, although each rank holds only rows (FSDP2).
 
-    torch would multiply the shards, and add up the parts in bfloat16, so that a step would depend
-    on the number of ranks.
+    torch would multiply the shards and add up the parts in bfloat16, so a step would depend on the
+    number of ranks.
     """
-    from torch.distributed.tensor import DTensor, distribute_tensor  # engines do without
+    from torch.distributed.tensor import DTensor, distribute_tensor  # engines do not need them
 
     of_shards = vars(_muon)[_ORTHOGONALISED]
 

@@ -1,19 +1,20 @@
 """torchvision: its transforms, where torch is built for CPUs and torchvision for CUDA.
 
-Processors of images import torchvision. PyPI has it for CUDA only, and beside a torch for CPUs its
-import fails, since it describes two compiled operators that its library would bring. With both
-declared the import succeeds, and its transforms, which need neither, work. The declarations have to
-come first, whoever imports it, and Transformers does in many places; so torch itself calls this
-module when it is imported, by its entry point for packages that extend it (`torch.backends`).
+Image processors import torchvision. PyPI has torchvision for CUDA only. With a torch for CPUs its
+import fails, because it refers to two compiled operators that its library cannot load. With both
+operators declared, the import succeeds; the transforms work, because they need neither. The
+declarations must come before the first import of torchvision, and Transformers imports it in many
+places. So torch itself calls this module on its own import, by its entry point for extensions
+(`torch.backends`).
 """
 
 from importlib.metadata import PackageNotFoundError, version
 
-_declared: list[object] = []  # torch forgets what is declared with the object that declares it
+_declared: list[object] = []  # torch removes the declarations when their library is collected
 
 
 def declare_operators() -> None:
-    """Declare them if torchvision is built for CUDA and torch for CPUs."""
+    """Declare the two operators if torchvision is built for CUDA and torch for CPUs."""
     import torch
 
     if _declared or "+cpu" not in torch.__version__:

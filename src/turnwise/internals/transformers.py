@@ -1,4 +1,4 @@
-"""Transformers and PEFT: the loading of shards, and the parts of a model."""
+"""Transformers and PEFT: loading of shards, and parts of a model."""
 
 import copy
 from collections.abc import Iterable
@@ -13,20 +13,22 @@ from turnwise.internals import internal
 
 
 def mark_loaded(parameter: Any, loaded: bool) -> None:
-    """Let Transformers leave a parameter as it is, or load it: a rank has not all of them."""
+    """Let Transformers leave a parameter as it is (`loaded`), or load it: a rank holds only some of
+    the parameters."""
     parameter._is_hf_initialized = loaded
 
 
 def compute_missing(
     model: PreTrainedModel, buffers: set[str], device_map: dict[str, torch.device]
 ) -> None:
-    """Make the buffers that no file has on their device, and initialize them."""
+    """Allocate the buffers that no file contains on their device, and initialize them."""
     model._move_missing_keys_from_meta_to_device(buffers, device_map, None, None)
     model._initialize_missing_keys(False)
 
 
 def conversions_of(model: PreTrainedModel) -> "list[WeightTransform] | None":
-    """Return the conversions with which a model was loaded; None if it was not."""
+    """Return the conversions with which a model was loaded; None if it was not loaded from
+    files."""
     used: list[WeightTransform] | None = getattr(model, "_weight_conversions", None)
     return used
 
@@ -40,12 +42,13 @@ def layer_classes(model: nn.Module) -> set[str]:
 
 
 def attention_of(model: PreTrainedModel) -> str:
-    """Return the name of the attention of a model's layers of text."""
+    """Return the name of the attention implementation of a model's text layers."""
     return str(model.config.get_text_config()._attn_implementation)
 
 
 def set_text_attention(model: PreTrainedModel, name: str) -> None:
-    """Set the attention of a model's layers of text; a part that reads images keeps its own."""
+    """Set the attention implementation of a model's text layers; a part that reads images keeps its
+    own."""
     shape = model.config
     text = shape.get_text_config()
     own = [key for key in shape.sub_configs if getattr(shape, key, None) is text]
@@ -53,15 +56,17 @@ def set_text_attention(model: PreTrainedModel, name: str) -> None:
 
 
 def activate(layers: Iterable[Any], adapters: list[str]) -> None:
-    """Make adapters the active ones of PEFT's layers, whose setter would freeze all others."""
+    """Make adapters the active ones of PEFT's layers. PEFT's own setter would freeze all other
+    adapters."""
     for layer in layers:
         internal(layer, "_active_adapter")
         layer._active_adapter = adapters
 
 
 def kept_as_layers(settings: Any, model: PreTrainedModel) -> set[str]:
-    """Return those names of a LoRA's `target_modules` that PEFT keeps: in a model whose experts
-    Transformers has fused, it takes some names for the experts', also in files that it loads."""
+    """Return the names of a LoRA's `target_modules` that PEFT keeps as layers. In a model whose
+    experts Transformers has fused, PEFT takes some names for the experts, also in files that it
+    loads."""
     from peft.utils import transformers_weight_conversion as conversion
 
     convert = internal(

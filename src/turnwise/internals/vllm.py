@@ -1,8 +1,8 @@
-"""vLLM: the names that Turnwise uses, and what it uses or replaces beyond its public interface.
+"""vLLM: the public names that Turnwise uses, and the internals that it uses or replaces.
 
-Nothing else imports vLLM but `internals/vllm_cpu.py`, the patches of engines on a CPU, and
-`internals/vllm_server.py`; all are checked against vLLM 0.32. Every process of an engine imports
-this file, which applies the patches.
+Only two other files import vLLM: `internals/vllm_cpu.py`, with the patches of engines on a CPU, and
+`internals/vllm_server.py`. All three are checked against vLLM 0.32. Every process of an engine
+imports this file, which applies the patches.
 """
 
 import gc
@@ -111,7 +111,7 @@ PRELOAD_MODULES = (
     "vllm.model_executor.models.qwen2",
     "vllm.model_executor.models.llama",
 )
-"""Modules that an engine process on a CPU needs, imported once before it is forked."""
+"""Modules of an engine's process on a CPU; the fork server imports them once for all engines."""
 
 
 # Internals of an engine's client
@@ -128,14 +128,15 @@ EngineCoreProc.turnwise_occupancy = _occupancy
 
 
 async def occupancy(llm: AsyncLLM) -> tuple[int, int, float]:
-    """Return how many sequences an engine computes, how many requests wait, and the share of its
-    KV cache in use: vLLM tells that only with its statistics, which cost time in every step."""
+    """Return the number of running sequences, the number of waiting requests, and the share of the
+    KV cache in use. vLLM itself reports these only with its statistics, which cost time in every
+    step."""
     answer: tuple[int, int, float] = await llm.engine_core.call_utility_async("turnwise_occupancy")
     return answer
 
 
 async def pause(llm: AsyncLLM, mode: str, clear_cache: bool = True) -> None:
-    """Pause generation without the 20 ms that AsyncLLM.pause_generation sleeps at its end, for an
+    """Pause generation. `AsyncLLM.pause_generation` would also sleep for 20 ms at its end, for an
     order of streams that does not matter here."""
     if clear_cache:
         await llm.renderer.clear_mm_cache_async()
@@ -149,7 +150,8 @@ def engine_processes(llm: AsyncLLM) -> list[int]:
 
 
 def weight_versions_so_far(llm: AsyncLLM, request_id: str) -> list[WeightVersionSpan]:
-    """Return the versions of a running request's tokens; outputs carry them only at its end."""
+    """Return the weight versions of a running request's tokens; vLLM's outputs have them only at
+    the request's end."""
     processor = llm.output_processor
     (internal_id,) = processor.external_req_ids[request_id]
     spans: list[WeightVersionSpan] = processor.request_states[internal_id]._weight_version_spans()
@@ -159,8 +161,9 @@ def weight_versions_so_far(llm: AsyncLLM, request_id: str) -> list[WeightVersion
 def divert_outputs(
     llm: AsyncLLM, receive: Callable[..., object], fail: Callable[[Exception], None]
 ) -> tuple[Callable[..., OutputProcessorOutput], Callable[[Exception], None]]:
-    """Give the outputs and errors of the engine's process to two functions, which may pass them on
-    to vLLM's own, which are returned: a request of nothing but token ids needs no detokenizer."""
+    """Give the outputs and errors of the engine's process to `receive` and `fail`, because a
+    request for token ids alone needs no detokenizer. Return vLLM's own two functions, to which
+    `receive` and `fail` can pass on the rest."""
     processor = llm.output_processor
     own = processor.process_outputs, processor.propagate_error
     processor.process_outputs, processor.propagate_error = receive, fail
@@ -170,9 +173,9 @@ def divert_outputs(
 def allowed_bits(
     manager: StructuredOutputManager, made: EngineCoreRequest, token_ids: Sequence[int]
 ) -> Iterator[bytes]:
-    """Yield the bits of the ids that a request's grammar allows at each id of its completion, as
-    the scheduler gives them to the sampler; nothing without a grammar. It takes a compilation, and
-    some microseconds for each id."""
+    """Yield, for each id of a completion, the bits of the ids that the request's grammar allows
+    there, in the form that the scheduler gives to the sampler. Yield nothing without a grammar. The
+    grammar is compiled once; each id then takes some microseconds."""
     request = Request.from_engine_core_request(made, None)
     grammar = request.structured_output_request
     if grammar is None:
@@ -201,10 +204,10 @@ def read_outputs(llm: AsyncLLM) -> None:
 
 _parameters = ("self", "req_state", "engine_core_output")
 count_output = internal(OutputProcessor, "_update_stats_from_output", *_parameters)
-"""Counts an output of a request in vLLM's statistics, as a method of its processor."""
+"""Counts an output of a request in vLLM's statistics; a method of `OutputProcessor`."""
 _parameters = ("self", "req_state", "finish_reason")
 count_end = internal(OutputProcessor, "_update_stats_from_finished", *_parameters)
-"""Counts the end of a request in the same way."""
+"""Counts the end of a request in vLLM's statistics; a method of `OutputProcessor`."""
 
 
 def beam_search(
@@ -216,8 +219,8 @@ def beam_search(
     max_tokens: int,
     ignore_eos: bool,
 ) -> AsyncGenerator[RequestOutput, None]:
-    """Search with the algorithm of vLLM's server, whose engine has `generate`; answers include
-    EOS."""
+    """Search with the algorithm of vLLM's server, with `generate` in place of its engine's method;
+    answers include EOS."""
     search = BeamSearchOnlineMixin()
     watermarking = SimpleNamespace(resolve_watermarking=lambda params: False)
     search.engine_client = SimpleNamespace(generate=generate, input_processor=watermarking)
@@ -229,14 +232,14 @@ def beam_search(
 
 
 def use_process_context(context: BaseContext) -> None:
-    """Make vLLM start the processes of engines and shards from this multiprocessing context; its
-    own import nothing ahead."""
+    """Make vLLM start the processes of engines and shards from this multiprocessing context,
+    because vLLM's own contexts import nothing in advance."""
     engine_utils.get_mp_context = multiproc_executor.get_mp_context = lambda: context
 
 
 async def process_image(llm: AsyncLLM, picture: object, name: str) -> MultiModalInput:
-    """Return what vLLM's processor makes of a prompt of one image, which its caches know by a
-    name, in the thread in which it processes all prompts."""
+    """Return the input that vLLM's processor makes of a prompt of one image. `name` is the image's
+    key in vLLM's caches. The processor runs in the thread in which vLLM processes all prompts."""
     processor = llm.renderer.get_mm_processor().info.get_hf_processor()
     prompt = TokensPrompt(
         prompt_token_ids=[processor.tokenizer.convert_tokens_to_ids(processor.image_token)],
@@ -262,8 +265,11 @@ internal(multiproc_executor, "get_mp_context")
 
 
 def once_for_all_shards(compute: Callable[[], str]) -> str:
-    """Return what a function, which must not raise, computes on an engine's first shard; all shards
-    call this at the same point of their step, because they sample the same tokens."""
+    """Call a function on an engine's first shard, and return its result on all shards.
+
+    The function must not raise. All shards call this at the same point of their step, because they
+    sample the same tokens.
+    """
     if not model_parallel_is_initialized() or get_tp_group().world_size == 1:
         return compute()
     group = get_tp_group()
@@ -271,24 +277,25 @@ def once_for_all_shards(compute: Callable[[], str]) -> str:
 
 
 def adapter_slots(manager: LRUCacheWorkerLoRAManager) -> "LoRAModelManager":
-    """Return the object that holds a worker's adapters; vLLM itself loads adapters from folders
-    only, and when a request names them."""
+    """Return the object that holds a worker's adapters, because vLLM's public functions load
+    adapters from folders only, and only when a request names them."""
     return manager._adapter_manager
 
 
 def check_experts_of(slots: "LoRAModelManager", lora: LoRAModel) -> None:
-    """Check that an adapter of a model's experts has the layout that vLLM applies."""
+    """Check that an adapter of a model's experts has the layout that vLLM can apply."""
     slots._validate_moe_lora_format(lora)
 
 
 def forget_update(worker: "Worker") -> None:
-    """Let a worker begin an update, although the one before was interrupted."""
+    """Let a worker begin an update although the previous update was interrupted."""
     internal(worker, "_weight_update_active")
     worker._weight_update_active = False
 
 
 def add_transfer_engine(name: str, kind: type[WeightTransferEngine]) -> None:
-    """Register a way to receive weights, unless it is registered; vLLM refuses a second time."""
+    """Register a transfer engine of weights, unless it is registered already: vLLM refuses a second
+    registration."""
     if name not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(name, kind)
 
@@ -301,13 +308,13 @@ internal(WeightTransferEngineFactory, "_registry")
 
 internal(KVCacheConfig, "needs_kv_cache_zeroing")
 KVCacheConfig.needs_kv_cache_zeroing = True
-"""Let every engine clear the blocks of its KV cache before a request gets them, as vLLM does for
-the models that read them before they are written. The unused end of a request's last block is read
-too, with probability 0, and 0 times a NaN is a NaN: what one adapter computed, once its training
-has diverged, would end the requests of others."""
+"""Let every engine clear blocks of its KV cache before a request gets them. vLLM does this only for
+models that read blocks before they are written. But attention also reads the unused end of a
+request's last block, with probability 0, and 0 times NaN is NaN. So the NaNs of one adapter whose
+training has diverged would end the requests of other adapters."""
 
 URGENT = -1
-"""Priority of a request that waits for no other one, such as one that checks a weight update."""
+"""Priority of a request that waits for no other one, such as the check of a weight update."""
 _add_request = internal(Scheduler, "add_request", "self", "request")
 _schedule = internal(Scheduler, "schedule", "self")
 internal(Scheduler, "_preempt_request", "self", "request", "timestamp")
@@ -321,9 +328,9 @@ def _add_noted(self: Scheduler, request: Request) -> None:
 
 
 def _schedule_urgent_first(self: Scheduler, *arguments: object, **more: object) -> object:
-    """Begin an urgent request in the next step, whatever the policy and the queue: if there is no
-    room for it, the last ones that run are preempted, as vLLM does when its cache is full, and go
-    on after it."""
+    """Begin an urgent request in the next step, whatever the policy and the queue. If there is no
+    room for it, preempt the last running requests, as vLLM does when its cache is full; they
+    continue later."""
     if getattr(self, "urgent", None) and self._pause_state == PauseState.UNPAUSED:
         self.urgent = [each for each in self.urgent if each.status == RequestStatus.WAITING]
         for request in self.urgent:
@@ -353,47 +360,48 @@ Scheduler.add_request = _add_noted
 Scheduler.schedule = _schedule_urgent_first
 
 TIMES = "turnwise_times"
-"""Key in `kv_transfer_params` of outputs that waited: the time of each step, on the engine's
-monotonic clock."""
+"""Key in `kv_transfer_params` of collected outputs: the time of each step, in seconds of the
+engine's monotonic clock."""
 _PLAIN = {"request_id", "new_token_ids", "new_logprobs", "stop_reason", "num_nans_in_logits"}
 _UNHELD = tuple(name for name in EngineCoreOutput.__struct_fields__ if name not in _PLAIN)
-"""Fields that are None in an output with nothing but tokens and their log-probs, such as
-`prefill_stats`, which comes with the first token. An output with any other is sent at once."""
+"""Fields that are None in an output of tokens and their log-probs alone, such as `prefill_stats`,
+which comes with the first token. An output in which any of these fields is set is sent at once."""
 
 
 STREAM_SECONDS = 0.025
-"""Time between two outputs of a request with a `stream_interval` of 1."""
+"""Seconds between two outputs of a request with a `stream_interval` of 1."""
 
 
 class TokenBatches:
     """The tokens that one engine's process has not sent yet.
 
     vLLM's engine sends each token of each request by itself, with three arrays for its log-prob,
-    and the frontend collects `stream_interval` of them. Here the engine's process collects them,
-    which saves both most of that work: with the streams of `engine.vllm_requests`, a chat of 24
-    tokens takes 1.5 ms of the server's processor time, and 2.75 ms without. A request's first token
-    and its end are sent at once. With an interval of 1 they are collected for `STREAM_SECONDS`,
-    with none they are not.
-    All collected tokens are sent before the process handles anything but a new request: before a
-    pause, an abort or an update, so that they keep the version of the weights that sampled them.
+    and the frontend collects `stream_interval` tokens. Here the engine's process collects them,
+    which saves most of the work in both processes: with the streams of `engine.vllm_requests`, a
+    chat of 24 tokens takes 1.5 ms of the server's processor time instead of 2.75 ms. A request's
+    first token and its end are sent at once. With an interval of 1, tokens are collected for
+    `STREAM_SECONDS`; with an interval of None, they are not collected.
+
+    All collected tokens are sent before the process handles any message except a new request. So
+    they keep the version of the weights that sampled them across a pause, an abort or an update.
 
     Args:
         requests: The scheduler's requests, by id.
-        timed: Whether vLLM's statistics are collected; tokens that waited then bring their times.
+        timed: Whether vLLM's statistics are collected; joined outputs then have the tokens' times.
     """
 
     def __init__(self, requests: Mapping[str, Request], timed: bool = False) -> None:
         self._requests = requests
         self._timed = timed
         self._held: dict[str, tuple[int, list[EngineCoreOutput], list[float]]] = {}
-        """Number of the client, outputs, and the time of each output, by request."""
+        """Number of the client, outputs, and the time of each output, by request id."""
         self._version: str | None = None  # version of the weights that sampled all held tokens
         self._sent = WeakKeyDictionary[Request, float]()
-        """Time at which a request's tokens were sent last."""
+        """Time at which a request's tokens were last sent."""
 
     def collect(self, step: dict[int, EngineCoreOutputs]) -> None:
-        """Take the tokens that can wait out of a step's outputs by client, and add those that
-        waited."""
+        """Remove the tokens that can wait from a step's outputs, which are by client, and add the
+        collected tokens that are due."""
         for client, outputs in list(step.items()):
             self._version = outputs.weight_version
             due = []
@@ -428,19 +436,19 @@ class TokenBatches:
                 del step[client]
 
     def release(self, send: Callable[[tuple[int, EngineCoreOutputs]], None]) -> None:
-        """Send all held tokens, each request's as outputs for its client."""
+        """Send all held tokens, as one output of each request to its client."""
         for request_id, (client, _, _) in list(self._held.items()):
             outputs = [self._take(request_id)]
             send((client, EngineCoreOutputs(outputs=outputs, weight_version=self._version)))
 
     def _take(self, request_id: str) -> EngineCoreOutput:
-        """Remove a request's held tokens, and return them as one output."""
+        """Remove a request's held tokens, and return them joined in one output."""
         _, held, times = self._held.pop(request_id)
         joined = held[0]
         if len(held) > 1:
             logprobs = None
             if rows := [each.new_logprobs for each in held if each.new_logprobs is not None]:
-                # A step's rows are as wide as the request in it that asked for most log-probs.
+                # A step's rows all have the width of its request with the most log-probs.
                 width = min(each.logprobs.shape[1] for each in rows)
                 cut = ((each[0][:, :width], each[1][:, :width], each[2]) for each in rows)
                 columns = zip(*cut, strict=True)
@@ -457,7 +465,7 @@ _handle = internal(EngineCoreProc, "_handle_client_request", "self", "request_ty
 
 
 def _attach_weight_version(self: EngineCoreProc, outputs: dict[int, EngineCoreOutputs]) -> None:
-    """Let the process of every engine send several tokens of a request together."""
+    """Let every engine's process send several tokens of a request together."""
     _attach(self, outputs)
     if not hasattr(self, "token_batches"):
         self.token_batches = TokenBatches(self.scheduler.requests, timed=self.log_stats)
@@ -498,9 +506,9 @@ def _gather_both(
     given: dict[int, list[int]],
     sampled: torch.Tensor,
 ) -> LogprobsTensors | None:
-    """Let one step return given tokens to some requests, and the likeliest tokens to others; vLLM's
-    sampler returns the given tokens alone, for every request of a step in which one asks for
-    them."""
+    """Let one step return the log-probs of given tokens to some requests and of the likeliest
+    tokens to others. If one request of a step asks for given tokens, vLLM's sampler returns only
+    given tokens to all requests of the step."""
     own: LogprobsTensors | None = _gather(self, logprobs, given, sampled)
     if own is None or not self.likeliest:
         return own
@@ -521,9 +529,9 @@ internal(scheduler_output, "strip_covered_mm_data", "mm_features", "num_computed
 
 
 def _keep_images(features: list[object], *_: object, **__: object) -> list[object]:
-    """Send a worker the images of a request that are in the prefix cache, too. vLLM leaves them
-    out, and its engine ends when it has to compute one again: a request that is preempted, or kept
-    in a weight update, loses its part of the cache."""
+    """Send a worker all images of a request, including images in the prefix cache. vLLM leaves
+    those out, and its engine dies if it has to compute one again: a request that is preempted, or
+    kept in a weight update, loses its part of the cache."""
     return features
 
 

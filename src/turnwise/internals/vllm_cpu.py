@@ -1,4 +1,4 @@
-"""vLLM on a CPU: what Turnwise replaces there. `internals/vllm.py` imports this file."""
+"""Patches of vLLM on a CPU. `internals/vllm.py` imports this file."""
 
 import os
 from collections import Counter, deque
@@ -35,21 +35,24 @@ _LOOK_MS = 100
 
 
 class _Waiting(shm_broadcast.SpinCondition):  # type: ignore[misc]
-    """Wait of an engine's shards for their next step; vLLM's own polls shared memory for a second
-    after each step, on the cores that another shard computes on. On two cores, the tests of shards
-    take 38 s with this patch and the next, and 71 s without."""
+    """Wait of an engine's shards for their next step.
+
+    vLLM's own wait polls shared memory for a second after each step, on cores that other shards
+    need. On two cores, the tests of shards take 38 s with this patch and the next one, and 71 s
+    without them.
+    """
 
     def __init__(self, is_reader: bool, context: object, notify_address: str) -> None:
         super().__init__(is_reader, context, notify_address, busy_loop_s=_BUSY_SECONDS)
 
     def wait(self, timeout_ms: int | None = None) -> None:
-        # A notification before the subscription is lost; the memory is looked at again anyway.
+        # A notification before the subscription is lost, so read the memory again after a while.
         super().wait(_LOOK_MS if timeout_ms is None else min(timeout_ms, _LOOK_MS))
 
 
 def _checked_experts(self: VllmConfig, check: Callable[[VllmConfig], None]) -> None:
-    """Run vLLM's check of a configuration that returns experts, but allow model runner V1, the only
-    one on CPUs."""
+    """Run vLLM's check of a configuration that returns experts, but allow model runner V1, because
+    CPUs have no other."""
     current_platform.is_out_of_tree = lambda: True
     try:
         check(self)
@@ -58,10 +61,10 @@ def _checked_experts(self: VllmConfig, check: Callable[[VllmConfig], None]) -> N
 
 
 def capture_experts(runner: "CPUModelRunner") -> None:
-    """Let a CPU's runner of models return the experts of each request with its tokens.
+    """Let a CPU's model runner return the routed experts of each request with its tokens.
 
-    On a CPU vLLM returns no routed experts; this connects vLLM's own recorder, which relies on
-    synchronous scheduling, before the runner's first request.
+    On a CPU vLLM returns no routed experts. This connects vLLM's own recorder, which relies on
+    synchronous scheduling. Call it before the runner's first request.
     """
     from vllm.distributed.aux_output_connector import worker
 
@@ -99,14 +102,14 @@ def capture_experts(runner: "CPUModelRunner") -> None:
 
 
 def clear_every_layer() -> None:
-    """Let a worker on a CPU clear new blocks of the KV cache in all layers. vLLM clears those of
-    full attention alone there, and one block at a time."""
+    """Let a worker on a CPU clear new blocks of the KV cache in all layers at once. vLLM clears
+    only the layers of full attention there, one block at a time."""
     from vllm.v1.worker.cpu_model_runner import CPUModelRunner  # seconds to import elsewhere
 
     def clear(self: CPUModelRunner, block_ids: list[int]) -> None:
         count = self.kv_cache_config.num_blocks
         caches = {each.data_ptr(): each for each in self.kv_caches}
-        for cache in caches.values():  # a block is one of the kernel's, or several
+        for cache in caches.values():  # a block is one or several of the kernel's blocks
             cache.unflatten(0, (count, -1))[block_ids] = 0
 
     internal(CPUModelRunner, "_zero_block_ids", "self", "block_ids")
@@ -114,7 +117,7 @@ def clear_every_layer() -> None:
 
 
 def pack_experts_again(module: torch.nn.Module) -> None:
-    """Let a CPU's experts be padded and packed after every load; vLLM does it after the first."""
+    """Pad and pack a CPU's experts after every load; vLLM does it only after the first load."""
     method = getattr(module, "quant_method", None)
     kernel = getattr(method, "moe_kernel", None)
     if method is None or kernel is None or "process_weights_after_loading" in vars(method):
@@ -129,21 +132,22 @@ def pack_experts_again(module: torch.nn.Module) -> None:
 
 
 class PackingThreads:
-    """Threads in which oneDNN packs the weights of an update's layers, while the next are loaded.
+    """Threads in which oneDNN packs the weights of an update's layers while the next layers load.
 
-    vLLM's engine on a CPU computes in one thread, and oneDNN takes as long to pack a matrix as four
+    vLLM's engine on a CPU computes in one thread, and oneDNN packs a matrix in the time of four
     copies of it. No request runs during an update. The layers must not be used before `finish`.
     """
 
     def __init__(self) -> None:
         self.loading = False
-        """Whether weights may be packed later; outside of an update they are packed at once."""
+        """Whether an update is loading, so that `create` may pack later; otherwise it packs at
+        once."""
         self._pool: ThreadPoolExecutor | None = None
         self._packing: deque[Future[None]] = deque()
 
     def create(self, weight: torch.Tensor, *cache_size: int) -> _custom_ops.CPUDNNLGEMMHandler:
-        """Return the handle of a packed matrix (K, N), as vLLM's function does, but maybe before it
-        is packed."""
+        """Return the handle of a packed matrix (K, N), as vLLM's function does. During an update
+        the matrix may not be packed yet."""
         if not self.loading:
             return _pack(weight, *cache_size)
         handle = _custom_ops.CPUDNNLGEMMHandler()
@@ -155,7 +159,7 @@ class PackingThreads:
 
         threads = len(os.sched_getaffinity(0))
         self._pool = self._pool or ThreadPoolExecutor(threads, "packing")
-        while len(self._packing) > threads:  # each holds an unpacked matrix
+        while len(self._packing) > threads:  # limits memory: each holds an unpacked matrix
             self._packing.popleft().result()
         self._packing.append(self._pool.submit(pack))
         return handle
@@ -176,9 +180,9 @@ _pack_embedding = internal(_method, "process_weights_after_loading", "self", "la
 
 
 def _pack_if_head(self: object, layer: Any) -> None:
-    """Pack a matrix of embeddings at once if it is an output head, and else when logits are first
-    computed with it: vLLM packs those too that only look up tokens, which takes their memory
-    again, and as long in each update as the head."""
+    """Pack an embedding matrix at once if it is an output head, otherwise when logits are first
+    computed with it. vLLM also packs matrices that only look up tokens. That doubles their memory,
+    and takes as long in each update as the head."""
 
     def compute(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         _pack_embedding(self, layer)
@@ -200,9 +204,13 @@ if current_platform.is_cpu():
 def _divide(
     adapters: tuple[int, ...],
 ) -> tuple[list[int], Sequence[torch.Tensor], torch.Tensor | None, torch.Tensor]:
-    """Divide a step's N tokens among its A adapters: return their numbers, the tokens of each, the
-    same filled up to one length, [A, M], unless that more than doubles them, and each token's place
-    in these, [N]."""
+    """Divide a step's N tokens among its A adapters.
+
+    Returns:
+        The adapters' numbers; the tokens of each adapter; the same tokens padded to one length,
+        [A, M], or None if padding more than doubles them; and each token's place among the padded
+        tokens, or else among the concatenated parts, [N].
+    """
     adapters = adapters or (0,)  # a step may have no token
     counts = dict(sorted(Counter(adapters).items()))
     sizes, order = [*counts.values()], torch.tensor(adapters).argsort()
@@ -217,15 +225,16 @@ def _divide(
 def _by_adapter(
     inputs: torch.Tensor, weights: torch.Tensor, adapters: torch.Tensor
 ) -> torch.Tensor:
-    """Multiply each token by the matrix of its adapter; -1 is none. vLLM's functions for CPUs copy
-    a matrix for every token, and take the last adapter's where there is none."""
+    """Multiply each token by the matrix of its adapter; the result is 0 for adapter -1, which is
+    none. vLLM's functions for CPUs copy a matrix for every token, and use the last adapter for
+    -1."""
     weights = (weights.squeeze(1) if weights.dim() == 4 else weights).mT
     numbers, parts, padded, places = _divide(tuple(adapters.tolist()))
     first, last = numbers[0], numbers[-1]
     if first == last >= 0:
         return inputs @ weights[first].to(inputs.dtype)
     if padded is not None:
-        adjacent = first >= 0 and last - first < len(numbers)  # of these no copy is made
+        adjacent = first >= 0 and last - first < len(numbers)  # a slice of these needs no copy
         chosen = weights[first : last + 1] if adjacent else weights[numbers]
         made = torch.bmm(inputs[padded], chosen.to(inputs.dtype))
         if first < 0:
@@ -284,8 +293,8 @@ _supports_adapter = internal(
 
 
 def _no_experts(module_name: str, module: torch.nn.Module, supported: list[str]) -> bool:
-    """Return whether a layer may have adapters: on a CPU the experts' would need Triton, also to
-    compute without one."""
+    """Return whether a layer may have adapters. Experts may not: on a CPU they would need Triton,
+    even in requests without an adapter."""
     experts = isinstance(module, internal(model_manager, "MoERunner"))
     return not experts and bool(_supports_adapter(module_name, module, supported))
 
@@ -296,7 +305,7 @@ _select_experts = internal(
 
 
 def _plain_experts(moe_config: Any) -> object:
-    """Choose the experts' code as for an engine without adapters."""
+    """Choose the experts' backend of an engine without adapters."""
     internal(moe_config, "is_lora_enabled")
     moe_config.is_lora_enabled = False
     chosen: object = _select_experts(moe_config)
@@ -319,7 +328,7 @@ if current_platform.is_cpu():
     for _module, _name in (
         (sampler, "batched_count_greater_than"),
         (vocab_parallel_embedding, "get_masked_input_and_mask"),
-    ):  # torch would compile them in each engine's first request, for seconds and no gain
+    ):  # torch would compile them in each engine's first request: seconds, without a gain
         _function = internal(_module, _name)
         setattr(_module, _name, getattr(_function, "__wrapped__", _function))
     _wait_parameters = ("self", "is_reader", "context", "notify_address", "busy_loop_s")

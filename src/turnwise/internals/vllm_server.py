@@ -1,4 +1,4 @@
-"""vLLM's HTTP server: the names that the OpenAI server uses, and what it uses beyond them.
+"""vLLM's HTTP server: the public names and the internals that our OpenAI server uses.
 
 Checked against vLLM 0.32. If vLLM moves them, only this file has to change.
 """
@@ -86,13 +86,13 @@ if TYPE_CHECKING:
     from vllm.tokenizers import TokenizerLike
 
 SamplingRequest: TypeAlias = ChatCompletionRequest | CompletionRequest | ResponsesRequest
-"""A request that samples; Anthropic's requests have become chat completions at this point."""
+"""A request that samples. Anthropic's requests are converted to chat completions before."""
 
 
 def template_variables(
     chat: OpenAIServingChat, request: ChatCompletionRequest
 ) -> dict[str, object]:
-    """Return the variables of the chat template that a request sets, with the server's defaults."""
+    """Return the variables that a request gives the chat template, with the server's defaults."""
     variables: dict[str, object] = chat._effective_chat_template_kwargs(request)
     return variables
 
@@ -103,7 +103,7 @@ def make_parser(
     tokenizer: "TokenizerLike",
     variables: dict[str, object],
 ) -> Parser:
-    """Return the parser of a request's answers, as the server makes it for its own."""
+    """Return the parser that vLLM's server would use for a request's answers."""
     return chat._make_parser(request, tokenizer, variables)
 
 
@@ -113,7 +113,7 @@ def chat_logprobs(
     token_ids: list[int],
     logprobs: list[dict[int, Logprob]],
 ) -> "ChatCompletionLogProbs":
-    """Return the log-probs of tokens as OpenAI's clients get them."""
+    """Return the log-probs of tokens in the form of OpenAI's chat completions."""
     return chat._create_chat_logprobs(
         token_ids=token_ids,
         top_logprobs=logprobs,
@@ -130,28 +130,32 @@ def response_logprobs(
     token_ids: list[int],
     logprobs: list[dict[int, Logprob]],
 ) -> list[Any]:
-    """Return the log-probs of tokens as clients of Responses get them."""
+    """Return the log-probs of tokens in the form of OpenAI's Responses."""
     tokenizer, most = responses.renderer.tokenizer, request.top_logprobs
     made: list[Any] = responses._create_response_logprobs(token_ids, logprobs, tokenizer, most)
     return made
 
 
 def truncated(chat: OpenAIServingChat, request: Any, token_ids: list[int]) -> list[int]:
-    """Return the ids of a prompt, cut as its request asks (`truncate_prompt_tokens`)."""
+    """Return a prompt's ids, truncated by the request's `truncate_prompt_tokens`."""
     params: TokenizeParams = request.build_tok_params(chat.model_config)
     kept: list[int] = params._token_truncation(chat.renderer.tokenizer, token_ids)
     return kept
 
 
 def choose_adapters(serving: OpenAIServingCompletion, choose: Callable[..., object]) -> None:
-    """Let a function choose the adapter of each request, which vLLM finds by its model alone."""
+    """Let a function choose the adapter of each request; vLLM chooses it by the model's name
+    only."""
     serving._maybe_get_adapters = choose
 
 
 def keep_requests_out_of_the_log() -> None:
-    """Drop the tracebacks that routes log of requests which they refuse: the client has got the
-    reason, and a client that repeats its mistake would fill the log. Bodies of Messages, which are
-    logged at debug level, are dropped too: a body with half a character would be refused there."""
+    """Keep tracebacks of refused requests, and bodies of Messages, out of the log.
+
+    The client gets the reason of a refusal, and a client that repeats its mistake would fill the
+    log. vLLM logs bodies of Messages at debug level; a body with half a character (a lone
+    surrogate) would fail there.
+    """
 
     def is_ours(record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None

@@ -1,1 +1,1 @@
-"""Reports of a run about itself, and checks before it: for people, files and other programs."""
+"""Reports of a run, and checks before it, for people, files and other programs."""

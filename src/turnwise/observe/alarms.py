@@ -55,7 +55,8 @@ def alarm_finder(config: Config, run: Path | None = None) -> Callable[[JsonObjec
     """Return a function that returns the alarms that the next line of metrics.jsonl raises.
 
     Args:
-        run: Folder of the run, for the commands in sentences; None is the configuration's.
+        run: Folder of the run, for the commands in sentences; None takes the folder that the
+            configuration names.
     """
     folder = shlex.quote(str(run or config.run_folder))
     rows, raised, steps = list[JsonObject](), set[str](), config.alarms.steps
@@ -72,7 +73,7 @@ def alarm_finder(config: Config, run: Path | None = None) -> Callable[[JsonObjec
                 yield name, message
 
     def find(row: JsonObject) -> list[Alarm]:
-        # Of the model before training, or of supervised training: alarms are about rollouts.
+        # Alarms are about rollouts, not about step 0 or supervised training.
         if not row["step"] or "reward_mean" not in row:
             return []
         rows.append(row)
@@ -87,8 +88,8 @@ def alarm_finder(config: Config, run: Path | None = None) -> Callable[[JsonObjec
 
 
 def _shares(row: JsonObject, config: Config) -> Iterator[tuple[str, Share]]:
-    """Yield the shares of a step, each with its key in the section `alarms`, which the name of an
-    environment may follow."""
+    """Yield the shares of a step, each with its key in the section `alarms`; the name of an
+    environment follows if the share is of this environment alone."""
     alarms, training = config.alarms, config.training
     said = f"{_MEAN} of the groups have no signal: all their rewards are equal"
     if not config.algorithm.dynamic_sampling:
@@ -234,7 +235,7 @@ def _first_and_last(
     rows: Sequence[JsonObject], config: Config, name: str
 ) -> tuple[float, list[float]]:
     """Return the mean of a metric over the first `alarms.steps` steps that have it, and its values
-    at the last ones; zeros while these steps overlap."""
+    at the last `alarms.steps` of them; zeros while the two overlap."""
     values = [row[name] for row in rows if row.get(name) is not None]
     steps = config.alarms.steps
     if len(values) < 2 * steps:
@@ -254,5 +255,5 @@ _TRENDS: dict[str, Callable[[Sequence[JsonObject], Config], str]] = {
     check.__name__: check
     for check in (logprob_growth, entropy_left, reward_left, flat_steps, slow_worker)
 }
-"""Checks of how a run goes, by their keys in the section `alarms`: each gets the lines of all steps
-so far, and returns its alarm's sentence, or "" for none."""
+"""Checks of the trends of a run, by their keys in the section `alarms`: each gets the lines of all
+steps so far, and returns its alarm's sentence, or "" without an alarm."""

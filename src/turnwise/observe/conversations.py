@@ -1,4 +1,4 @@
-"""Conversations of a run, as people read them: `turnwise show`, and the end of rollout and eval."""
+"""Readable conversations of a run, for `turnwise show` and the end of rollout and eval."""
 
 import heapq
 import math
@@ -23,11 +23,11 @@ _INDENT = " " * 11
 _MOST = 20  # trajectories shown at once, and images of each
 _TOOL = "tool_"  # beginning of the events that are outcomes of tool calls
 NO_TRAJECTORY = (TrajectoryError, ValueError, LookupError, TypeError, AttributeError)
-"""Errors of a line that is no trajectory."""
+"""Errors of a line that is not a trajectory."""
 
 
 def trajectory_file(source: Path, step: int | None = None, heldout: bool = False) -> Path:
-    """Return the file of a run's trajectories, by default the newest step's; of a file, itself."""
+    """Return a run's file of trajectories, by default the newest step's; return a file itself."""
     if source.is_file():
         return source
     folder, kind = source / "trajectories", "eval" if heldout else "step"
@@ -43,8 +43,8 @@ def trajectory_file(source: Path, step: int | None = None, heldout: bool = False
 def select(
     trajectories: Iterable[Trajectory], problem: str | None = None, pattern: str | None = None
 ) -> list[Trajectory]:
-    """Return the trajectories of a problem (its name, or its end, such as `17` for `rows:17`), and
-    those in which a regular expression is found."""
+    """Return the trajectories of a problem (by its name, or by its end, such as `17` for `rows:17`)
+    in which a regular expression is found; None selects all."""
     try:
         found = re.compile(pattern or "")
     except re.error as error:
@@ -71,7 +71,8 @@ def read_trajectories(path: Path) -> Iterator[Trajectory]:
 
 
 def show(console: Console, overview: "Overview") -> None:
-    """Print an overview of trajectories, and those of the highest and of the lowest reward."""
+    """Print an overview of trajectories, and the trajectories of the highest and the lowest
+    reward."""
     for line in overview.lines():
         console.print(visible(line), highlight=False, markup=False, soft_wrap=True)
     for label, chosen in overview.best_and_worst().items():
@@ -89,8 +90,8 @@ def show_all(console: Console, trajectories: Sequence[Trajectory]) -> None:
 
 
 def conversation(trajectory: Trajectory, label: str = "") -> Text:
-    """Return a trajectory as people read it, its result and what was said, with control characters
-    as escapes, so that no answer of a model can drive the terminal."""
+    """Return a trajectory's result and messages as readable text. Control characters are escaped,
+    so that no answer of a model can control the terminal."""
     reward = "no reward" if trajectory.reward is None else f"reward {trajectory.reward:.3g}"
     if len(trajectory.reward_parts) > 1:
         each = (f"{name} {value:.3g}" for name, value in trajectory.reward_parts.items())
@@ -129,7 +130,7 @@ def conversation(trajectory: Trajectory, label: str = "") -> Text:
 
 @dataclass(slots=True)
 class Numbers:
-    """Mean, spread and bounds of numbers of which none is kept (Welford, Technometrics 4, 1962)."""
+    """Mean, spread and bounds of numbers, without keeping them (Welford, Technometrics 4, 1962)."""
 
     count: int = 0
     mean: float = 0.0
@@ -146,7 +147,7 @@ class Numbers:
 
     @property
     def spread(self) -> float:
-        """The standard deviation, as of a whole population."""
+        """The population standard deviation."""
         return math.sqrt(self._squares / max(1, self.count))
 
 
@@ -156,11 +157,11 @@ def _reward(trajectory: Trajectory) -> float:
 
 @dataclass(slots=True)
 class Overview:
-    """A summary of many trajectories, of which only numbers are kept: rewards, lengths, outcomes;
-    and the best and the worst ones."""
+    """A summary of many trajectories. It keeps only numbers (rewards, lengths, outcomes), and the
+    best and the worst trajectories."""
 
     best: int = 1  # number of trajectories with the highest reward to keep
-    worst: int = 1  # number of those with the lowest to keep
+    worst: int = 1  # number of trajectories with the lowest reward to keep
     rewards: Numbers = field(default_factory=Numbers)
     spreads: Numbers = field(default_factory=Numbers)  # of rewards in groups
     problems: int = 0
@@ -185,7 +186,7 @@ class Overview:
         return overview
 
     def add(self, group: Sequence[Trajectory]) -> None:
-        both = self.best + self.worst  # one may be in both
+        both = self.best + self.worst  # a trajectory may be in both lists
         self._high = heapq.nlargest(both, [*self._high, *group], key=_reward)
         self._low = heapq.nsmallest(both, [*self._low, *group], key=_reward)
         for trajectory in group:
@@ -209,7 +210,7 @@ class Overview:
             self._equal += spread == 0
 
     def best_and_worst(self) -> dict[str, list[Trajectory]]:
-        """Return the trajectories of the highest and of the lowest reward, none of them twice."""
+        """Return the trajectories with the highest and the lowest reward, none of them twice."""
         best = self._high[: self.best]
         worst = [one for one in self._low if not any(one is other for other in best)]
         return {"best": best, "worst": worst[: self.worst]}

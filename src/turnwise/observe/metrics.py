@@ -1,7 +1,7 @@
 """The metrics of a step: one typed record, which `MetricsLog` writes as a line of metrics.jsonl.
 
-Each is declared once, in `StepMetrics`: trackers get the same names, Prometheus those that a field
-declares, and the documentation their meanings.
+Each metric is declared once, in `StepMetrics`. Trackers use its name, Prometheus the series that
+its field declares, and the documentation its docstring.
 """
 
 import ast
@@ -28,8 +28,8 @@ _TOOL = "tool_"  # beginning of the events that are outcomes of tool calls
 class Series(NamedTuple):
     """A series of Prometheus: a gauge of the last step, or a counter that sums steps."""
 
-    name: str  # its name; that of a counter ends in _total
-    label: str = ""  # label of the parts of a metric that is a dictionary
+    name: str  # name of the series; the name of a counter ends in _total
+    label: str = ""  # label of the entries, if the metric is a dictionary
     value: Callable[[JsonObject], object] | None = None
     """Returns the value from the line of metrics.jsonl; None takes the metric itself."""
 
@@ -56,31 +56,32 @@ class StepMetrics:
     """Mean reward of the step's trajectories; at step 0, of the held-out trajectories. None in
     supervised training."""
     reward_std: float | None = None
-    """Standard deviation of these rewards (with n - 1); None of fewer than two."""
+    """Standard deviation of these rewards (divided by n - 1); None with fewer than two rewards."""
     reward_parts: dict[str, float] | None = None
     """Mean of each part of the reward, by name, before weighting."""
     reward_parts_std: dict[str, float] | None = None
-    """Standard deviation of each part, over the trajectories that have it; 0 of one."""
+    """Standard deviation of each part, over the trajectories that have it; 0 with one
+    trajectory."""
     env: dict[str, float] | None = None
     """Mean of each number that the environments' `metrics` return, over those that return it."""
     environments: dict[str, JsonObject] | None = None
-    """In a run with several environments, by name: reward_mean (none without trajectories),
-    trajectories, dropped (their number), groups, trajectories_discarded and groups_discarded (if
-    any), the environment's own `pools`, and in `heldout` its evaluation."""
+    """In a run with several environments, by name: reward_mean (missing without trajectories),
+    trajectories, dropped (number of dropped trajectories), groups, trajectories_discarded and
+    groups_discarded (if any), the environment's own `pools`, and in `heldout` its evaluation."""
     policies: dict[str, JsonObject] | None = None
     """In a run of several policies (rollout.policies), by name: reward_mean, the mean reward of its
-    players, and the trainer's numbers of it alone, such as loss, entropy and grad_norm."""
+    players, and the trainer's metrics of this policy alone, such as loss, entropy and grad_norm."""
     pools: Counts = None
-    """With data.curriculum, the number of rows whose last group gave a signal (mixed), or none
-    because all was right (mastered) or wrong (hopeless), and of those without a group so far
-    (fresh); and how many of the mastered and hopeless ones rest at the moment (resting)."""
+    """With data.curriculum, the number of rows by the outcome of their last group: a signal
+    (mixed), all trajectories right (mastered), all wrong (hopeless), or no group so far (fresh);
+    and the number of mastered and hopeless rows that rest at the moment (resting)."""
     trajectories: Annotated[int, Series("turnwise_trajectories_total")] = 0
     """Number of trajectories."""
     trajectories_discarded: int | None = None
-    """Finished trajectories of groups that are not trained on; None of no such group."""
+    """Finished trajectories of groups that are not trained on; None if there are none."""
     dropped: Annotated[Counts, Series("turnwise_dropped_total", "reason")] = None
-    """Trajectories whose last attempt failed, by reason, also those of groups that are not trained
-    on; in supervised training, refused rows."""
+    """Trajectories whose last attempt failed, by reason, also in groups that are not trained on; in
+    supervised training, refused rows."""
     retried: Annotated[Counts, Series("turnwise_retried_total", "reason")] = None
     """Failed attempts that were retried, by reason."""
     groups_discarded: Annotated[Counts, Series("turnwise_groups_discarded_total", "reason")] = None
@@ -92,15 +93,15 @@ class StepMetrics:
     """Events of the trajectories, such as tool errors, by kind."""
     judges: Annotated[Counts, Series("turnwise_judges_total", "kind")] = None
     """Work of judges, also for dropped trajectories and the step's evaluation: requests, retries,
-    cached (equal requests that were not asked again), prompt_tokens and completion_tokens; None
+    cached (equal requests that were not sent again), prompt_tokens and completion_tokens; None
     without judges."""
     turns_mean: float | None = None
     """Mean number of turns of a trajectory."""
     sampled_tokens: Annotated[int | None, Series("turnwise_sampled_tokens_total")] = None
     """Tokens sampled by the step's trajectories."""
     completion_tokens: dict[str, float] | None = None
-    """Sampled tokens of a trajectory: mean, min and max; and the same over those that the model
-    ended itself (ended_mean, ended_min, ended_max; none if it ended none)."""
+    """Sampled tokens of a trajectory: mean, min and max; and the same over trajectories with status
+    completed (ended_mean, ended_min, ended_max; missing if there are none)."""
     rollout_seconds: float | None = None
     """Seconds from the first group's start, or the previous batch, to the last group's end."""
     rollout_tokens_per_s: Annotated[float | None, Series("turnwise_rollout_tokens_per_second")] = (
@@ -109,7 +110,8 @@ class StepMetrics:
     """Sampled tokens per second of rollout; 0 if all groups were ready before, as in a resumed run
     or in one that is far ahead."""
     worker_tokens_per_s: dict[str, float] | None = None
-    """Tokens per second of a turn, by worker; without the time in vLLM's queue if it is known."""
+    """Sampled tokens per second of turns, by worker. The time in vLLM's queue does not count, if it
+    is known."""
 
     groups_without_signal: Annotated[int | None, Series("turnwise_groups_without_signal")] = None
     """Groups whose advantages are all 0."""
@@ -129,11 +131,12 @@ class StepMetrics:
     trained_tokens: Annotated[int | None, Series("turnwise_trained_tokens_total")] = None
     """Tokens trained; 0 if no group had a training signal."""
     loss: Annotated[float | None, Series("turnwise_loss")] = None
-    """Loss, averaged over the step's updates; None if nothing was trained, as for all metrics up to
-    train_memory_gib unless noted."""
+    """Loss, averaged over the step's updates. None if nothing was trained; this holds for all
+    metrics up to train_memory_gib, unless noted."""
     loss_metrics: dict[str, float] | None = None
-    """Means over trained tokens of the metrics that the loss reports, by name: those of your own
-    loss; phi_seq_mean, the mean weight of vespo; divergence, the mean divergence of dppo."""
+    """Means over trained tokens of the metrics that the loss reports, by name: phi_seq_mean, the
+    mean weight of vespo; divergence, the mean divergence of dppo; and the metrics of your own
+    loss."""
     policy_loss: float | None = None
     """The loss without the entropy bonus; None without one."""
     entropy_coef: float | None = None
@@ -170,25 +173,25 @@ class StepMetrics:
     """Share of trained tokens that algorithm.correction masks because their ratio, or their
     sequence's, is below its bounds; None if it masks none for this."""
     correction_above: float | None = None
-    """Share of trained tokens that it masks, or whose weight it truncates, because this ratio is
-    above its bounds; None without a correction."""
+    """Share of trained tokens that algorithm.correction masks, or whose weight it truncates,
+    because their ratio, or their sequence's, is above its bounds; None without a correction."""
     kl: Annotated[float | None, Series("turnwise_kl")] = None
     """Mean KL divergence from the reference model, in nats; None without a penalty."""
     teacher_kl: Annotated[float | None, Series("turnwise_teacher_kl")] = None
-    """Mean reverse KL divergence from the teacher, in nats, estimated at trained tokens, of which
-    those without a teacher have 0; None without any."""
+    """Mean reverse KL divergence from the teacher, in nats, estimated at trained tokens, where
+    tokens without a teacher count as 0; None without teachers."""
     logprob_diff_mean: Annotated[float | None, Series("turnwise_logprob_diff_mean")] = None
     """Mean difference between the engine's and the trainer's log-prob of a token before the first
     update; at step 0, on the canary prompt; null if nothing was trained."""
     logprob_diff_max: Annotated[float | None, Series("turnwise_logprob_diff_max")] = None
-    """Largest such difference; null if nothing was trained."""
+    """Largest difference of the same kind; null if nothing was trained."""
     staleness: Annotated[
         Counts, Series("turnwise_trained_tokens_by_staleness_total", "staleness")
     ] = None
     """Trained tokens by staleness: the number of optimizer steps between the weights that sampled
     them and those at the start of the training step."""
     staleness_max: Annotated[int, Series("turnwise_staleness")] = 0
-    """Largest such number of steps; 0 if nothing was trained."""
+    """Largest staleness of a trained token; 0 if nothing was trained."""
     layouts: Counts = None
     """Updates by the layout of their micro-batches (see training.packing)."""
     train_seconds: float | None = None
@@ -203,11 +206,11 @@ class StepMetrics:
     weight_version: Annotated[int | None, Series("turnwise_weight_version")] = None
     """Weight version of the engines: the number of optimizer steps."""
     weight_update_seconds: Annotated[float | None, Series("turnwise_update_seconds")] = None
-    """Seconds to transfer the new weights to the engines and check them; 0 if the step took no
-    optimizer step, so that there were none."""
+    """Seconds to transfer the new weights to the engines and check them; 0 without an optimizer
+    step, because there are no new weights."""
     weight_update_bytes: Annotated[int | None, Series("turnwise_update_bytes")] = None
-    """Bytes of the update for an engine that has the version before (see weights.delta); 0 without
-    an optimizer step."""
+    """Bytes of the update for an engine that has the previous version (see weights.delta); 0
+    without an optimizer step."""
     weights_changed: float | None = None
     """Share of the weights' values, as sent, that the step changed; None without weights.delta."""
     canary_diff_mean: float | None = None
@@ -220,7 +223,7 @@ class StepMetrics:
 
     accuracy_heldout: Annotated[float | None, Series("turnwise_accuracy_heldout")] = None
     """Share of held-out trajectories with a reward of at least eval.success_reward; null in a step
-    without evaluation, and as long as one beside training (eval.background) is running."""
+    without evaluation, and while its evaluation beside training (eval.background) runs."""
     heldout: dict[str, float] | None = None
     """All results of the evaluation: accuracy, reward_mean, pass@k and mean@k; empty where
     accuracy_heldout is null."""
@@ -244,9 +247,10 @@ class StepMetrics:
             value=lambda row: (row.get("phase_seconds") or {}).get("tools", 0.0),
         ),
     ] = None
-    """Seconds by phase: those of the loop (idle, train, write, weights, evaluate, save), and the
-    waiting times of trajectories, summed over them (generate, tools, reward, agent, teacher). A
-    checkpoint is saved after its step's line is written, so `save` is that of the step before."""
+    """Seconds by phase: the phases of the loop (idle, train, write, weights, evaluate, save), and
+    the waiting times of all trajectories together (generate, tools, reward, agent, teacher). A
+    checkpoint is saved after its step's line is written, so `save` is the time of the step
+    before."""
 
     def add_rollouts(self, batch: "Batch", dropped: Counter[str]) -> None:
         groups = batch.groups
@@ -293,7 +297,7 @@ class StepMetrics:
             self._environment(name)["pools"] = batch.pools[name]
 
     def add_trajectories(self, trajectories: Sequence["Trajectory"]) -> None:
-        """Add what finished trajectories say of themselves."""
+        """Add the metrics of finished trajectories."""
         rewards = [t.reward or 0.0 for t in trajectories]
         self.reward_mean = mean(rewards)
         self.reward_std = stdev(rewards) if len(rewards) > 1 else None
@@ -329,7 +333,7 @@ class StepMetrics:
         self.judges = _sorted(Counter(self.judges or {}) + counts) or None
 
     def _environment(self, name: str) -> JsonObject:
-        """Return the metrics of one of several environments, to which some are added."""
+        """Return the metrics of one of several environments, to be extended."""
         self.environments = self.environments or {}
         return self.environments.setdefault(name, {})
 
@@ -344,7 +348,7 @@ class StepMetrics:
         self.trained_tokens = 0
 
     def add(self, metrics: JsonObject) -> None:
-        """Add metrics by their names: those of the trainer, or of a weight update."""
+        """Add metrics of the trainer or of a weight update, by their names."""
         for name, value in metrics.items():
             if name == "policies":
                 self._add_policies(value)
@@ -370,7 +374,7 @@ class StepMetrics:
 
     @classmethod
     def from_json(cls, row: JsonObject) -> "StepMetrics":
-        """Read what `to_json` made."""
+        """Read metrics that `to_json` returned."""
         return cls(**{item.name: row[item.name] for item in fields(cls) if item.name in row})
 
     def to_json(self) -> JsonObject:
@@ -409,7 +413,7 @@ def meanings() -> dict[str, str]:
 
 @cache
 def series() -> list[tuple[str, Series]]:
-    """Return what Prometheus gets, each with the name of its metric."""
+    """Return the series for Prometheus, each with the name of its metric."""
     return [
         (item.name, each)
         for item in fields(StepMetrics)

@@ -48,11 +48,11 @@ class Machine(NamedTuple):
 
 
 class Holding(NamedTuple):
-    """Bytes that one process holds at the worst, by part."""
+    """Largest number of bytes that one process holds, by part."""
 
     parts: dict[str, int]
-    lasting: frozenset[str]  # these stay between steps; of the others, one is there at a time
-    expected: dict[str, int]  # parts that are expected to be smaller
+    lasting: frozenset[str]  # parts that stay between steps; of the others, one at a time exists
+    expected: dict[str, int]  # expected bytes of parts, where these are smaller
 
     @property
     def between(self) -> int:
@@ -76,7 +76,7 @@ class Load(NamedTuple):
     device: str
     least: int  # bytes with micro-batches of a few tokens
     expected: int  # bytes with trajectories of `expected_length`
-    bytes: int  # bytes at the worst: with full micro-batches of the longest sequences
+    bytes: int  # maximum: with full micro-batches of the longest sequences
     limit: int
 
 
@@ -94,9 +94,9 @@ class Ask:
 class Plan(NamedTuple):
     rank: Holding
     engine: Holding  # one device of an engine
-    teachers: dict[str, Holding]  # one device of an engine of each teacher that has some
+    teachers: dict[str, Holding]  # one engine device of each teacher with engines
     cache_tokens: int  # tokens that an engine's KV cache holds
-    contexts: float  # full contexts of model.max_length that it holds
+    contexts: float  # full contexts of model.max_length that the cache holds
     loads: list[Load]
     asks: list[Ask]
 
@@ -107,13 +107,13 @@ class Plan(NamedTuple):
 
     @property
     def excess(self) -> float:
-        """By how much it does not fit, in bytes."""
+        """Bytes that do not fit, plus the missing share of one full context in the KV cache."""
         over = sum(max(0, load.bytes - load.limit) for load in self.loads)
         return over + max(0.0, 1 - self.contexts)
 
 
 def expected_length(config: Config, prompt_tokens: int | None = None) -> int:
-    """Return the tokens of a trajectory that are expected: a prompt (None: a quarter of
+    """Return the expected number of tokens of a trajectory: a prompt (None: a quarter of
     `model.max_length`) and one whole answer."""
     longest = config.model.max_length
     prompt = longest // 4 if prompt_tokens is None else prompt_tokens
@@ -138,7 +138,7 @@ def make_plan(config: Config, machine: Machine, prompt_tokens: int | None = None
     if not machine.gpus:
         workers = config.serving.most_workers * config.engine.devices
         copies = 0
-        if config.weights.delta:  # of the trainer and each engine's workers; deltas in memory
+        if config.weights.delta:  # of the trainer and engines' workers; deltas in shared memory
             copies = 1 + workers + 2 * (config.weights.transport == "shm")
         beside = workers * engine.peak
         beside += copies * model_size(config.model).parameters * dtype_of(config.model).itemsize
@@ -146,7 +146,7 @@ def make_plan(config: Config, machine: Machine, prompt_tokens: int | None = None
     elif training.colocated:
         kept = {"params": ("weights", "other models"), "optimizer": ("optimizer",)}
         away = {p for kind in training.offload for p in kept[kind]} | {"gradients"}
-        shared = apart if share < 1 else 0  # only teachers share a GPU with a rank then
+        shared = apart if share < 1 else 0  # then only teachers share a GPU with a rank
         held = sum(rank.parts[p] for p in rank.lasting - away) + engine.peak + shared
         loads = [
             Load("GPU while engines run", held, held, held, limit),
@@ -210,7 +210,7 @@ def _rank(config: Config, on_gpu: bool, length: int) -> Holding:
         for part, all_ in held_bytes(config.model, training, config.policies, beside).items()
     }
     apart = not training.colocated or ranks > 1
-    if config.weights.transport == "shm" and apart and not on_gpu:  # in the first rank, whole
+    if config.weights.transport == "shm" and apart and not on_gpu:  # the first rank holds it
         held["shared memory"] = 2 * size.parameters * width // ranks
     fullest = max(micro_batch_tokens(training, on_gpu), model.max_length)
     sequences = config.rollout.prompts_per_step * config.sampling.n
@@ -229,7 +229,7 @@ def _rank(config: Config, on_gpu: bool, length: int) -> Holding:
         )
 
     gathered = 0
-    if ranks > 1:  # FSDP: two layers and what is outside of layers, and gradients of these
+    if ranks > 1:  # FSDP: two layers and the weights outside of layers, and their gradients
         gathered = (size.outside + 2 * size.largest_layer) * width
         if not roles:
             gathered += size.outside * width + size.largest_layer * (width + 4)
@@ -285,7 +285,8 @@ def _engine(config: Config, machine: Machine, share: float) -> tuple[Holding, in
 
 
 def actors(config: Config, share: float) -> Iterator[Ask]:
-    """Yield what the actors of a run ask Ray for, with this share of a GPU for each device."""
+    """Yield the resources that a run's actors request from Ray; each device has this share of a
+    GPU."""
     training, size = config.training, config.engine.devices
     yield Ask("trainer rank", training.ranks, CPU_SHARE, share, training.resources)
     fleets = {"": config}
@@ -302,7 +303,7 @@ def actors(config: Config, share: float) -> Iterator[Ask]:
 
 
 def print_plan(config: Config, gpus: int | None, gpu_memory: float | None) -> None:
-    """Print the plan of a run, and the changes with which it would fit if it does not."""
+    """Print the plan of a run; if it does not fit, also print changes with which it would."""
     here = Machine.here()
     count = here.gpus if gpus is None else gpus
     if gpu_memory is None and count and not here.gpus:

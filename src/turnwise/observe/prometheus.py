@@ -1,4 +1,4 @@
-"""Prometheus metrics of a training run: those of its steps, its scheduler and its engines.
+"""Prometheus metrics of a training run: of its steps, its scheduler and its engines.
 
 `GET /metrics` is answered in a thread, so a run whose event loop is stuck still shows its last
 step. Counters begin at 0 when the program starts, also in a resumed run.
@@ -29,12 +29,12 @@ from turnwise.serving.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
-_ENGINE_SECONDS = 5.0  # time to collect the engines' metrics: below Prometheus' 10 s
+_ENGINE_SECONDS = 5.0  # deadline for the engines' metrics: below Prometheus' 10 s
 
 
 def step_families(rows: Sequence[JsonObject], skipped: int = 0) -> Callable[[], Iterator[Metric]]:
-    """Return a function that yields the metrics of the steps that a run has completed, `rows`; the
-    first ones are not counted. Those that no step has had yet have no value."""
+    """Return a function that yields the metrics of a run's completed steps, `rows`, without the
+    first `skipped` rows. A metric that no step has had yet has no value."""
     values: dict[str, dict[str, float]] = {}
     counted, lock = list(rows[:skipped]), threading.Lock()
 
@@ -52,7 +52,7 @@ def step_families(rows: Sequence[JsonObject], skipped: int = 0) -> Callable[[], 
                     sums[part] = sums.get(part, 0.0) + sign * (number or 0.0)
 
     def families() -> Iterator[Metric]:
-        with lock:  # two requests at once
+        with lock:  # requests may overlap
             for place, row in enumerate(rows):
                 if place == len(counted):
                     counted.append(row)
@@ -81,15 +81,15 @@ async def serving_metrics(
     in_flight: Callable[[], int],
     scheduler: Scheduler,
 ) -> AsyncIterator[int | None]:
-    """Serve a run's metrics during an `async with` block; the value is the port. None serves
-    nothing. Rows that are there already are not counted."""
+    """Serve a run's metrics during an `async with` block, and yield the port; with port None, serve
+    nothing. Rows that exist at the start are not counted."""
     if port is None:
         yield None
         return
     steps, engines = step_families(rows, len(rows)), EngineMetrics(scheduler)
     loop = asyncio.get_running_loop()
 
-    def families() -> Iterator[Metric]:  # in a thread; as slow as the slowest engine may be
+    def families() -> Iterator[Metric]:  # in a thread; waits for the slowest engine
         yield from steps()
         groups = {"": in_flight()}
         yield family("turnwise_groups_in_flight", "Groups that are being sampled", groups)

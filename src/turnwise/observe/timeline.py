@@ -1,8 +1,8 @@
-"""Times of turns in a run folder, and as a file for trace viewers: `turnwise trace timeline`.
+"""Times of turns in a run folder, and their export for trace viewers (`turnwise trace timeline`).
 
-The latter has Chrome's trace events: in one process a row for each trajectory (queue, wait for the
-first token, sampling, tools, and what else lies between two turns), in another the turns of each
-worker, in as many rows as overlap.
+The export has Chrome's trace events. One process has a row for each trajectory: queue, wait for the
+first token, sampling, tools, and the rest of the time between two turns. The other process has the
+turns of each worker, in as many rows as there are overlapping turns.
 """
 
 import json
@@ -17,13 +17,13 @@ from turnwise.observe.conversations import read_trajectories, trajectory_file
 from turnwise.trajectory import Trajectory
 
 TIMELINE = "timeline"
-"""Folder of the files of `write_times`, named as the files of their trajectories."""
+"""Folder of the files of `write_times`, which are named as the files of trajectories."""
 _TRAJECTORIES, _WORKERS = 1, 2  # ids of the two processes
 _MICROSECONDS = 1e6
 
 
 def write_timeline(run: Path, step: int | None, target: Path, heldout: bool = False) -> int:
-    """Write the timeline of a step."""
+    """Write the timeline of a step; return its number of turns."""
     source = trajectory_file(run, step, heldout)
     times = source.parent.parent / TIMELINE / source.name
     if not times.is_file():

@@ -1,6 +1,6 @@
 """The log of a run's metrics (`MetricsLog`): metrics.jsonl, and the trackers, which get copies.
 
-Trackers are TensorBoard, if it is installed, and those that are configured. A failure to write
+Trackers are TensorBoard, if it is installed, and the configured `trackers`. A failure to write
 metrics.jsonl ends the run. A tracker that fails, or does not answer in time, is reported once, and
 gets no more metrics. All calls block; make them in a thread.
 """
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 _START_SECONDS = 180.0  # deadline for a tracker to start, which may ask a server
 _CALL_SECONDS = 60.0  # deadline for each later call of a tracker
-_EVALUATED = "step_evaluated"  # W&B's x axis of what an evaluation measures
+_EVALUATED = "step_evaluated"  # W&B's x axis of an evaluation's metrics
 _COLUMNS = ["problem", "reward", "status", "conversation"]  # columns of tables of conversations
 
 
@@ -49,9 +49,9 @@ class Tracker(NamedTuple):
 
 
 class MetricsLog:
-    """One run's metrics, written one step at a time to metrics.jsonl and to the trackers. Where a
-    run is resumed after `after_step`, later ones are removed from the file and hidden in
-    TensorBoard; the other trackers keep them."""
+    """One run's metrics, written one step at a time to metrics.jsonl and to the trackers. If a run
+    is resumed after `after_step`, later steps are removed from the file and hidden in TensorBoard;
+    the other trackers keep them."""
 
     def __init__(self, folder: Path, config: Config, after_step: int | None = None) -> None:
         for name in config.trackers:
@@ -74,7 +74,7 @@ class MetricsLog:
             except OSError as error:
                 why = f"{self._path} cannot be resumed from: {error.strerror}"
                 raise InputError(why) from error
-        self._calling = threading.Lock()  # an evaluation may come beside a step's samples
+        self._calling = threading.Lock()  # an evaluation may come with a step's samples
         self._trackers: dict[str, Tracker] = {}
         if SummaryWriter is None:
             logger.info("no TensorBoard files: pip install 'turnwise[tensorboard]'")
@@ -91,8 +91,8 @@ class MetricsLog:
                 raise InputError(f"trackers: {name} does not start: {text_of(error)}") from error
 
     def write(self, metrics: JsonObject) -> None:
-        """Write one step's metrics; those that are no numbers go only to metrics.jsonl, where NaN
-        and infinity become null, and nested ones to trackers as `key/name`."""
+        """Write one step's metrics to metrics.jsonl, where NaN and infinity become null. Trackers
+        get only numbers; they get nested ones as `key/name`."""
         metrics = _plain(metrics)
         self.rows.append(metrics)
         with translate_unwritable(self._path), self._path.open("a", encoding="utf-8") as file:
@@ -100,7 +100,7 @@ class MetricsLog:
         self._track(metrics, {})
 
     def amend(self, metrics: JsonObject) -> None:
-        """Write a step's line again, to which metrics came late; trackers get these."""
+        """Write a step's line again, with late metrics; trackers get only these."""
         (place,) = (n for n, row in enumerate(self.rows) if row["step"] == metrics["step"])
         earlier = self.rows[place]
         self.rows[place] = earlier | _plain(metrics)
@@ -109,7 +109,8 @@ class MetricsLog:
         self._track(self.rows[place], earlier)
 
     def _track(self, metrics: JsonObject, earlier: JsonObject) -> None:
-        """Write what is not in the `earlier` metrics of the step to the trackers."""
+        """Write metrics to the trackers, except those that are equal in the step's `earlier`
+        metrics."""
         known = {"step": metrics["step"]} | dict(leaves(earlier, separator="/"))
         values = {
             re.sub(r"[^A-Za-z0-9_./-]", "_", name): float(value)
@@ -147,7 +148,7 @@ class MetricsLog:
 
 
 def _plain(metrics: JsonObject) -> JsonObject:
-    """Return metrics as JSON has them; NaN and infinity become null."""
+    """Return metrics as JSON values; NaN and infinity become null."""
     plain: JsonObject = json.loads(json.dumps(metrics), parse_constant=lambda _: None)
     return plain
 
@@ -164,14 +165,14 @@ def _tensorboard(folder: Path, after_step: int | None) -> Tracker:
     def write_samples(step: int, rows: list[JsonObject]) -> None:
         for number, row in enumerate(rows):
             indented = "\n".join(f"    {line}" for line in row["conversation"].splitlines())
-            writer.add_text(f"samples/{number}", indented, step)  # Markdown: as it is
+            writer.add_text(f"samples/{number}", indented, step)  # verbatim in Markdown
 
     return Tracker(write, write_samples, writer.close)
 
 
 def _logged(package: ModuleType, run: Any) -> Tracker:
-    """Write to a run of Weights & Biases, or of Trackio, which has the same methods. Of a step that
-    is written twice, W&B keeps the first, Trackio both."""
+    """Write to a run of Weights & Biases, or of Trackio, which has the same methods. If a step is
+    written twice, W&B keeps the first values, Trackio both."""
 
     def write_samples(step: int, rows: list[JsonObject]) -> None:
         data = [[row[name] for name in _COLUMNS] for row in rows]
@@ -197,8 +198,8 @@ def _wandb(folder: Path, config: Config, resumed: bool) -> Tracker:
     newest = 0
 
     def write(step: int, values: dict[str, float]) -> None:
-        """Write an evaluation that comes late beside the newest step, because W&B takes none for an
-        earlier one; its x axis is the step whose weights were evaluated."""
+        """Write a late evaluation with the newest step, because W&B refuses metrics of earlier
+        steps; its x axis is the step whose weights were evaluated."""
         nonlocal newest
         newest = max(newest, step)
         if measured := [name for name in values if "heldout" in name]:
@@ -222,8 +223,8 @@ def _trackio(folder: Path, config: Config, resumed: bool) -> Tracker:
 
 
 def _mlflow(folder: Path, config: Config, resumed: bool) -> Tracker:
-    """Write to MLflow, with the tracking server of its own environment variables. If a step is
-    written twice, it keeps both."""
+    """Write to MLflow, whose own environment variables name the tracking server. If a step is
+    written twice, MLflow keeps both values."""
     mlflow, kept = importlib.import_module("mlflow"), folder / "mlflow_run"
     client = mlflow.MlflowClient()
     if resumed and kept.exists():

@@ -115,7 +115,8 @@ class RolloutContext:
             return None if moved is None else moved[1]
 
     async def move(self, message: Message) -> tuple[str, list[Message]] | None:
-        """Return the player who moves next in a game, and what this player reads before."""
+        """Return the player who moves next in a game, and the messages that this player reads
+        first; None ends the trajectory."""
         with self.timed("environment"):
             return await self.episode.step(message, game=True)
 
@@ -149,7 +150,7 @@ class RolloutContext:
             tools: Left out if `rollout.tools_in_prompt` is false.
 
         Raises:
-            InputError: when the model lacks a chat template, or it leaves out the tools.
+            InputError: when the model lacks a chat template, or its template leaves out the tools.
         """
         shown = tools if self.rollout.tools_in_prompt else None
 
@@ -175,10 +176,11 @@ class RolloutContext:
         history), the whole conversation is rendered and the next turn begins a branch.
 
         Args:
-            new_messages: The last of the conversation, after the turn's answer.
+            new_messages: The messages after the turn's answer, which end the conversation.
             conversation: All messages; None means `trajectory.messages`.
 
         Raises:
+            InputError: when the model lacks a chat template.
             TrajectoryError: when the template raises or leaves out a message.
         """
         if self.template.missing:
@@ -212,10 +214,11 @@ class RolloutContext:
         """Sample a completion and record it as a turn.
 
         Args:
-            stop: Strings at which to stop, besides those of `sampling`.
-            messages: The messages that led to the turn, for people, where the trajectory is more
+            stop: Strings at which to stop, in addition to `sampling.stop`.
+            messages: The messages that led to the turn, for display, if the trajectory has more
                 than one conversation.
-            policy: One of `rollout.policies`, or `base`, which is not trained; "" in a run of one.
+            policy: One of `rollout.policies`, or `base`, which is not trained; "" in a run with one
+                policy.
 
         Returns:
             None, with status `context_full`, if the model's context or
@@ -265,8 +268,8 @@ class RolloutContext:
         messages: Sequence[Message] = (),
         policy: str = "",
     ) -> None:
-        """Record the completion of a request that began and ended at `times` as a turn; `tools` is
-        that of `TurnTimes`, `policy` that of `sample`."""
+        """Record the completion of a request as a turn. The request began and ended at `times`; for
+        `tools` see `TurnTimes.tools`, for `messages` and `policy` see `sample`."""
         self.trajectory.add_turn(
             prompt,
             **completion.as_turn,
@@ -291,12 +294,13 @@ class AgentLoop(Protocol):
 
     `rollout.loop` names it by a short name or as `package.module:Class`. The class is built
     without arguments, once for all trajectories. All trajectories share one event loop, so call
-    blocking functions with `asyncio.to_thread`, which has a thread for each call here.
+    blocking functions with `asyncio.to_thread`, which here has a thread for each call.
 
-    A class may have more: `load(config)` is called in a thread before anything is started, and
-    raises `InputError` for what cannot be used; `opened(config, generator, admission)` is an async
-    context manager around all trajectories of a process, such as a server of agents, whose start
-    the attribute `front` names on the terminal. `by_requests` says that others make the requests.
+    A class may also have these. `load(config)` is called in a thread before anything is started,
+    and raises `InputError` if the configuration cannot be used. `opened(config, generator,
+    admission)` is an async context manager around all trajectories of a process, such as a server
+    for agents; the terminal shows its start under the name in the attribute `front`. `by_requests`
+    is True if others, such as agents, make the requests.
 
     Example:
         class SingleTurn:

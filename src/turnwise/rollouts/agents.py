@@ -1,10 +1,13 @@
 """Agents: programs that get a base URL and a problem, and whose requests become the turns.
 
 An agent needs no code of Turnwise, and cannot reach another's trajectory, because the URL has a
-secret random name. It is a function `package.module:name(base_url, problem)`; a command, one
-process for each trajectory; a worker, one long-lived process that plays any number of trajectories
-at once (`turnwise.agent_worker`) and is started again when it has ended; or an HTTP endpoint that
-gets one POST for each.
+secret random name. An agent is one of:
+
+- a function `package.module:name(base_url, problem)`;
+- a command: one process for each trajectory;
+- a worker: one long-lived process that plays any number of trajectories at once
+  (`turnwise.agent_worker`), and is started again after it has ended;
+- an HTTP endpoint that gets one POST for each trajectory.
 """
 
 import asyncio
@@ -54,9 +57,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_ERROR_CHARS = 500  # of an agent's error, or of its last output, in an error message
-_END_SECONDS = 5.0  # for an agent's last output, and a worker's end after its input was closed
-_MAX_ROW_BYTES = 65_536  # of a row in an environment variable; Linux allows 128 KiB
+_ERROR_CHARS = 500  # maximum length of an agent's error or last output in an error message
+_END_SECONDS = 5.0  # for an agent's last output, and for a worker to end after its input is closed
+_MAX_ROW_BYTES = 65_536  # maximum size of a row in an environment variable; Linux allows 128 KiB
 _TASKS_SECONDS = 600.0
 _TASKS_BYTES = 256 << 20
 _TASKS_VALUES = 20_000_000
@@ -70,7 +73,7 @@ _INHERITED = re.compile(
 """Variables that an agent's process inherits; none is likely to be a secret."""
 _FUNCTION = re.compile(r"[\w.]+:\w+")
 _BEGINNING = re.compile(rb'\s*\{\s*"id"\s*:\s*(\d{1,18})\s*[,}]')
-"""Beginning of an answer that cannot be read: it names the trajectory that must not wait."""
+"""Beginning of an unreadable answer: the id of its request, which would otherwise wait forever."""
 _started: set[str] = set()  # commands that this process has started
 
 _Name = Annotated[str, Field(max_length=_NAME_CHARS)]
@@ -82,7 +85,7 @@ class AgentReport(TypedDict, total=False):
     reward: Annotated[Number, Field(ge=-MAX_REWARD, le=MAX_REWARD)] | None
     metrics: Annotated[dict[_Name, Number], Field(max_length=100)] | None
     sessions: Annotated[list[str], Field(max_length=1_001)] | None
-    """Sessions that the agent says it opened, by name or id: its own, and those under it."""
+    """Names or ids of the sessions that the agent opened: its own, and sessions under its own."""
     error: object
 
 
@@ -103,7 +106,7 @@ _ANYTHING: TypeAdapter[object] = TypeAdapter(object)
 
 
 def read_report(value: object, who: str) -> AgentReport:
-    """Read a report of an agent, whose name in messages is `who`; fails as `agent_reply`."""
+    """Read a report of an agent, which error messages call `who`; fails as `agent_reply`."""
     try:
         report: AgentReport = checked(value, _REPORT) or {}
     except AnswerError as error:
@@ -114,7 +117,7 @@ def read_report(value: object, who: str) -> AgentReport:
 
 
 def apply_report(report: AgentReport, session: Session, who: str) -> None:
-    """Add a report to the trajectory of a rollout's session; a reported error fails it."""
+    """Add a report to the trajectory of a session; a reported error fails the trajectory."""
     if error := report.get("error"):
         raise TrajectoryError("agent_error", f"{who}: {error}")
     own = {session.id, *session.children, *(child.id for child in session.children.values())}
@@ -137,12 +140,12 @@ def apply_report(report: AgentReport, session: Session, who: str) -> None:
 
 
 def clean_environment(more: Sequence[str], **own: str) -> dict[str, str]:
-    """Return the environment of an agent's process, with `rollout.agent_env` (`more`)."""
+    """Return the environment variables of an agent's process; `more` is `rollout.agent_env`."""
     for name in more:
         if name not in os.environ:
             raise InputError(f"rollout.agent_env names {name}, which is not set: export it")
     inherited = {k: v for k, v in os.environ.items() if k in more or _INHERITED.fullmatch(k)}
-    # The random name in the base URL is the key.
+    # The random name in the base URL serves as the API key.
     return inherited | {"OPENAI_API_KEY": "none"} | own
 
 
@@ -175,7 +178,7 @@ async def _start(
     heard: Callable[[bytes], object],
     joined: bool = False,
 ) -> Child:
-    """Start an agent's program; the arguments are those of `start_error` and `Child.start`."""
+    """Start an agent's program; see `start_error` and `Child.start` for the arguments."""
     try:
         return await Child.start(shlex.split(command), environment, heard=heard, joined=joined)
     except (OSError, ValueError) as error:
@@ -190,7 +193,7 @@ class AgentWorker:
         self.name = f"the agent worker {command}"
 
     async def run(self, request: JsonObject) -> AgentReport:
-        """Have a task played, and return its report; a cancelled call cancels the task."""
+        """Have the worker play a task, and return its report; cancelling this cancels the task."""
         async with self._starting:
             if self._life is None or self._life.ended:
                 lines = ForeignLines(logger, self.name)
@@ -219,18 +222,18 @@ class _Life:
             self._child.stdin.write(json.dumps({"id": number, **message}).encode() + b"\n")
 
         try:
-            with suppress(ConnectionError):  # it has ended: the reader says how
+            with suppress(ConnectionError):  # it has ended: `_read` raises the reason
                 write(request)
                 await self._child.stdin.drain()
             return await answer
         except asyncio.CancelledError:
-            if self._requests.resolve(number, None):  # or it has ended, or answered
+            if self._requests.resolve(number, None):  # False if it has ended or answered
                 with suppress(ConnectionError):
                     write({"method": "cancel"})
             raise
 
     async def _read(self) -> None:
-        """Pass the answers on until the process ends; then nobody waits for one any more."""
+        """Pass answers on until the process ends; then fail the waiting requests."""
 
         wrong_output = ""
 
@@ -251,7 +254,7 @@ class _Life:
                     if "error" in answer:
                         why = f"{self._name}: {str(answer['error'])[:_ERROR_CHARS]}"
                         result = TrajectoryError("agent_error", why)
-                    self._requests.resolve(answer["id"], result)  # unless its trajectory has ended
+                    self._requests.resolve(answer["id"], result)  # nobody may wait any more
             except (AnswerError, OSError) as error:
                 wrong_output = str(error)
             finally:
@@ -260,7 +263,7 @@ class _Life:
         passing = asyncio.create_task(pass_on())
         exiting = asyncio.create_task(self._child.exited())
         try:
-            # A process that left the group may hold its output open.
+            # A descendant that left the process group may hold the output open.
             await asyncio.wait([passing, exiting], return_when=asyncio.FIRST_COMPLETED)
             await asyncio.wait([passing], timeout=_END_SECONDS)
             self.ended = True
@@ -302,7 +305,7 @@ def worker_tasks(command: str, agent_env: Sequence[str] = ()) -> list[JsonObject
     def listed() -> tuple[bytes, Child]:
         return asyncio.run(asyncio.wait_for(ask(), _TASKS_SECONDS))
 
-    try:  # in a thread: the caller's may have an event loop
+    try:  # in a thread: the caller's thread may have an event loop
         said, child = call_within(listed, _TASKS_SECONDS + 3 * _END_SECONDS)
     except TimeoutError:
         raise InputError(f"{where} listed no tasks within {_TASKS_SECONDS:g} s") from None
@@ -348,7 +351,7 @@ async def run_endpoint(url: str, request: JsonObject) -> AgentReport:
 
 
 class HttpAgentLoop:
-    """Passes the URL of a session to an agent, and waits until it is done."""
+    """Passes the URL of a session to an agent, and waits until the agent is done."""
 
     by_requests = True
     front = "starting the OpenAI server"
@@ -356,13 +359,13 @@ class HttpAgentLoop:
     def __init__(self) -> None:
         self.server: OpenAIServer | None = None
         """The server of the sessions, while the loop is `opened`."""
-        self._workers: dict[str, AgentWorker] = {}  # by their commands
+        self._workers: dict[str, AgentWorker] = {}  # by command
 
     @asynccontextmanager
     async def opened(
         self, config: Config, generator: Generator, admission: Admission
     ) -> AsyncIterator[None]:
-        """Have a server for the agents during an `async with` block."""
+        """Run a server for the agents during an `async with` block."""
         self.server = server = await make_server(config, generator, port=0)
         try:
             await server.start()

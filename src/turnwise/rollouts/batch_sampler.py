@@ -1,8 +1,8 @@
 """Batch samplers: user code `(llm, prompts, sampling_params) -> outputs` that samples many prompts.
 
-What a sampler returns is compared with the record of `LLM`: an id is trained where a call sampled
-it after exactly the ids before it, and is context anywhere else. So a sampler may cut answers, add
-results of tools, ask again and choose, and nothing is trained that was not sampled.
+The ids that a sampler returns are compared with the record of `LLM`: an id is trained if a call
+sampled it after exactly the ids before it, and is context otherwise. So a sampler may cut answers,
+add tool results, ask again and choose, and only sampled ids are trained.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 QUIET_SECONDS = 0.1
 """Time without another item after which a batch that is not full begins."""
-_UNUSED = "sampler_unused_call"  # event: a call of which no answer holds a token
+_UNUSED = "sampler_unused_call"  # event: a call whose tokens are in no answer
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -44,15 +44,17 @@ class RolloutSampler(Protocol):
 
     It names a function, an object, or a class that is built once without arguments. An object with
     a method `generate(prompts, llm, sampling_params)`, such as an environment written for TRL's
-    or verifiers' first versions, is one too. It is called in a thread, for several batches at once.
+    or verifiers' first versions, is a sampler too. A sampler is called in threads, for several
+    batches at once.
 
     Args:
         llm: The run's engines, with the methods of vLLM's `LLM`.
-        prompts: Conversations, each a list of messages: those of a step, or of the groups that wait
-            at once; in deterministic runs a single one. A problem of which `sampling.n` answers are
-            sampled is in the list as often; `sampling_params.n` is 1.
+        prompts: Conversations, each a list of messages: all of a step, or of the groups that wait
+            at the same time; in deterministic runs a single one. A problem is in the list once for
+            each of its `sampling.n` answers; `sampling_params.n` is 1.
         sampling_params: vLLM's own, as configured. `max_tokens`, `stop`, `stop_token_ids` and
-            what only concerns the text may be changed in a copy; the trainer assumes the others.
+            parameters that concern only the text may be changed in a copy; the trainer assumes the
+            others.
 
     Returns:
         An answer for each prompt, in their order: vLLM's `RequestOutput`, whose prompt and output
@@ -83,23 +85,23 @@ class _Answer:
     """A sampler's answer to one prompt."""
 
     ids: list[int]
-    """The whole sequence, or what follows the prompt."""
+    """The whole sequence, or, unless `whole`, the ids after the prompt."""
     whole: bool
     name: str = ""
-    """Name of the request whose output it is; "" for ids alone."""
+    """Name of the request whose output this is; "" for ids alone."""
     messages: list[Message] | None = None
     mask: list[bool] = field(default_factory=list)
-    """False on those of the last ids that shall not be trained."""
+    """Mask of the last ids: False on ids that shall not be trained."""
     calls: list[tuple[SampledCall, int]] = field(default_factory=list)
-    """The calls that sampled it, in order, each with the number of its tokens that are in it."""
+    """The calls that sampled the answer, in order, each with the number of its tokens in it."""
 
 
 class OneCall(Generic[_Item, _Result]):
-    """Items that one call answers; others join until it begins.
+    """Items that one call answers together; items may join until the call begins.
 
     Args:
-        work: Answers, in their order, the items for which it waits by `complete`.
-        most: Largest number of items.
+        work: Waits for the items by `complete`, and returns their answers in order.
+        most: Maximum number of items.
     """
 
     def __init__(
@@ -120,7 +122,7 @@ class OneCall(Generic[_Item, _Result]):
         return next(iter(self._items.values()))
 
     async def complete(self) -> list[_Item]:
-        """Wait until the batch is full, or no other item comes for a moment; return the items."""
+        """Wait until the batch is full, or no item comes for `QUIET_SECONDS`; return the items."""
         while self.is_open:
             self._joined.clear()
             if not await set_within(self._joined, QUIET_SECONDS):
@@ -129,7 +131,7 @@ class OneCall(Generic[_Item, _Result]):
         return list(self._items.values())
 
     async def answer(self, item: _Item) -> _Result:
-        """Join, and return the answer; the work ends with the last of those that wait."""
+        """Add an item, and return its answer. When nobody waits any more, cancel the work."""
         key = object()
         self._items[key] = item
         self.is_open = len(self._items) < self._most
@@ -145,8 +147,8 @@ class OneCall(Generic[_Item, _Result]):
 
 
 class SamplerLoop:
-    """Samples trajectories by `rollout.sampler`, in batches: all of a step, or those that wait at
-    once."""
+    """Samples trajectories by `rollout.sampler`, in batches: all trajectories of a step, or those
+    that wait at the same time."""
 
     def __init__(self) -> None:
         self._batch: OneCall[RolloutContext, _Answer] | None = None
@@ -163,7 +165,7 @@ class SamplerLoop:
         batch = self._batch
         if batch is None or not batch.is_open or kind(batch.first) != kind(context):
             most = context.rollout.prompts_per_step * context.sampling.n
-            # In deterministic runs nothing depends on who comes first.
+            # In deterministic runs nothing may depend on the order of arrival: batches of one.
             batch = self._batch = OneCall(self._sample, most if context.seed is None else 1)
         with context.timed("agent"), waiting(context.request_id, "sampler"):
             answer = await batch.answer(context)
@@ -205,7 +207,7 @@ class SamplerLoop:
             key="rollout.trajectory_timeout",
         )
         params = await run_in_thread(vllm_params, contexts[0].sampling)
-        llm = LLM(contexts, params.clone())  # the user may change the other
+        llm = LLM(contexts, params.clone())  # a copy: the user may change `params`
         prompts = [[dict(message) for message in context.problem] for context in contexts]
         try:
             async with user_errors("sampler_error", f"the sampler {path} failed: "):
@@ -246,7 +248,7 @@ def load_sampler(path: str) -> Foreign:
 
 
 def _read(returned: Foreign, count: int, path: str) -> list[_Answer]:
-    """Return what a sampler returned for `count` prompts. Runs user code."""
+    """Read the answers that a sampler returned for `count` prompts. Runs user code."""
     answers = []
     more: Mapping[str, Foreign] = returned if isinstance(returned, Mapping) else {"ids": returned}
     try:
@@ -277,9 +279,9 @@ def _find_calls(
     contexts: Sequence[RolloutContext],
     calls: Sequence[SampledCall],
 ) -> None:
-    """Find the calls that sampled each answer, and its conversation, for people and rewards."""
-    # Answers are ids, which may stand for other images: these are known from the call that an
-    # answer names or, of others, from its problem, with whose images its calls begin.
+    """Find the calls that sampled each answer, and its messages, for display and rewards."""
+    # Equal ids may stand for different images. An answer that names a call has that call's images;
+    # otherwise its calls' images must begin with the images of its problem.
     provenance, used = Provenance(images=False), set[int]()
     for call in calls:
         provenance.add(call.prompt, call.completion.token_ids)
@@ -309,7 +311,7 @@ def _find_calls(
 def _fits(
     images: Sequence[list[Image]], first: list[Image], shown: list[Image] | None, number: int
 ) -> bool:
-    """Return whether a call, of a number, can have sampled an answer that `shown` images lead to,
-    or, if these are not known, some that begin with the `first`."""
+    """Return whether call `number` can have sampled an answer to the images `shown`; if these are
+    not known (None), to images that begin with the `first`."""
     own = images[number]
     return own[: len(first)] == first if shown is None else shown[: len(own)] == own

@@ -1,4 +1,4 @@
-"""Chat Completions of another model behind a URL: a judge's, a simulated user's."""
+"""Chat Completions of another model behind a URL, such as a judge or a simulated user."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ from turnwise.core.optional import Foreign
 from turnwise.core.untrusted import AnswerError, read_answer
 from turnwise.trajectory.prefix import without_reasoning
 
-_MOST_TOKENS = 1 << 40  # that a server may claim to have used: a larger number fits no metric
+_MOST_TOKENS = 1 << 40  # a larger claim of a server is ignored: it fits no metric
 
 
 class _Choice(TypedDict):
@@ -34,9 +34,9 @@ async def complete(
     spent: Counter[str],
     check: Callable[[str], object] = bool,
 ) -> tuple[str, str | None]:
-    """Return the text of a model's answer without reasoning, and its finish_reason, as
-    `Endpoint.post` does; `check` may refuse a text with an AnswerError. Adds the requests, retries
-    and tokens to `spent`."""
+    """Return the text of a model's answer without reasoning, and its finish_reason. `check` may
+    refuse a text with an AnswerError; retries and errors are as in `Endpoint.post`. Adds the
+    requests, retries and tokens to `spent`."""
 
     async def read(answer: bytes) -> tuple[str, str | None]:
         completion = read_answer(answer, _COMPLETION)

@@ -1,9 +1,9 @@
-"""The part of a conversation that the model sees, shortened as `rollout.context` says.
+"""The part of a conversation that the model sees, shortened according to `rollout.context`.
 
-What was sampled stays in the trajectory as it was. A shortened conversation begins a branch whose
-fork reason is `COMPACTED`; what it takes over is context there, and trained where it was sampled.
-A summary is the last turn of the branch before it, so it is trained with the trajectory's advantage
-(as in CompactionRL, arXiv 2607.05378). Earlier turns keep their sampled ids, as in any next prompt.
+Sampled turns stay in the trajectory unchanged. A shortened conversation begins a branch with the
+fork reason `COMPACTED`. Turns that it takes over are context there, with their sampled ids, and
+are trained in the branch where they were sampled. A summary is the last turn of the branch before
+it, so it is trained with the trajectory's advantage (as in CompactionRL, arXiv 2607.05378).
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from turnwise.trajectory.prefix import without_reasoning
 
 _KEY = "rollout.context.compact"
 COMPACTED = "compacted"
-"""Fork reason of a turn whose conversation was shortened, and the event that counts them."""
+"""Fork reason of a turn whose conversation was shortened, and event that counts such turns."""
 REQUEST = (
     "The conversation will be cut off here. Write down what you need to go on: what you have found "
     "out, what you have done, and what is left to do. You will see only the task and this summary."
@@ -50,7 +50,7 @@ class ContextWindow:
         self._context, self._tools = context, tools
         self._opening = [dict(message) for message in context.problem]
         self._steps: list[_Step] = []
-        self._new: Sequence[Message] = self._opening  # since the turn that the prompt continues
+        self._new: Sequence[Message] = self._opening  # after the turn that the prompt continues
         self.turns = 0
         """Number of turns so far, summaries included."""
 
@@ -59,8 +59,8 @@ class ContextWindow:
         return await self._context.first_prompt(self._opening, tools=self._tools)
 
     async def sample(self, prompt: Prompt) -> Completion | None:
-        """Sample a turn; None if there is no room, as the trajectory's status says."""
-        shortens = self._context.rollout.context.compact is not None  # into several conversations
+        """Sample a turn; None, with the trajectory's status `context_full`, if there is no room."""
+        shortens = self._context.rollout.context.compact is not None  # so several conversations
         completion = await self._context.sample(prompt, messages=self._new if shortens else ())
         self.turns += completion is not None
         return completion
@@ -72,7 +72,7 @@ class ContextWindow:
         answer: Message,
         replies: Sequence[Message],
     ) -> Prompt | None:
-        """Return the prompt after a turn, of a shortened conversation if it is above the limit.
+        """Return the prompt after a turn; above the limit, the prompt of a shortened conversation.
 
         Args:
             prompt: The turn's prompt.
@@ -81,7 +81,8 @@ class ContextWindow:
             replies: The messages that follow.
 
         Returns:
-            None if the trajectory ends with a summary that was cut off, as its status says.
+            None if the trajectory ends with a summary that was cut off or had no room; its status
+            is set.
 
         Raises:
             TrajectoryError: as `RolloutContext.next_prompt`; or `compaction_error`, when the user's
@@ -108,9 +109,10 @@ class ContextWindow:
         return following if shorter == conversation else await self._restart(shorter, [])
 
     async def _summarise(self, following: Prompt) -> Prompt | None:
-        """Ask for a summary, and go on with it; return `following` where there is no room for one.
+        """Ask for a summary, and continue with it; return `following` if there is no room for one.
 
-        Results too long to leave room for a summary are not part of it, but follow it.
+        If the last turn's results leave too little room for a summary, the summary does not cover
+        that turn: the turn and its results follow it.
         """
         context, steps = self._context, self._steps
         if context.rollout.max_turns - self.turns < 2:  # the last turn is for the answer
@@ -136,12 +138,12 @@ class ContextWindow:
         context.count(SUMMARISED)
         said = without_reasoning(context.template.decode(completion.token_ids))
         summary = SUMMARY.format(said.strip())
-        # As a user's message: a summary is no answer, which rewards look for in those of the model.
+        # As a user message: rewards look for answers in the model's, and a summary is no answer.
         context.trajectory.messages.append({"role": "user", "content": summary})
         return await self._restart(_and_said(context.problem, summary), kept)
 
     async def _restart(self, opening: list[Message], steps: list[_Step]) -> Prompt:
-        """Go on with another conversation, in a branch."""
+        """Continue with another conversation, in a new branch."""
         self._opening, self._steps, self._new = opening, steps, _messages(opening, steps)
         prompt = await self._prompt(opening, steps)
         self._context.count(COMPACTED)
@@ -184,7 +186,7 @@ def _messages(opening: Sequence[Message], steps: Sequence[_Step]) -> list[Messag
 
 
 def _without_results(step: _Step) -> _Step:
-    """Return a step whose tool results are left out, but those as short as the note about it."""
+    """Return a step without its tool results, except those no longer than the note `LEFT_OUT`."""
     replies = [
         {**message, "content": LEFT_OUT}
         if message["role"] == "tool" and len(str(message.get("content"))) > len(LEFT_OUT)
@@ -195,8 +197,8 @@ def _without_results(step: _Step) -> _Step:
 
 
 def _and_said(messages: Sequence[Message], text: str) -> list[Message]:
-    """Return messages after which the user says a text: in the last one if that is the user's,
-    because many templates refuse two in a row."""
+    """Return messages with a text of the user at the end: in the last message if that is the
+    user's, because many templates refuse two user messages in a row."""
     *before, last = messages
     content, more = last.get("content"), f"\n\n{text}"
     if last["role"] == "user" and isinstance(content, str | list):

@@ -1,8 +1,8 @@
 """Rows of data, from a JSON Lines, CSV or Parquet file, or a dataset on disk or on the Hub.
 
 A row is a dictionary of plain values. Rows of Parquet files, datasets and large JSON Lines and CSV
-files are made when they are asked for, so that a million rows take no more memory than a thousand;
-smaller files are read at once.
+files are made on access, so that a million rows take no more memory than a thousand; smaller files
+are read whole at the start.
 """
 
 import codecs
@@ -49,11 +49,11 @@ from turnwise.rollouts.row_images import holds_images, with_own_paths, with_urls
 from turnwise.rollouts.table_rows import is_of_table, own_keys
 
 _SAVED = ("state.json", "dataset_dict.json")
-"""Files in a folder of `save_to_disk`: one split, or several."""
+"""Files that `save_to_disk` writes: for one split, or for several."""
 _EAGER_ROWS = 10_000
-"""Maximum number of rows that are made at once; more are made when they are asked for."""
+"""Maximum number of rows that are all read at the start; more rows are read on access."""
 _EAGER_BYTES = 2**22  # maximum size of a file that is read at once
-_UNPACKED_BYTES = 2**20  # unpacked at once
+_UNPACKED_BYTES = 2**20  # unpacked at a time
 
 
 def load_rows(
@@ -65,22 +65,22 @@ def load_rows(
     condition: str | None = None,
     agent_env: Sequence[str] = (),
 ) -> Sequence[Row]:
-    """Return the first `limit` rows, in their order; of those that meet the condition, if there is
-    one (`data.filter`).
+    """Return the first `limit` rows in order; with a condition (`data.filter`), the first `limit`
+    rows that meet it.
 
     Args:
         path: A .jsonl or .json (one object a line, or one array), .csv, .tsv or .parquet file,
-            also packed by gzip (.jsonl.gz), or a pattern of several (data/*.jsonl); a folder that a
-            dataset's `save_to_disk` wrote; a folder of data files or a dataset's name on the Hub; a
-            run folder, for the trajectories of its steps; or `worker: COMMAND`, for the tasks that
-            an agent's worker lists.
+            also compressed by gzip (.jsonl.gz), or a pattern of several (data/*.jsonl); a folder
+            that a dataset's `save_to_disk` wrote; a folder of data files or a dataset's name on the
+            Hub; a run folder, for the trajectories of its steps; or `worker: COMMAND`, for the
+            tasks that an agent's worker lists.
         split: Split of a dataset that has several, or a slice, such as `train[:10%]`.
         subset: Configuration name of a dataset on the Hub.
         agent_env: `rollout.agent_env`, for an agent's worker.
 
     Raises:
         InputError: naming the file, dataset, split or line that cannot be used. A row that is read
-            later raises it when it is asked for.
+            only on access raises it then.
     """
     if path == ENVIRONMENT:
         raise InputError("rows that an environment makes are read by load_training(config)")
@@ -105,15 +105,15 @@ def load_rows(
 def _first(
     rows: Sequence[Row], limit: int | None, read: Callable[[int], Row], condition: str | None
 ) -> Sequence[Row]:
-    """Return the first rows, in a list, which finds mistakes early, unless they are many or have
-    images. With a condition all rows are read until there are enough."""
+    """Return the first rows: a list, which finds mistakes early, unless they are many or have
+    images. With a condition, rows are read until enough of them meet it."""
     if condition is not None:
-        # The user's own code, as the classes are that a configuration names.
+        # Trusted: the user's own code, like the classes that a configuration names.
         code = compile(condition, "data.filter", "eval")
 
         def meets(number: int) -> bool:
             fields = dict(read(number))
-            with suppress(Exception):  # such as of None >= 1
+            with suppress(Exception):  # such as for None >= 1
                 return bool(eval(code, fields))
             return False
 
@@ -133,8 +133,8 @@ def _first(
 def load_training(
     config: Config, environment: EnvironmentType | None = None, split: str = "train"
 ) -> Problems | JoinedProblems:
-    """Return the problems of data.path, joined if the run has several `environments`; of the path
-    `environment`, the rows that `environment` makes (None: the configured one)."""
+    """Return the problems of data.path, joined if the run has several `environments`. If the path
+    is `environment`, the rows are made by `environment` (None: the configured one)."""
     parts = {}
     for name, part in config.parts().items():
         sets = part.data.eval_sets if split == "eval" else {}
@@ -157,15 +157,16 @@ def load_training(
 
 
 load_heldout = partial(load_training, split="eval")
-"""The problems of data.eval_path, joined if there are several data.eval_sets, or of data.path if
-neither is set."""
+"""Return the problems of data.eval_path, or of all data.eval_sets, joined; if neither is set, the
+problems of data.path."""
 
 
 def _rows_of(
     data: DataConfig, rollout: RolloutConfig, make: Callable[[], EnvironmentType], split: str
 ) -> tuple[str, Sequence[Row], Callable[[Row], Row] | None]:
-    """Return the path and rows of one environment, which `make` returns, and what is done to a row
-    when it is asked for; rows that the environment makes are named by the split."""
+    """Return the path and rows of one environment, which `make` returns, and a function to apply
+    to each row on access, or None. If the environment makes the rows itself, the split stands for
+    the path."""
     if split == "eval" and data.eval_path is not None:
         path, part, limit = data.eval_path, data.eval_split, data.eval_limit
     elif data.path is not None:
@@ -187,14 +188,15 @@ def _rows_of(
     )
     if not data.allow_urls:
         return path, rows, None
-    # Fetched whenever a row is asked for, in half of the time to read a row.
+    # Images are fetched on each access to a row, in half of the time limit of reading it.
     return path, rows, partial(with_urls, seconds=rollout.environment_timeout / 2)
 
 
 def checked_rows(
     rows: Sequence[Row], name: str, limit: int | None, condition: str | None = None
 ) -> Sequence[Row]:
-    """Return the first rows of a program, called `name` in errors; each must be a dictionary."""
+    """Return the first rows that a program gave; each must be a dictionary. Errors call the rows
+    `name`."""
     if not len(rows):
         raise InputError(f"{name} has no rows")
 
@@ -218,7 +220,7 @@ def _naming_file(path: Path) -> Iterator[None]:
 
 
 def _read_file(path: Path, limit: int | None) -> Sequence[Row]:
-    """Return the first rows of a data file; what gzip packed is read from a temporary file."""
+    """Return the first rows of a data file; a gzip file is unpacked to a temporary file."""
     with _naming_file(path):
         read = _READERS[data_suffix(path)]
         if path.suffix != PACKED:
@@ -231,11 +233,11 @@ def _read_file(path: Path, limit: int | None) -> Sequence[Row]:
             except (EOFError, zlib.error) as error:
                 raise InputError(f"the data file {path} cannot be unpacked: {error}") from error
             unpacked.flush()
-            return read(path, limit, Path(unpacked.name))  # and keeps it open
+            return read(path, limit, Path(unpacked.name))  # the rows keep it open
 
 
 def _read_json(path: Path, limit: int | None, own: Path) -> Sequence[Row]:
-    """Read one array of rows, whole, or lines."""
+    """Read one array of rows, or else JSON Lines."""
     with own.open("rb") as file:
         if not file.read(64).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
             return _read_jsonl(path, limit, own)
@@ -281,8 +283,9 @@ def _read_jsonl(path: Path, limit: int | None, own: Path) -> Sequence[Row]:
 
 
 def _read_csv(path: Path, limit: int | None, own: Path) -> Sequence[Row]:
-    """Read rows whose fields the first line names; every value is text. All are checked at once.
-    Where its first line has no comma, a .csv is separated as spreadsheets of many countries do."""
+    """Read rows whose fields the first line names; every value is text. All rows are checked at
+    once. If the first line of a .csv has no comma, the separator is a semicolon, as in many
+    countries' spreadsheets, or a tab."""
     csv.field_size_limit(sys.maxsize)
     with own.open(encoding="utf-8-sig") as file:
         header, marks = file.readline(), "\t" if data_suffix(path) == ".tsv" else ",;\t"
@@ -334,17 +337,17 @@ def _rows_at(
     places: Iterable[tuple[int, int, int]],
     parse: Callable[[int, bytes], Row],
 ) -> Sequence[Row]:
-    """Return the rows at places: line, first byte, and the one after the last. Those of a large
-    file are parsed when they are asked for.
+    """Return the rows at places: line number, first byte, and the byte after the last. Rows of a
+    large file are parsed on access.
 
     Args:
-        path: The data file, as errors name it.
-        own: The same, or the one to which it was unpacked.
+        path: The data file, for errors.
+        own: The file to read: the same, or the temporary file to which it was unpacked.
     """
     found = array("Q")
     for place in places:
         found.extend(place)
-    file = os.open(own, os.O_RDONLY)  # open for as long as the run
+    file = os.open(own, os.O_RDONLY)  # stays open for reads on access
 
     def read(index: int) -> Row:
         number, start, end = found[3 * index : 3 * index + 3]
@@ -365,7 +368,7 @@ def _read_parquet(path: Path, limit: int | None, own: Path) -> Sequence[Row]:
     parquet = optional("pyarrow.parquet", "data", f"the Parquet file {path}")
 
     def mapped(file: Foreign) -> Foreign:
-        """Unpack the file to a temporary one, of which the system keeps in memory what it can."""
+        """Unpack the file to a temporary one, and map that into memory."""
         with tempfile.NamedTemporaryFile(suffix=".arrow") as unpacked:
             with (
                 arrow.OSFile(unpacked.name, "wb") as out,
@@ -422,12 +425,12 @@ def _read_dataset(path: str, split: str, subset: str | None) -> Sequence[Row]:
         dataset = _selected({split.partition("[")[0]: dataset}, split, path)
     if "Image(" not in repr(dataset.features):
         return Lazy(len(dataset), lambda index: own_keys(dataset[index]))
-    table = dataset.with_format("arrow")  # files of images as they are, as in Parquet files
+    table = dataset.with_format("arrow")  # undecoded image files, as in Parquet files
     return Lazy(len(dataset), lambda index: own_keys(table[index].to_pylist()[0]))
 
 
 def _selected(splits: Mapping[str, Foreign], split: str, path: str) -> Foreign:
-    """Return a split, or what a slice such as `test[:10%]` selects, as `load_dataset` does."""
+    """Return a split, or the rows of a slice such as `test[:10%]`, as `load_dataset` does."""
     datasets = optional("datasets", "data", f"the dataset {path}")
     sizes = {name: len(dataset) for name, dataset in splits.items()}
     try:
@@ -441,7 +444,7 @@ def _selected(splits: Mapping[str, Foreign], split: str, path: str) -> Foreign:
 
 
 def given_rows(rows: Iterable[Row]) -> Iterable[Row]:
-    """Return the rows that a program gave; those of a Hugging Face dataset as `load_rows` does."""
+    """Return the rows that a program gave; a Hugging Face dataset's as `load_rows` returns them."""
     if type(rows).__module__.partition(".")[0] != "datasets" or isinstance(rows, Mapping):
         return rows
     if not isinstance(rows, Sized):

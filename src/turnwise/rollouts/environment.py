@@ -1,8 +1,8 @@
 """Environments: the problem of a row of data, the tools to solve it with, and the reward.
 
-`Environment` is what users write against. The functions after it load an environment, and read what
-it offers: it is user code of any class, so a mistake in it becomes one sentence that names the row.
-`episode` plays an environment.
+`Environment` is what users write against. The functions after it load an environment and read its
+attributes. An environment is user code of any class, so these functions turn a mistake in it into
+one sentence that names the row. `episode` plays an environment.
 """
 
 import inspect
@@ -38,8 +38,8 @@ BEYOND_LIMIT = f"beyond the limit of ±{MAX_REWARD:g}; scale it down"
 Reply = str | Sequence[Message] | None
 """An environment's answer to the model: a text (one message of the user), messages, or None."""
 Move = Mapping[str, str | Sequence[Message]]
-"""The player who moves next in a game, and what this player reads before; an empty reply adds
-nothing."""
+"""In a game: `{player: reply}`, the player who moves next and the reply that this player reads
+first; an empty reply adds nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ class Rewards:
     final: float = 0.0
     """Reward of the whole trajectory, earned at its end."""
     turns: Sequence[float] = ()
-    """Reward of each turn of the model, in the order of `trajectory.turns`; missing ones are 0, but
-    none may be missing where turns are summaries (`rollout.context`)."""
+    """Reward of each turn of the model, in the order of `trajectory.turns`; missing ones are 0. If
+    some turns are summaries (`rollout.context`), give a reward for every turn, or for none."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """Further rewards of the whole trajectory, by name; metrics show their means."""
     players: Mapping[str, float] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class Rewards:
 
     @property
     def total(self) -> float:
-        """The sum of all fields but `players`."""
+        """The sum of all fields except `players`."""
         return self.final + sum(self.turns) + sum(self.parts.values())
 
 
@@ -73,22 +73,22 @@ class Environment:
 
     Only `__init__` and `problem` are required, and a class of this shape need not inherit from
     this one. Every method may be plain or `async`: plain ones run in threads, coroutines on one
-    event loop that all user code shares. `rollout.environment_timeout` limits each call, and
-    `rollout.stall_timeout` that of `reward`.
+    event loop that all user code shares. `rollout.stall_timeout` limits a call of `reward`, and
+    `rollout.environment_timeout` each other call.
 
     Attributes:
         problem: The messages that the model answers; a string is one message of the user. Read
             after `setup`.
         tools: Functions, `Tool` objects, toolsets, tools of other frameworks, or descriptions in
             OpenAI's format, which `call_tool` answers. Read after `setup`.
-        players: The opening messages of each player by name, in place of `problem`, where the
-            policy plays all sides of a game: the loop `self_play`. The first player begins.
-        policies: In a run of several policies (`rollout.policies`) the name of each player's, or
-            `base`, the model without an adapter, which is not trained. A player who has the name of
-            a policy needs none.
+        players: For the loop `self_play`, where the policy plays all sides of a game: the opening
+            messages of each player by name, in place of `problem`. The first player begins.
+        policies: In a run with several policies (`rollout.policies`): the policy of each player, by
+            the player's name. `base` is the model without an adapter, which is not trained. A
+            player whose name is also a policy's name needs no entry.
         done: Set to True, for example by a tool, to end the trajectory after the turn's tool calls.
         current_turn: Index of the model's latest turn, which tool calls and `step` answer; -1
-            before the first. Loops set it, for rewards of turns.
+            before the first. Loops set it; use it to reward turns.
 
     Example:
         class Weather(turnwise.Environment):
@@ -117,13 +117,13 @@ class Environment:
     current_turn: int = -1
 
     def __init__(self, row: Row) -> None:
-        """Keep what the row says; open files, databases and processes in `setup`."""
+        """Keep the row's values; open files, databases and processes in `setup`."""
 
     @classmethod
     def prompt(cls, row: Row) -> Reply:
         """Return the problem of a row, if it depends on the row alone; None if it does not.
 
-        With it, rows whose prompt is too long are left out before an environment is built.
+        With this method, rows whose prompt is too long are left out before an environment is built.
         """
         return None
 
@@ -132,7 +132,7 @@ class Environment:
         """Return rows that the environment makes itself: `data.path: environment`.
 
         Args:
-            split: `train` for data.path, `eval` for data.eval_path: rows that are not trained on.
+            split: `train` for data.path, `eval` for data.eval_path: held-out rows.
         """
         raise NotImplementedError(f"{cls.__name__} makes no rows")
 
@@ -151,10 +151,10 @@ class Environment:
         """Answer a turn of the model that called no tool; None ends the trajectory.
 
         With `players`, the message's `name` is the player who wrote it, and the answer is
-        `{player: reply}`: who moves next, and what this player reads before.
+        `{player: reply}`: the player who moves next, and the reply that this player reads first.
 
         Called by the loop `tool_calling`, also after the last turn that `rollout.max_turns` allows.
-        Without this method such a turn ends the trajectory.
+        Without this method, a turn that calls no tool ends the trajectory.
         """
         return None
 
@@ -174,8 +174,8 @@ class Environment:
     def close(self) -> Awaitable[None] | None:
         """Release what `setup` opened; called once for each environment that was built.
 
-        Also after a failure, a timeout and Ctrl-C, and then possibly while a plain method that
-        missed its deadline is still running in its thread.
+        It is also called after a failure, a timeout or Ctrl-C. A plain method that missed its
+        deadline may then still be running in its thread.
         """
         return None
 
@@ -184,14 +184,14 @@ class Environment:
         return None
 
     def _group_ended(self) -> None:
-        """For adapters: take back what trajectories share; called once the group is rewarded."""
+        """For adapters: release what a group's trajectories share, once the group is rewarded."""
 
 
 class AgentTask(Environment):
-    """A row that means something to the agent only, such as the number of a task it holds.
+    """A row that only the agent understands, such as the number of one of its tasks.
 
-    The reward is the one that the agent reports, so `rollout.agent_rewards` must be true. A field
-    `prompt` of the row, if there is one, is the problem in logs and pictures.
+    The agent reports the reward, so `rollout.agent_rewards` must be true. The row's field `prompt`,
+    if there is one, is the problem in logs and pictures.
 
     Example:
         environment: turnwise:AgentTask
@@ -222,8 +222,8 @@ ADAPTERS = {
     "trl": "turnwise.compat.trl.environment:load_trl",
     "verifiers": "turnwise.compat.verifiers:VerifiersEnvironments",
 }
-"""Environments of other systems, `NAME:ADDRESS`: functions that return the environment of an
-address."""
+"""Environments of other systems, `NAME:ADDRESS`: by name, the path of the function that returns the
+environment of an address."""
 
 
 def load_environment(path: str | None) -> EnvironmentType:
@@ -238,7 +238,7 @@ def load_environment(path: str | None) -> EnvironmentType:
 def with_arguments(
     environment: EnvironmentType, arguments: Mapping[str, object]
 ) -> EnvironmentType:
-    """Return an environment type that is made with `environment_args`, if it takes them all."""
+    """Return an environment type with `environment_args`; InputError if it does not take them."""
     if not arguments:
         return environment
     taken = _keywords_of(environment)
@@ -272,8 +272,8 @@ def _keywords_of(function: Callable[..., object]) -> list[str] | None:
 
 
 def make_rows(factory: EnvironmentType, split: str) -> Sequence[Row]:
-    """Return the rows that an environment makes itself for a split, `train` or `eval`, of those
-    `environment_args` that its `rows` takes. Runs user code."""
+    """Return the rows that an environment makes itself for a split, `train` or `eval`. Its `rows`
+    gets only those `environment_args` that it takes. Runs user code."""
     kind, name = type_of(factory), name_of(factory)
     rows = own_method(kind, "rows")
     if rows is None:
@@ -299,8 +299,8 @@ def make_rows(factory: EnvironmentType, split: str) -> Sequence[Row]:
 
 @contextmanager
 def naming_row(where: str, row: Row, passing: tuple[type[Exception], ...] = ()) -> Iterator[None]:
-    """Turn an error of an environment's code into one sentence that names its row; errors that are
-    `passing` stay what they are."""
+    """Turn an error of an environment's code into one sentence that names its row; errors of the
+    types in `passing` are raised unchanged."""
     try:
         yield
     except passing:
@@ -324,8 +324,8 @@ def own_method(environment: object, name: str) -> Callable[..., Foreign] | None:
 
 
 def read_problem(environment: object) -> tuple[list[Message], dict[str, list[Message]]]:
-    """Return an environment's problem, and the opening messages of each player if it is a game:
-    the first player's are the problem."""
+    """Return an environment's problem and, if it is a game, the opening messages of each player;
+    the first player's opening messages are then the problem."""
     kind = type(environment).__name__
     given = _attribute(environment, "players")
     if not given:
@@ -340,7 +340,7 @@ def read_problem(environment: object) -> tuple[list[Message], dict[str, list[Mes
 
 
 def read_policies(environment: object) -> dict[str, str]:
-    """Return the name of each player's policy, as far as a game names them."""
+    """Return the policies that a game names, by player."""
     given = _attribute(environment, "policies") or {}
     named = isinstance(given, Mapping) and all(isinstance(n, str) for n in given.values())
     if not named:
@@ -352,7 +352,7 @@ def read_policies(environment: object) -> dict[str, str]:
 
 
 def read_move(move: object, players: Collection[str], what: str) -> tuple[str, list[Message]]:
-    """Return the player who moves next, and the messages that this player reads before."""
+    """Return the player who moves next, and the messages that this player reads first."""
     if isinstance(move, Mapping) and len(move) == 1:
         ((name, reply),) = move.items()
         if name in players:
@@ -441,12 +441,12 @@ def is_list(value: object) -> TypeGuard[Sequence[object]]:
 
 
 def read_rewards(value: object, who: str, trajectory: Trajectory) -> Rewards:
-    """Return any reward of `who` for a trajectory, with plain numbers."""
+    """Return a reward of any type, given by `who`, as `Rewards` with plain numbers."""
     if not isinstance(value, Rewards):
         return Rewards(read_reward(value, who))
     given, turns = len(value.turns), len(trajectory.turns)
     summaries = trajectory.events[SUMMARISED]
-    if given > turns or (given < turns and given and summaries):  # a summary may come before
+    if given > turns or (given < turns and given and summaries):  # summaries shift turns
         why = f"{who} gave {given} turn rewards for {turns} turns"
         if summaries:
             why += f", {summaries} of them summaries: give one for each, by its `current_turn`"
@@ -460,8 +460,8 @@ def read_rewards(value: object, who: str, trajectory: Trajectory) -> Rewards:
 
 
 def read_reward(value: object, who: str) -> float:
-    """Return a number of any kind (bool, NumPy's, a tensor of one) as a float; a `reward_error`
-    when it is not a finite number, or beyond `MAX_REWARD`."""
+    """Return a number of any kind (bool, NumPy's, a tensor of one) as a float; fail as
+    `reward_error` when it is not a finite number, or is beyond `MAX_REWARD`."""
     number = finite_number(value)
     if number is not None and abs(number) <= MAX_REWARD:
         return number

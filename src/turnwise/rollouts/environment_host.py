@@ -1,9 +1,9 @@
 """The process of one environment, forked for each episode (`rollout.environment_process`).
 
 `python -m turnwise.rollouts.environment_host LISTENER ALIVE FILE` imports the environment's module
-once, and is forked for each episode. The fork plays an `Episode`, as its driver, a `RemoteEpisode`,
-asks. The problem and the requests are pickles, which only the driver writes; answers are JSON,
-because a model's code may run here. Images in them are data: URLs.
+once, and is forked for each episode. The fork plays an `Episode` for its driver, a `RemoteEpisode`.
+The problem and the requests are pickles, which only the driver writes. Answers are JSON, because a
+model's code may run here; images in answers are data: URLs.
 """
 
 import asyncio
@@ -59,8 +59,8 @@ def main() -> None:
 async def _answer_all(
     connection: socket.socket, factory: "EnvironmentType", rollout: RolloutConfig
 ) -> None:
-    """Read the problem, and answer requests, together, until the driver closes the connection."""
-    os.setsid()  # what the environment starts ends with it
+    """Read the problem, then answer requests concurrently until the driver disconnects."""
+    os.setsid()  # processes that the environment starts end with it
     draw_anew()
     connection.setblocking(False)
     reader, writer = await asyncio.open_connection(sock=connection)
@@ -150,7 +150,7 @@ class _Player:
             failures.append(_error(error))
 
         await self.episode.close(report)
-        with suppress(TurnwiseError):  # a collector that is slow
+        with suppress(TurnwiseError):  # the collector may be slow
             await call_user_code(spans.flush, name="the collector", seconds=_FLUSH_SECONDS)
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,11 +1,11 @@
-"""An episode: one environment from its making to its close, all of it outside the event loop: plain
-methods in a thread of its own, from the first to the last.
+"""An episode: one environment from its making to its close, all of it outside the run's event loop.
 
     build -> setup -> problem and tools -> step ... -> reward -> metrics -> close
 
-Each call has the deadline `rollout.environment_timeout`, and the reward `rollout.stall_timeout`. A
-failed one is a `TrajectoryError` of the episode's trajectory, `environment_error` or
-`environment_timeout`, that names the row; a failed `close` is only counted.
+All plain methods of one environment run in the same thread, which only this episode uses. Each call
+has the deadline `rollout.environment_timeout`, and the reward `rollout.stall_timeout`. A failed
+call fails the trajectory with a `TrajectoryError` that names the row: `environment_error` or
+`environment_timeout`, or `reward_error` for the reward. A failed `close` is only counted.
 """
 
 import asyncio
@@ -61,12 +61,12 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 PREVIEW_CALLS = 3
-"""Number of calls, each with the deadline, of a preview: it builds the environment and sets it up,
-reads it, and closes it."""
+"""Number of calls in a preview, each with the deadline: one builds the environment and sets it up,
+one reads it, and one closes it."""
 STALL_KEY = "rollout.stall_timeout"  # key of the deadline of a reward
 ToolSource = Callable[[], ToolFunction | Tool | Toolset]
-"""Returns a trajectory's tool or toolset of `rollout.tools`, which it opens and closes; may be user
-code. A toolset may stay unopened."""
+"""Returns the tool or toolset of an entry of `rollout.tools` for one episode. The episode opens and
+closes a toolset, or never opens it. May be user code."""
 Report = Callable[[str, Exception], Awaitable[None]]
 """Receives the reason and the error of a call whose failure does not end the trajectory."""
 
@@ -74,7 +74,7 @@ Report = Callable[[str, Exception], Awaitable[None]]
 class Episode:
     """One environment in use, in threads of this process; `playing` opens and closes it.
 
-    `RemoteEpisode` overrides what touches the environment; tools of `rollout.tools` live here.
+    `RemoteEpisode` overrides the methods that touch the environment; `rollout.tools` stay here.
     """
 
     def __init__(
@@ -90,12 +90,12 @@ class Episode:
         """The environment as agent loops get it; None until it is open."""
         self.problem: list[Message] = []
         self.players: dict[str, list[Message]] = {}
-        """Opening messages of each player of a game; the first one's are the problem too."""
+        """Opening messages of each player of a game; the first player's are also the problem."""
         self.policies: dict[str, str] = {}
-        """Name of each player's policy, as far as the environment names them."""
+        """Policies that the environment names, by player."""
         self.toolbox = make_toolbox([], rollout)
         """The environment's tools, and those of `rollout.tools`."""
-        self.rewards = True  # whether the environment has a reward of its own, once that is known
+        self.rewards = True  # whether the environment has its own reward, once known
         self.steps = False  # whether the environment answers turns that call no tool
         self.measures = False  # whether the environment has metrics of its own
         self._factory = factory
@@ -115,12 +115,12 @@ class Episode:
         await self._open_toolsets()
 
     async def preview(self, *, set_up: bool) -> bool:
-        """Open the environment without toolsets, and close it; return whether its problem and all
-        tools are known then. Unless `set_up`, one with a `setup` is only built.
+        """Open the environment without toolsets, and close it; return whether this showed its
+        problem and all its tools. Unless `set_up`, an environment with a `setup` is only built.
 
         Raises:
-            InputError: naming the row of an environment that cannot be used, or is late.
-            TrajectoryError: of the environment's own making, such as for a server that is away.
+            InputError: naming the row of an environment that cannot be used, or misses a deadline.
+            TrajectoryError: that the environment itself raises, such as for a server that is away.
         """
 
         async def report(_: str, error: Exception) -> None:
@@ -137,16 +137,16 @@ class Episode:
         return known and not unopened
 
     async def _begin(self, *, set_up: bool = True) -> bool:
-        """Build the environment, set it up, and read its problem and tools; return whether they are
-        read: not those of one with a `setup` unless `set_up`."""
+        """Build the environment, set it up, and read its problem and tools; return whether they
+        were read. Unless `set_up`, an environment with a `setup` is only built."""
 
         def begin() -> Awaitable[object] | None:
-            """Build and read it; an async `setup` is returned, to be awaited before."""
+            """Build the environment, and read it unless its `setup` is async: then return that."""
             self.environment = self._factory(self._row)
-            self._find_methods()  # `close` also where `setup` fails
+            self._find_methods()  # so that `close` runs even if `setup` fails
             setup = own_method(self.environment, "setup")
             if setup is not None and not set_up:
-                self._closes = None  # it expects what `setup` opens
+                self._closes = None  # `close` expects what `setup` opens
                 return None
             opening = None if setup is None else setup()
             if inspect.isawaitable(opening):
@@ -223,8 +223,8 @@ class Episode:
     async def step(
         self, message: Message, *, game: bool = False
     ) -> tuple[str, list[Message]] | None:
-        """Return who moves next ("" if it is no game), and what the model reads before; None ends
-        the trajectory. A game's message has the `name` of the player who said it."""
+        """Return the player who moves next ("" if it is no game), and the messages that the model
+        reads first; None ends the trajectory. In a game, `message` has the player's `name`."""
         reply = await self._call("step", self.environment.step, message) if self.steps else None
         if reply is None:
             return None
@@ -268,14 +268,14 @@ class Episode:
         return await self._read("metrics", lambda: read_metrics(values, f"{self.name}.metrics"))
 
     def read(self, trajectory: Trajectory) -> Sequence[Message] | str:
-        """Return what reward models and judges read of a trajectory: its messages, or the whole
-        text of one that is no chat."""
+        """Return the messages of a trajectory, or its whole text if it is no chat, for reward
+        models and judges to read."""
         environment = self.environment
         own = isinstance(environment, Environment) and environment._plain_text(trajectory)
         return own or trajectory.messages
 
     def release(self) -> None:
-        """Let others have what the environment shares: its whole group has been rewarded."""
+        """Release what the environment shares, now that its whole group has been rewarded."""
         if isinstance(self.environment, Environment):
             self.environment._group_ended()
 
@@ -306,7 +306,7 @@ class Episode:
     async def _ask(
         self, what: str, function: Callable[..., Foreign], *arguments: object, own: bool = True
     ) -> Foreign:
-        """Call a function of the environment's `own`, in its thread if it is plain, or another."""
+        """Call a function: the environment's `own`, in its thread if plain, or a toolset's."""
         return await call_user_code(
             function,
             *arguments,
@@ -344,8 +344,8 @@ class Episode:
 
 
 async def rewards_of(value: object, who: str, trajectory: Trajectory, seconds: float) -> Rewards:
-    """Return any reward with plain numbers, as `read_rewards` does; other types than Python's
-    numbers may run user code, for at most `seconds`."""
+    """Return a reward of any type with plain numbers, as `read_rewards` does. Reading types other
+    than Python's numbers may run user code, for at most `seconds`."""
     if type(value) in (bool, int, float):
         return Rewards(read_reward(value, who))
     try:

@@ -50,7 +50,7 @@ def mean_at_k(right: Sequence[bool], k: int) -> float:
 class Scores:
     """Means over groups of `n` attempts each, which are added one by one.
 
-    Attempts to which no reward applies are left out; those that failed count as wrong.
+    Attempts to which no reward applies are left out; failed attempts count as wrong.
     """
 
     def __init__(self, n: int, success_reward: float) -> None:
@@ -82,9 +82,9 @@ class Scores:
 
     def summary(self) -> dict[str, float]:
         """Return `accuracy` over all attempts, `reward_mean` over those that were not dropped, and
-        `pass@k` and `mean@k` for each power of two below `n` and for `n` itself, over the groups
-        with at least k attempts, without those that no group has. Accuracy and mean are 0 where
-        there is no attempt."""
+        `pass@k` and `mean@k` over the groups with at least k attempts. k is each power of two below
+        `n`, and `n` itself, except those above every group's attempts. `accuracy` and `reward_mean`
+        are 0 without attempts."""
         groups = {name: self._groups[int(name.partition("@")[2])] for name in self._at_k}
         at_k = {name: self._at_k[name] / count for name, count in groups.items() if count}
         return {
@@ -99,11 +99,11 @@ class Evaluation:
     """The results of the model on held-out problems."""
 
     trajectories: Sequence[Trajectory]
-    """The finished ones, in the problems' order; read from their file, if they have one, when they
-    are asked for."""
+    """The finished trajectories, in the problems' order; if they are in a file, each is read on
+    access."""
     finished: int
     dropped: Counter[str]  # number of dropped trajectories, by reason
-    sampled_tokens: int  # number of tokens of the finished ones
+    sampled_tokens: int  # number of sampled tokens of the finished trajectories
     seconds: float
     summary: dict[str, float]  # results as `Scores.summary` returns them
     env: dict[str, float] = field(default_factory=dict)
@@ -126,23 +126,24 @@ class Evaluation:
 
 
 class GroupLog:
-    """Keeps groups in a file, so that an early end loses none of them, or in memory.
+    """Keeps groups in a file, so that none is lost if the run ends early, or in memory.
 
-    Files that exist are replaced when the first group is kept. `times` is that of the turns' times.
+    Existing files are replaced when the first group is kept. `times` is the file for the times of
+    turns.
     """
 
     def __init__(self, path: Path | None = None, times: Path | None = None) -> None:
         self._path, self._times = path, times
         self._groups: dict[int, Group] = {}
         self._starts, self._places, self._counts = array("Q"), array("Q"), array("Q")
-        """Each group's position in the file, its problem's among all, and its trajectories'
-        number."""
+        """For each group: its byte position in the file, the index of its problem, and the number of
+        its trajectories."""
         self._lock = asyncio.Lock()
         self._begun = False
 
     @property
     def trajectories(self) -> Sequence[Trajectory]:
-        """Those so far, in the problems' order; of a file, each is read when it is asked for."""
+        """The trajectories so far, in the problems' order; from a file, each is read on access."""
         if (path := self._path) is None:
             return [t for _, group in sorted(self._groups.items()) for t in group.trajectories]
         order = np.argsort(np.array(self._places), kind="stable")
@@ -159,7 +160,7 @@ class GroupLog:
         return Lazy(sum(self._counts), read)
 
     async def keep(self, place: int, group: Group) -> None:
-        """Keep a finished group, also if the caller is cancelled meanwhile; TurnwiseError where it
+        """Keep a finished group, even if the caller is cancelled meanwhile; TurnwiseError if it
         cannot be written."""
         if self._path is None:
             self._groups[place] = group
@@ -204,10 +205,10 @@ async def run_groups(
     at_once: int = 64,
     row_seconds: float = 120.0,
 ) -> Outcomes:
-    """Run the groups of all problems, some at a time; each row is read when its turn comes.
+    """Run the groups of all problems, `at_once` at a time; each row is read when its turn comes.
 
-    `keep` gets each group that was run, and its problem's index; `on_group` those with too long a
-    prompt too. InputError when none was run, or a row cannot be used.
+    `keep` gets each group that was run, with its problem's index. `on_group` gets every group, also
+    those left out for a too long prompt. InputError if all were left out, or a row cannot be used.
     """
     outcomes, left_out, why = Outcomes(), 0, ""
 
@@ -234,7 +235,7 @@ async def run_groups(
 
 def groups_at_once(config: Config, n: int) -> int:
     """Return how many groups of `n` keep the engines of a run busy, also while a row is read or a
-    group is written: those of as many trajectories as may be open."""
+    group is written: enough for the maximum number of open trajectories."""
     limits = limits_of(config, config.serving.most_workers)
     return max(2, math.ceil(OPEN * limits.at_once / n))
 

@@ -16,12 +16,12 @@ from turnwise.trajectory import FORCED, Trajectory
 TOO_LONG = "prompt_too_long"  # reason of a trajectory, and of a group
 OTHER_WEIGHTS = "other_weights"  # reason of a trajectory of an evaluation
 ENOUGH = 20
-"""Number of an environment's trajectories of which the share of failed ones is judged."""
-_MOST_CAUSES, _SHOWN_CAUSES = 100, 2  # of a reason: counted one by one, and named in a sentence
+"""Minimum number of an environment's trajectories for a check of the share that failed."""
+_MOST_CAUSES, _SHOWN_CAUSES = 100, 2  # maximum number of a reason's causes: counted, and shown
 _OTHERS = "(others)"
 _COUNTERS = ("dropped", "retried", "dropped_tokens", "judging")
 NO_REWARD = "no_reward"
-"""Reason of a trajectory to which no reward applies (all are None): it is no failure."""
+"""Reason of a trajectory to which no reward applies (all are None); this is no failure."""
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class Group:
     """Times of the turns of each trajectory, by its `sample_index`."""
     prompt: str | None = None  # text of a prompt that was given as token ids, otherwise None
     appended: list[tuple[str, str]] = field(default_factory=list)
-    """Names of files in the run folder, and texts for their ends, on the way to the driver."""
+    """Names of files in the run folder, each with a text that the driver appends to the file."""
     environment: str = ""
     """Name of the environment in `environments`; "" if the run has one environment."""
     left_out: str = ""
@@ -71,7 +71,7 @@ class Group:
 
     @property
     def judged(self) -> int:
-        """The number of trajectories that did not fail, also of those without any reward."""
+        """The number of trajectories that did not fail, including those without any reward."""
         return len(self.trajectories) + self.dropped[NO_REWARD]
 
     def drop(self, trajectories: Sequence[Trajectory], reason: str, cause: str) -> None:
@@ -84,7 +84,7 @@ class Group:
             self.trajectories = [t for t in self.trajectories if id(t) not in gone]
 
     def pin(self, version: int) -> None:
-        """Drop the trajectories that not only the weights of one version have sampled."""
+        """Drop the trajectories with tokens that other versions of the weights have sampled."""
         own = {version, FORCED}
         others = [
             t for t in self.trajectories if any({*one.weight_versions} - own for one in t.turns)
@@ -116,7 +116,7 @@ class Group:
 
 
 def is_right(reward: float, success_reward: float) -> bool:
-    """Return whether a reward is a correct trajectory's, up to rounding (`eval.success_reward`)."""
+    """Return whether a reward counts as correct, up to rounding (`eval.success_reward`)."""
     return reward >= success_reward or isclose(reward, success_reward)
 
 
@@ -133,7 +133,7 @@ def write_times(path: Path, calls: Iterable[Sequence[TurnTimes]], *, new: bool =
 
 
 class Causes:
-    """Counts of failures by their causes: messages that are equal but for numbers and ids."""
+    """Counts of failures by their causes: messages that are equal except for numbers and ids."""
 
     def __init__(self) -> None:
         self._counts: dict[str, Counter[str]] = {}  # by reason
@@ -166,9 +166,9 @@ class Outcomes:
     dropped: Counter[str] = field(default_factory=Counter)
     causes: Causes = field(default_factory=Causes)
     judging: Counter[str] = field(default_factory=Counter)
-    """Work of judges for them all."""
+    """Work of judges for all groups."""
     environments: "dict[str, Outcomes]" = field(default_factory=dict)
-    """Those of each environment by name, in a run with several."""
+    """Outcomes of each environment by name, in a run with several."""
 
     @property
     def failed(self) -> int:
@@ -206,9 +206,9 @@ class Outcomes:
 
 
 def check_failures(groups: Sequence[Group], max_failed_fraction: float, who: str) -> Counter[str]:
-    """Return the number of dropped trajectories by reason; StepError, whose message begins with
-    `who`, when more than `max_failed_fraction` of all were dropped, or of those of one of several
-    environments that has `ENOUGH`."""
+    """Return the number of dropped trajectories by reason. Raise StepError when more than
+    `max_failed_fraction` of all trajectories failed, or of the trajectories of one of several
+    environments with at least `ENOUGH` of them. Its message begins with `who`."""
     outcomes = Outcomes()
     for group in groups:
         outcomes.add(group)

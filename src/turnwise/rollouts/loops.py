@@ -1,4 +1,4 @@
-"""The built-in agent loops, by name; those whose turns are requests of others are in `agents`."""
+"""The built-in agent loops, by name. The loop whose turns an agent requests is in `agents`."""
 
 import json
 from collections.abc import Awaitable, Callable, Sequence
@@ -47,8 +47,8 @@ class SingleTurnLoop:
 
 class ToolCallingLoop:
     """Alternates between the model's turns and the results of its tool calls, until the environment
-    is `done`, or its `step` does not answer a turn without a call. Shortens its conversation as
-    `rollout.context` says."""
+    is `done`, or its `step` does not answer a turn without a call. Shortens the conversation
+    according to `rollout.context`."""
 
     async def run(self, environment: Environment, context: RolloutContext) -> None:
         trajectory, template, tools = context.trajectory, context.template, context.toolbox.schemas
@@ -134,9 +134,9 @@ class SelfPlayLoop:
 
 
 def _policy_of(player: str, context: RolloutContext) -> str:
-    """Return the policy that plays a player; "" in a run of one."""
+    """Return the policy that plays a player; "" in a run with one policy."""
     trained, named = context.rollout.policies, context.episode.policies
-    if named and not trained:  # `base` would be the one policy, which is not frozen
+    if named and not trained:  # here `base` would be the trained policy, not a frozen one
         raise InputError(
             f"{context.episode.name}.policies names policies, and this run has one: set "
             "rollout.policies"
@@ -152,7 +152,8 @@ def _policy_of(player: str, context: RolloutContext) -> str:
 
 class InterleavedLoop:
     """Runs tools inside one assistant turn: sampling stops at a closing tag and continues after the
-    result, whose tokens are part of the turn but were not sampled: their response mask is 0."""
+    result. The result's tokens are part of the turn but not sampled, so their response mask is 0.
+    """
 
     async def run(self, environment: Environment, context: RolloutContext) -> None:
         trajectory, template, rollout = context.trajectory, context.template, context.rollout
@@ -195,7 +196,7 @@ class InterleavedLoop:
                 if not parsed.calls:  # the closing tag shows that a call was meant
                     parsed = replace(parsed, malformed=True)
                 results = await answer_calls(parsed, context, turn, advice)
-                if images_in(results):  # no template shows one inside a turn
+                if images_in(results):  # no template shows an image inside a turn
                     context.count("image_left_out")
                 texts = [said(message) for message in results]
                 form = rollout.result_format
@@ -209,9 +210,9 @@ class InterleavedLoop:
 async def answer_calls(
     parsed: ParsedText, context: RolloutContext, turn: int, advice: str | None = None
 ) -> list[Message]:
-    """Run the calls of one turn together; return a tool message for each, in their order, or one
-    with advice if they cannot be parsed (None: that of the model's format). Images of their results
-    are left out, which is counted, if the model takes none."""
+    """Run the calls of one turn concurrently; return a tool message for each, in their order. If
+    they cannot be parsed, return one message with `advice` (None: the model format's advice). If
+    the model takes no images, those in results are left out and counted."""
     if parsed.malformed:
         context.count("tool_malformed")
         if parsed.late:
@@ -254,7 +255,7 @@ def assistant_message(parsed: ParsedText, turn: int) -> Message:
     calls = []
     for index, call in enumerate(parsed.calls):
         arguments = json.loads(call.arguments)
-        if "\\ud" in call.arguments.lower():  # an escape of half a character: it is replaced
+        if "\\ud" in call.arguments.lower():  # perhaps half of a surrogate pair: it is replaced
             arguments = json.loads(encodable(json.dumps(arguments, ensure_ascii=False)))
         function = {"name": call.name, "arguments": arguments}
         calls.append({"type": "function", "id": _call_id(turn, index), "function": function})
@@ -269,8 +270,8 @@ def _call_id(turn: int, index: int) -> str:
 async def _read_tagged(
     start: str, end: str, tool: str | None, text: str, schemas: Sequence[JsonObject]
 ) -> ParsedText:
-    """Read the call in a text that ends with the closing tag: the only argument of `tool`; if that
-    is None, a JSON object, or a call as Python writes it."""
+    """Read the call at the end of a text, between the tags: the only argument of `tool`; if `tool`
+    is None, a JSON object, or a call in Python's syntax."""
     before, opened, body = text.rpartition(start)
     body = body.removesuffix(end)
     unreadable = ParsedText(text, [], malformed=True)
@@ -304,18 +305,18 @@ async def _read_tagged(
 
 def _read_written(text: str, schemas: Sequence[JsonObject]) -> ToolCall | None:
     """Read a call such as `add(1, b=2)`; its arguments are in the order of the tool's parameters.
-    None if it is none, or they do not fit."""
+    None if the text is no call, or the arguments do not fit."""
     if (call := read_call(text)) is None:
         return None
     name, args, kwargs = call
     parameters = {each["function"]["name"]: each["function"]["parameters"] for each in schemas}
-    unknown = {"properties": map(str, range(len(args)))}  # it is answered
+    unknown = {"properties": map(str, range(len(args)))}  # the toolbox answers it
     names = list(parameters.get(name, unknown)["properties"])[: len(args)]
     try:
         given = dict(zip(names, args, strict=True))
         if given.keys().isdisjoint(kwargs):
             return ToolCall(name, json.dumps(given | kwargs, allow_nan=False))
-    except (ValueError, TypeError):  # too many, or of a type that JSON does not have
+    except (ValueError, TypeError):  # too many arguments, or a type that JSON lacks
         pass
     return None
 
@@ -331,7 +332,7 @@ LOOPS: dict[str, type[AgentLoop]] = {
 
 
 def load_loop(name: str) -> AgentLoop:
-    """Build the loop with a short name, or of the class `package.module:Class`."""
+    """Build a loop, given by its short name or its class `package.module:Class`."""
     if name in LOOPS:
         return LOOPS[name]()
     path = f"turnwise.compat.loops:{name}" if name in LOOP_NAMES else name

@@ -1,7 +1,7 @@
 """Problems, and the endless order in which they are trained on.
 
-The order depends only on the seed and the number of problems, and with a curriculum on the groups
-that were reported, so a restored stream continues exactly where the earlier one stopped.
+The order depends only on the seed and the number of problems, and with a curriculum also on the
+outcomes of groups, so a restored stream continues exactly where the earlier one stopped.
 """
 
 import logging
@@ -30,15 +30,17 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 Row = JsonObject  # one row of the data: plain values by field
 Pool = Literal["mixed", "mastered", "hopeless"]
-"""The last group of a row: with a signal; without one, and right; without one, and wrong."""
+"""Outcome of a problem's last group: "mixed" has a signal; "mastered" has none because all its
+trajectories are right, "hopeless" because they are wrong."""
 _MAX_SILENT = 32
-"""Groups without signal in a row after which others take the place of an environment's."""
+"""Number of consecutive groups without signal of an environment after which groups of any
+environment replace its next ones."""
 _SPREAD = 0x9E3779B1
 """Odd factor that spreads neighbouring numbers over 32 bits (Knuth's multiplicative hash)."""
 
 
 class Lazy(Sequence[_T]):
-    """Items that are made when they are asked for."""
+    """Items that are made on each access."""
 
     def __init__(self, count: int, make: Callable[[int], _T]) -> None:
         self._count = count
@@ -85,8 +87,8 @@ class Problems(Lazy[Problem]):
     number.
 
     Args:
-        change: What is done to a row whenever it is read.
-        marked: Mark the rows, which reads some, for `ProblemStream.restore`.
+        change: Function that is applied to a row on each access.
+        marked: Whether to mark rows for `ProblemStream.restore`, which reads some of them.
     """
 
     def __init__(
@@ -140,12 +142,12 @@ async def problem_at(problems: Sequence[Problem], index: int, seconds: float) ->
 
 
 class ProblemStream:
-    """All problems in an endless sequence of epochs, each shuffled differently, or all in their own
-    order; those that are left out, cannot be read, or rest are skipped.
+    """All problems in an endless sequence of epochs, each shuffled differently, or all in the order
+    of the data. Problems that are left out, cannot be read, or rest are skipped.
 
-    With a curriculum (`max_rest`), a problem rests that gave k groups without signal in a row (all
-    right, or all wrong): it takes part in one of 2^k epochs, at least in one of `max_rest`. They
-    come back in different epochs, so that no step has many of them.
+    With a curriculum (`max_rest`), a problem rests after k consecutive groups without signal (all
+    right, or all wrong): it takes part in one of 2^k epochs, at least in one of `max_rest`. Resting
+    problems come back in different epochs, so that no step has many of them.
 
     Example:
         >>> stream = ProblemStream([Problem("a", {}), Problem("b", {})], seed=0)
@@ -169,9 +171,9 @@ class ProblemStream:
         self._max_rest = max_rest
         count = 0 if max_rest is None else len(problems)
         self._pools = np.zeros(count, dtype=np.uint8)
-        """The last group of each problem: 0 before the first, then its place in `Pool` from 1."""
+        """Outcome of each problem's last group: 0 before the first, else 1 + index in `Pool`."""
         self._equal = np.zeros(count, dtype=np.int64)
-        """Number of groups without signal in a row of each problem."""
+        """Number of each problem's latest consecutive groups without signal."""
         self._epoch = self._position = 0
         self._order = self._ordered(0)
         self._left_out: set[int] = set()
@@ -186,7 +188,7 @@ class ProblemStream:
 
     def _index(self, name: str) -> int:
         problems, number = self._problems, name.rpartition(":")[2]
-        if number.isdecimal() and 0 < int(number) <= len(problems):  # as `Problems` names
+        if number.isdecimal() and 0 < int(number) <= len(problems):  # as `Problems.name` makes it
             index = int(number) - 1
             known = problems.name(index) if isinstance(problems, Problems) else problems[index].id
             if name == known:
@@ -206,7 +208,7 @@ class ProblemStream:
         return taken
 
     async def take_one(self, seconds: float) -> Problem:
-        """Return the next problem, whose row is read as `problem_at` does; cancelling this takes
+        """Return the next problem, whose row is read as `problem_at` does; a cancelled call takes
         none."""
         while True:
             with self._taking() as index:
@@ -263,8 +265,9 @@ class ProblemStream:
             self._equal[index] = 0 if pool == "mixed" else self._equal[index] + 1
 
     def pools(self) -> dict[str, dict[str, int]]:
-        """Return the number of problems by their last group, and of those that rest, under ""; of
-        a curriculum, and without those that are left out."""
+        """Return, under "", the number of problems by the outcome of their last group ("fresh"
+        before the first), and the number that rest, both without problems that are left out; empty
+        without a curriculum."""
         if self._max_rest is None:
             return {}
         names, left_out = ("fresh", *get_args(Pool)), sorted(self._left_out)
@@ -310,7 +313,7 @@ class ProblemStream:
         self._order = self._ordered(self._epoch)
 
     def _check_marks(self, before: Mapping[str, str]) -> None:
-        """Refuse other data than those of a state; say so of a few rows that were edited."""
+        """Refuse data that differ in most marks from a state's; warn if a few rows were edited."""
         others, compared = changed(before, self._marks)
         if not others:
             return
@@ -332,13 +335,13 @@ class ProblemStream:
 
 
 class MixedStream:
-    """The streams of several environments, with the methods of one.
+    """The streams of several environments, with the methods of `ProblemStream`.
 
-    The next problem is one of the environment that lacks most of its share so far, so that any
-    number of groups that begin one after another has each share to within a group or two. Groups
-    that are replaced because they have no signal do not count, so these are the shares of the
-    groups that are trained; an environment that has many of them in a row (`_MAX_SILENT`) counts
-    these, so that it cannot keep a step from being full.
+    The next problem comes from the environment that lacks most of its share so far. So each
+    environment has its share of any consecutive groups, to within a group or two. Groups that are
+    replaced because they have no signal do not count, so the shares hold for the groups that
+    are trained. After `_MAX_SILENT` such groups in a row, an environment's next ones do count:
+    otherwise it could keep a step from being full.
     """
 
     def __init__(self, streams: Mapping[str, ProblemStream], weights: Mapping[str, float]) -> None:
@@ -346,9 +349,9 @@ class MixedStream:
         total = sum(weights[name] for name in streams)
         self._shares = {name: weights[name] / total for name in streams}
         self._lacking = dict.fromkeys(streams, 0.0)
-        """The groups that each environment should have had, less those that it had."""
+        """Number of groups that each environment should have had, minus the number that it had."""
         self._silent = dict.fromkeys(streams, 0)
-        """Groups without signal in a row that were replaced."""
+        """Number of each environment's latest consecutive groups that were replaced."""
 
     def find(self, name: str) -> Problem:
         return self._stream_of(name).find(name)

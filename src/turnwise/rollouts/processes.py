@@ -1,7 +1,7 @@
 """Rollouts in several processes (`rollout.processes`).
 
-Groups are spread over actors (`serving.front_processes`), each with an event loop, tools, templates
-and sessions of its own, which sample from the engines directly.
+Groups are spread over actors (`serving.front_processes`). Each has its own event loop, tools,
+templates and sessions, and samples from the engines directly.
 """
 
 import asyncio
@@ -34,14 +34,15 @@ from turnwise.serving.seats import engine_admission, limits_of
 logger = logging.getLogger(__name__)
 
 DIED = "rollout_process_died"  # reason of trajectories whose process died
-_MAX_DEATHS = 2  # processes that may die during a group until the group fails: it may be the cause
+_MAX_DEATHS = 2  # deaths of processes after which a group fails: it may be the cause
 
 
 class RolloutProcesses(FrontProcesses):
     """The rollout processes of a run; `environment` is None for the configured one.
 
-    The limits of `admissions`, by name, are those of all processes together: each gets a share by
-    what it wants, which moves at its reports. By default they are those of the engines.
+    The limits of `admissions`, by name, hold for all processes together. Each process gets a share
+    according to its demand, which changes with the reports. By default there is one admission, for
+    the engines.
     """
 
     def __init__(
@@ -104,8 +105,8 @@ class RolloutProcesses(FrontProcesses):
         tag: str,
         priority: Priority = Priority.TRAINING,
     ) -> Group:
-        """Run a problem's group in the process with the fewest, and again in another if that dies
-        (`Group.retried`; after the second death `Group.dropped`)."""
+        """Run a problem's group in the process with the fewest groups. If that process dies, run it
+        again in another (`Group.retried`); after the second death it fails (`Group.dropped`)."""
         causes: list[str] = []
         while len(causes) < _MAX_DEATHS:
             with waiting(f"a rollout process for {tag}", "rollout process"):
@@ -119,7 +120,7 @@ class RolloutProcesses(FrontProcesses):
             try:
                 name = f"{tag}.{len(causes)}" if causes else tag
                 answer = await self._ask(process, problem, sampling, name, priority)
-            except TrajectoryError as error:  # of the row
+            except TrajectoryError as error:  # such as a row that cannot be sent
                 answer = Group.of(problem)
                 answer.dropped[error.reason] += sampling.n
                 answer.note(error.reason, str(error), sampling.n)
@@ -170,7 +171,7 @@ class RolloutProcesses(FrontProcesses):
                 await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
                 if answer.done() and not is_death(answer.exception()):
                     return answer.result()
-                return await asyncio.shield(lost)  # after a death, its reports end too
+                return await asyncio.shield(lost)  # the reports of a dead process end too
         finally:
             if not answer.done():
                 answer.cancel()

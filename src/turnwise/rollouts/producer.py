@@ -1,12 +1,13 @@
 """The producer: keeps as many groups in flight as can still be trained.
 
-A group has a last step that may train it (`GroupProducer._last_step`), which bounds the groups in
-flight; `rollout.oversample` adds a few spare ones. Every group is returned once: in a step's batch,
-which takes those that began first, or among its `discarded`. What a batch leaves over and the next
-step may no longer train is discarded, as many groups as are spare, and their problems begin again
-before new ones: a step need not wait for its slowest groups, and every row is trained all the same.
-Outcomes are learned in the order of the groups, so that what begins next does not depend on which
-group ended first.
+A group has a last step that may train it (`GroupProducer._last_step`), which bounds the number of
+groups in flight; `rollout.oversample` adds a few spare ones. Every group is returned once: in a
+step's batch, which takes the ready groups that began first, or in the batch's `discarded`.
+
+When a batch is taken, groups that are left over and too old for the next step are discarded, at
+most as many as are spare. Their problems begin again before new ones. So a step need not wait for
+its slowest groups, and every row is still trained. Outcomes are learned in the order of the groups,
+so the problem that begins next does not depend on which group ended first.
 """
 
 import asyncio
@@ -43,7 +44,7 @@ class Batch:
 
     @property
     def ended(self) -> list[Group]:
-        """All groups of which trajectories may have failed, discarded ones included."""
+        """All groups whose trajectories may have failed, including discarded groups."""
         return [*self.groups, *(group for _, group in self.discarded if not group.left_out)]
 
     @property
@@ -67,8 +68,8 @@ class _Ready(NamedTuple):
 
 
 class GroupProducer:
-    """Begins groups and returns them in batches of a step; `has_signal` returns whether a group can
-    train anything."""
+    """Begins groups and returns them in batches, one for each step; `has_signal` returns whether a
+    group can train anything."""
 
     def __init__(
         self,
@@ -94,14 +95,15 @@ class GroupProducer:
         """Number of steps whose batch was taken: those that are finished, and the one in
         training."""
         self._waiting: list[tuple[int, Problem]] = []
-        """Number and problem of the groups to begin first: those in flight when a run was resumed,
-        those to begin again, and one whose row was read when no group could begin any more."""
+        """Number and problem of the groups to begin before new ones: groups that were in flight at
+        the checkpoint of a resumed run, groups to begin again, and a group for which there was no
+        room any more once its row had been read."""
         self._started: dict[int, _Started] = {}
         self._ready: dict[int, _Ready] = {}
         self._batch: dict[int, _Ready] = {}  # groups taken for the step in training, by number
         self._discarded: list[tuple[str, Group]] = []
         self._recent: dict[str, Outcomes] = {}
-        """Outcomes of each of several environments since they were judged last."""
+        """Outcomes of each of several environments since its failures were last checked."""
         self._outcomes: dict[int, tuple[str, Pool]] = {}
         """Problem and outcome, by number, of groups that no batch has taken or discarded yet."""
         self._changed = asyncio.Condition()
@@ -117,15 +119,15 @@ class GroupProducer:
                     await self._changed.wait_for(self._has_room)
                 if not self._waiting:
                     self._await(await self._stream.take_one(self._row_seconds))
-                    continue  # while the row was read, its step may have got its groups
+                    continue  # the room may be gone since the row was read
                 number, problem = self._waiting.pop(0)
                 work = self._one(number, problem, time.perf_counter(), self._finished)
                 task = tasks.create_task(work)
                 self._started[number] = _Started(problem, task, self._finished)
 
     def _last_step(self, after: int) -> int:
-        """Return the last step that may train a group which began after a number of finished
-        steps."""
+        """Return the last step that may train a group that began when `after` steps were
+        finished."""
         return min(after + self._training.steps_of_group, self._training.steps)
 
     def _has_room(self) -> bool:
@@ -136,7 +138,7 @@ class GroupProducer:
         return len(self._started) + len(self._ready) < most
 
     def _await(self, problem: Problem) -> None:
-        """Let the group of a problem be the last of those that wait to begin."""
+        """Append the group of a problem to the groups that wait to begin."""
         self._waiting.append((self._number, problem))
         self._number += 1
 
@@ -185,8 +187,9 @@ class GroupProducer:
         return reason, outcome
 
     def _check_environment(self, group: Group) -> None:
-        """Judge the share of an environment's failures: those of one that always fails are in no
-        batch, and those of a small one are few in each step."""
+        """Check the share of an environment's trajectories that failed. The check of a batch misses
+        an environment that always fails, whose groups are in no batch, and a small one, which has
+        few trajectories in each step."""
         if not (name := group.environment):
             return
         own = self._recent.setdefault(name, Outcomes())
@@ -229,8 +232,8 @@ class GroupProducer:
             return Batch(groups, discarded, ended - began, self._stream.pools())
 
     def _give_back(self) -> None:
-        """Discard groups that are too old for the next step, at most the spare ones, and let their
-        problems begin again."""
+        """Discard groups that are too old for the next step, at most as many as are spare, and let
+        their problems begin again."""
         begun = {number: started.after for number, started in self._started.items()}
         begun |= {number: ready.after for number, ready in self._ready.items()}
         old = [n for n, after in sorted(begun.items()) if self._last_step(after) <= self._taken]
@@ -240,7 +243,7 @@ class GroupProducer:
                 problem, group = started.problem, Group.of(started.problem)
             else:
                 problem, group, *_ = self._ready.pop(number)
-                self._outcomes.pop(number, None)  # which of them ended in time is chance
+                self._outcomes.pop(number, None)  # not learned: it depends on timing
             self._discarded.append(("oversampled", group))
             self._await(problem)
         self._changed.notify_all()
@@ -253,9 +256,9 @@ class GroupProducer:
             self._changed.notify_all()
 
     def put_back(self, trained: int) -> None:
-        """Once `run` has ended with an error, after step `trained`: let a resumed run begin those
-        groups again that were taken for a step that is not trained, and those that wait in which
-        trajectories failed: the error may be about these."""
+        """After `run` has ended with an error, with step `trained` trained last, let a resumed run
+        begin some groups again: the groups taken for a step that was not trained, and the ready
+        groups in which trajectories failed, because the error may be about these."""
         failed = {number: r for number, r in self._ready.items() if r.group.dropped}
         again = failed if trained > self._finished else failed | self._batch
         self._waiting += [(number, again[number].problem) for number in sorted(again)]
@@ -298,7 +301,7 @@ class GroupProducer:
         named = [*state["under_way"], *(ready["problem"] for ready in state["ready"])]
         problems = {name: self._stream.find(name) for name in named}
         begun = state["under_way"]
-        if (numbers := state.get("numbers")) is None:  # of an older version
+        if (numbers := state.get("numbers")) is None:  # a checkpoint of an older version
             numbers = range(self._number, self._number + len(begun))
             self._number += len(begun)
         self._waiting = [(n, problems[name]) for n, name in zip(numbers, begun, strict=True)]

@@ -1,10 +1,10 @@
 """Episodes in processes of their own (`rollout.environment_process`): the driver's side.
 
 A crash of the environment's process, or a call that nothing can interrupt, fails one trajectory;
-whatever it leaves behind ends with its process group. The model's code may run there and write any
-answer. So an answer can fail its own trajectory under one of a few reasons, and nothing else: an
-`InputError`, which ends a run, comes only from a process that was started for one question and has
-run no code of the model. The other side is `environment_host`.
+everything that the process started ends with its process group. Code of the model may run in the
+process and write any answer, so an answer can only fail its own trajectory, under one of a few
+reasons. An `InputError`, which ends a run, comes only from a process that was started for one
+question and has run no code of the model. The other side is `environment_host`.
 """
 
 import asyncio
@@ -64,15 +64,16 @@ from turnwise.trajectory import Message, Trajectory
 _T = TypeVar("_T")
 
 GRACE_SECONDS = 10.0
-"""Time beyond a call's own deadline, which its process keeps, until the process is killed."""
+"""Time after a call's deadline, which the process itself enforces, until the process is killed."""
 _ENDING_SECONDS = 5.0  # time for a process whose connection is closed to end
 _OPENING_CALLS = 4  # maximum number of calls, each with the deadline, that open an episode
 _CUT_CHARS = 100
-"""Number of characters by which a toolbox's note of what it left out exceeds its limit at most."""
+"""Maximum number of characters by which a toolbox's note about text left out exceeds the limit."""
 CRASHED = "environment_crashed"  # reason of a trajectory whose environment's process ended
 _REASONS = {"environment_error", "environment_timeout", "reward_error", "close_error"}
-"""Reasons that a process may give. The environment's own are counted under the first: their number
-is not limited, and some of a run's reasons do more than to fail one trajectory."""
+"""Reasons that a process may give. Any other reason is counted as `environment_error`: an
+environment could give any number of them, and some of a run's reasons do more than fail one
+trajectory."""
 
 _Name = Annotated[str, Field(max_length=200)]
 _Text = Annotated[str, Field(max_length=100_000)]
@@ -105,7 +106,7 @@ class _Schema(TypedDict):
 
 
 class Opened(TypedDict):
-    """The part of the episode that the driver must know, as its attributes."""
+    """The attributes of the episode that the driver must know."""
 
     name: _Name
     problem: list[_Message]
@@ -153,7 +154,7 @@ OPENED = TypeAdapter(Opened)
 CALLED = TypeAdapter(_Called)
 _Move = Annotated[dict[_Name, list[_Message]], Field(min_length=1, max_length=1)] | None
 MOVED: TypeAdapter[dict[str, list[Message]] | None] = TypeAdapter(_Move)  # type: ignore[arg-type]
-"""The next player's name, "" if it is no game, with the messages that the model reads before."""
+"""The next player's name, "" if it is no game, with the messages that the model reads first."""
 DONE = TypeAdapter(bool)
 REWARDED = TypeAdapter(_Rewarded)
 METRICS = TypeAdapter(_Numbers)
@@ -179,8 +180,8 @@ class EnvironmentProcesses:
         self._starting = threading.Lock()
 
     def start(self) -> tuple[socket.socket, socket.socket]:
-        """Start a process, from a thread; return a connection for requests, and one that brings the
-        exit status, and whose closing kills the process with its process group."""
+        """Start a process; call this in a thread. Return a connection for requests, and one that
+        delivers the exit status; closing the second kills the process with its process group."""
         seconds = self._rollout.environment_timeout
         try:
             with ExitStack() as opened:
@@ -236,7 +237,7 @@ class RemoteEpisode(Episode):
         self._turn = -1
         self._talk: asyncio.StreamWriter | None = None
         self._control: asyncio.StreamWriter | None = None
-        """Connections for requests, and for the process's life; None until it is started."""
+        """Connections: `_talk` for requests, `_control` for the process's life; None at first."""
 
     async def open(self) -> None:
         await self.connect(*await run_in_thread(self._processes.start))
@@ -255,7 +256,7 @@ class RemoteEpisode(Episode):
         ]
         self._talk, self._control = asking, life
         self._requests = Requests[_HostReply]()
-        """Also those whose answer is waited for no more, since each may come once."""
+        """Also requests for which nobody waits any more, because their answer may still come."""
 
         async def read_answers() -> None:
             """Pass the answers on, each once, until the process ends or sends a wrong one."""
@@ -286,8 +287,8 @@ class RemoteEpisode(Episode):
     ) -> _T:
         """Ask for a method's value, of the given type; fails as `value_of` does.
 
-        The process keeps the call's own deadline, `seconds` (None: that of the environment). One
-        that does not answer, or not with this type, is killed.
+        The process itself enforces the deadline, `seconds` (None: `rollout.environment_timeout`). A
+        process that does not answer, or answers with another type, is killed.
         """
         assert self._talk is not None
         own = self._rollout.environment_timeout if seconds is None else seconds
@@ -303,7 +304,7 @@ class RemoteEpisode(Episode):
             message = f"{error}; its process was killed"
             raise TrajectoryError("environment_timeout", message) from None
         read = partial(value_of, reply, kind, alone=alone)
-        try:  # images are decoded
+        try:  # decodes images
             shows = holds_images(reply.get("value"))
             return await run_in_thread(read) if shows else read()
         except (AnswerError, RecursionError) as error:
@@ -312,7 +313,7 @@ class RemoteEpisode(Episode):
     async def _ask_alone(
         self, kind: TypeAdapter[_T], method: str, *arguments: object, calls: int = 1
     ) -> _T:
-        """Ask a process that is started for this one question, which takes a number of calls."""
+        """Start a process for this one question, which takes `calls` calls, and kill it after."""
         try:
             await self.connect(*await run_in_thread(self._processes.start))
             seconds = calls * self._rollout.environment_timeout
@@ -391,7 +392,7 @@ class RemoteEpisode(Episode):
 
 
 class _RemoteToolbox(Toolbox):
-    """An environment's tools in its process, beside others that run here."""
+    """An environment's tools, which run in its process, and other tools, which run here."""
 
     def __init__(
         self,
@@ -444,8 +445,8 @@ def _packed(what: object) -> bytes:
 
 
 def value_of(reply: _HostReply, kind: TypeAdapter[_T], *, alone: bool = False) -> _T:
-    """Return a reply's value, or raise its error, an InputError only if the process was started for
-    this question (`alone`); AnswerError where the value is of another type."""
+    """Return a reply's value, or raise its error, which can be an InputError only if the process
+    was started for this question (`alone`). AnswerError if the value has another type."""
     if "error" in reply:
         failure = error_of(reply["error"], alone=alone)
         raise failure from failure.__cause__

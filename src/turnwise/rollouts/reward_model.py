@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_CALLS = 4096
 _NO_LIMIT = 10**9
-_BATCH_TOKENS = 16_384  # tokens of a forward pass where training.micro_batch_tokens is null
+_BATCH_TOKENS = 16_384  # maximum per forward pass if training.micro_batch_tokens is null
 
 
 class RewardModel:
@@ -49,8 +49,8 @@ class RewardModel:
         dtype: str = "auto",
         tokenizer_path: str | None = None,
     ) -> None:
-        """Load the model of a folder, or of a name on the Hub; a longer sequence than
-        `batch_tokens`, the most of a forward pass with padding, is scored alone."""
+        """Load the model from a folder, or by its name on the Hub. `batch_tokens` is the maximum
+        number of tokens in a forward pass, padding included; a longer sequence is scored alone."""
         import torch
         from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -173,7 +173,7 @@ class RemoteRewardModel:
         of_models = {part.model: part for part in config.rollout.rewards}
         part = of_models.get(self.name, RewardConfig())
         with killed_on_failure(actor):
-            # The shape of a batch changes the last bits of a score.
+            # A batch's shape changes the last bits of a score: 0 scores each sequence alone.
             tokens = config.training.micro_batch_tokens or _BATCH_TOKENS
             await actor.call(
                 *("load", self.name, 0 if config.deterministic else tokens, self._num_gpus > 0),
@@ -185,8 +185,8 @@ class RemoteRewardModel:
 
     async def score(self, messages: Sequence[Message] | str) -> float:
         """Return the model's output for a conversation, or for a text; fails when the actor dies
-        twice, or more than `serving.max_restarts` times in a row, and when nothing is scored in
-        time."""
+        twice, or more than `serving.max_restarts` times in a row, and when nothing is scored
+        within `rollout.stall_timeout`."""
         actor = self._actor
         try:
             return await self._score(actor, messages)
@@ -206,7 +206,7 @@ class RemoteRewardModel:
 
     async def _score(self, actor: ActorHandle, messages: Sequence[Message] | str) -> float:
         missed = f"{actor.name} scored no trajectory"
-        async with self._clock.watching(missed, "rollout.stall_timeout"):  # others may come first
+        async with self._clock.watching(missed, "rollout.stall_timeout"):  # others may be first
             what = "score a trajectory"
             read = messages if isinstance(messages, str) else list(messages)
             score = await actor.call("score", read, what=what, seconds=NO_DEADLINE)
@@ -219,7 +219,8 @@ class RemoteRewardModel:
 
 
 def batches(sequences: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
-    """Split sequences, in order, into batches of at most `max_tokens` with padding: indices."""
+    """Split sequences, in order, into batches of at most `max_tokens`, padding included; return
+    their indices."""
     split: list[list[int]] = []
     longest = 0
     for index, sequence in enumerate(sequences):

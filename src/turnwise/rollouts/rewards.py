@@ -1,9 +1,9 @@
 """Rewards of finished trajectories: the weighted sum of the parts in `rollout.rewards`.
 
-A part is the environment's own reward, a function, a reward model or a judge, whose parts of one
-trajectory are computed concurrently; or a function or judge of all finished trajectories of a group
-(`REWARD_KINDS`). If a part fails or is not a finite number, the trajectory has no reward: it is
-dropped under `reward_error`, or a judge's own reasons, and the message names the part.
+A part is the environment's own reward, a function, a reward model or a judge. The parts of one
+trajectory are computed concurrently. Some functions and judges instead compare all finished
+trajectories of a group (`REWARD_KINDS`). If a part fails or is not a finite number, the trajectory
+is dropped under `reward_error`, or a judge's own reasons, and the message names the part.
 """
 
 from collections import Counter
@@ -48,13 +48,13 @@ class RewardKind(NamedTuple):
     label: str
     compares: bool = False  # whether it needs all finished trajectories of a group
     optional: bool = False
-    """Whether None may stand for a number: the entry does not apply to the trajectory."""
+    """Whether None is allowed: it means that the entry does not apply to the trajectory."""
     adapter: str | None = None
-    """Path of the function that calls the user's, with the parameters of `_call_group_function`;
-    None for that one. Only of kinds that compare."""
+    """Path of a function that calls the user's, with the parameters of `_call_group_function`; None
+    for `_call_group_function` itself. Only for kinds that compare."""
 
 
-REWARD_KINDS = {  # by the key that an entry has; without any it is the environment's own reward
+REWARD_KINDS = {  # by an entry's key; an entry without any is the environment's own reward
     "function": RewardKind("function"),
     "group_function": RewardKind("group function", compares=True),
     "trl": RewardKind(
@@ -71,8 +71,8 @@ class _Part(NamedTuple):
     kind: RewardKind
     weight: float
     function: Callable[..., Foreign] | None
-    """The user's function of a trajectory and its row; of a kind that compares, its caller, with
-    the parameters of `_call_group_function` after the files."""
+    """The user's function of a trajectory and its row. For a kind that compares: a function with
+    those parameters of `_call_group_function` that follow `files`."""
     model: str  # path of the reward model; "" for the other kinds
     judge: Judge | None
 
@@ -82,7 +82,7 @@ class _Part(NamedTuple):
 
     @asynccontextmanager
     async def judging(self, problem_id: str) -> AsyncIterator[None]:
-        """Wait for this part under its name; its error is the trajectory's `reward_error`."""
+        """Show the wait for this part under its name; its error fails as `reward_error`."""
         said = f"{self} gave no reward: "
         async with user_errors("reward_error", said, (TrajectoryError,)):
             with waiting(f"{self.name} of {problem_id}", "reward"):
@@ -90,8 +90,8 @@ class _Part(NamedTuple):
 
 
 class RewardManager:
-    """The configured rewards: entries of `rollout.rewards`; without any, the environment's own. A
-    program's `functions` come by their paths; other paths are imported."""
+    """The configured rewards: entries of `rollout.rewards`; without any, the environment's own.
+    `functions` are a program's own, by path; functions at other paths are imported."""
 
     def __init__(
         self,
@@ -155,11 +155,11 @@ class RewardManager:
         counts: Counter[str] | None = None,
     ) -> None:
         """Set the trajectory's `reward`, `reward_parts` and `turn_rewards`; a reward that its agent
-        reported replaces the environment's own. What judges cost is added to `counts`."""
+        reported replaces the environment's own. The work of judges is added to `counts`."""
         counts = Counter() if counts is None else counts
 
         async def judged(part: _Part) -> Rewards:
-            # A reward model has a clock for its whole queue, and a judge deadlines in its own.
+            # Reward models have a clock for their whole queue, and judges have their own deadlines.
             bounded = clock.held() if clock and (part.model or part.judge) else nullcontext()
             async with part.judging(trajectory.problem_id):
                 with bounded:
@@ -212,7 +212,7 @@ class RewardManager:
         episodes: Mapping[int, Episode],
         counts: Counter[str],
     ) -> None:
-        """Add the rewards of the parts that compare to those of a group's finished trajectories."""
+        """Compute the parts that compare, and add them to the rewards of a group's trajectories."""
         if not trajectories:
             return
 
@@ -244,8 +244,8 @@ class RewardManager:
                 raise InputError(f"{where}: {why}; it has: {', '.join(map(str, row))}")
 
     def check_environment(self, episode: Episode, environment: EnvironmentType) -> None:
-        """Raise InputError if the environment's own reward is needed, and a previewed episode of it
-        has none; not where its agent, or a loop of the user's, may set the reward."""
+        """Raise InputError if the environment's own reward is needed and its previewed episode has
+        none, unless the agent, or a loop of the user's, may set the reward."""
         rollout = self._rollout
         if episode.rewards or rollout.agent_rewards or rollout.loop not in LOOP_NAMES:
             return
@@ -272,8 +272,8 @@ class RewardManager:
         return value
 
     async def score(self, name: str, trajectory: Trajectory) -> float:
-        """Return one part's reward of a trajectory, before its weight, as it has it or computed; if
-        there is only one part, any name selects it."""
+        """Return one part's reward of a trajectory, without its weight: the recorded one, or else a
+        reward model's. If there is only one part, any name selects it."""
         named = [part for part in self._parts if part.name == name] or self._parts
         if len(named) != 1:
             names = ", ".join(part.name for part in self._parts)
@@ -305,7 +305,7 @@ async def _call_group_function(
 
 
 def _numbers(values: object, part: _Part, count: int) -> list[float | None]:
-    """Return the numbers of a group function; runs user code where they have types of their own."""
+    """Return the numbers of a group function; runs user code if their types are the user's."""
     given = list(values) if isinstance(values, Iterable) and not is_list(values) else values
     if not is_list(given) or len(given) != count:
         what = f"{part} must return a list of {count} numbers, one for each trajectory"

@@ -1,7 +1,7 @@
 """Images that rows of files name: by paths relative to the file, or by URLs that may be fetched.
 
-Such a name is the value of `image`, `images` or `image_url`, at any depth, or `path` or `url` in
-it. Nothing here reads an image of this disk.
+Such a name is the value of `image`, `images` or `image_url`, at any depth, or of `path` or `url`
+inside such a value. This module reads no images from the disk.
 """
 
 import base64
@@ -24,8 +24,8 @@ _NAMES = ("image", "images", "image_url")
 
 
 def with_own_paths(row: Row, folder: Path) -> Row:
-    """Return a row of a file in `folder` whose relative paths of images begin there, where such
-    files are. The images of a trajectory are in the folder beside its file."""
+    """Return a row of a file in `folder`, with the relative paths of existing images made absolute.
+    The images of a trajectory are in a folder next to its file."""
     if "problem_id" in row and "turns" in row and isinstance(images := row.get("images"), dict):
         own = {"folder": str(folder / FOLDER)}
         return {**row, "images": {key: {**known, **own} for key, known in images.items()}}
@@ -40,8 +40,8 @@ def with_own_paths(row: Row, folder: Path) -> Row:
 
 
 def with_urls(row: Row, seconds: float) -> Row:
-    """Return a row with the images at its URLs in their place, as data: URLs, within `seconds`. A
-    URL that cannot be fetched stays, and fails what reads it as an image; the log has the reason.
+    """Return a row in which data: URLs with the fetched images replace its URLs, within `seconds`.
+    A URL that cannot be fetched stays, for the reader of the image to fail; the log has the reason.
     """
     ends = time.monotonic() + seconds
 
@@ -59,7 +59,7 @@ def with_urls(row: Row, seconds: float) -> Row:
 
 
 def holds_images(value: Foreign) -> bool:
-    """Return whether a value of a row has images themselves, not their names."""
+    """Return whether a value of a row contains images themselves, rather than their names."""
     if isinstance(value, dict | list):
         return any(map(holds_images, value.values() if isinstance(value, dict) else value))
     is_url = isinstance(value, str) and value.startswith("data:")

@@ -1,8 +1,8 @@
-"""Marks of rows, by which a resumed run knows whether its data are still those of its checkpoint.
+"""Marks of rows, by which a resumed run knows whether its data are the same as at the checkpoint.
 
-A few dozen rows are marked, whatever their number: other data differ in nearly all of them, and so
-do rows that were moved, shuffled or selected otherwise. A row that was edited is noticed if it is
-among them.
+A few dozen rows are marked, however many rows there are. Nearly all marks differ if the data are
+others, or the rows were moved, shuffled or selected differently. An edited row is noticed only if
+it is marked.
 """
 
 import hashlib
@@ -20,7 +20,7 @@ _MARKED = 64
 
 def marks_of(rows: Sequence[JsonObject]) -> dict[str, str]:
     """Return digests of the first row, the last, and some between, by their numbers from 1. A row
-    that cannot be read, or is another one each time, has none. Reads the rows."""
+    that cannot be read, or differs on each read, has no mark. Reads these rows."""
     steps = min(len(rows), _MARKED) - 1
     numbers = {round(k * (len(rows) - 1) / max(1, steps)) for k in range(steps + 1)}
     marks = {}

@@ -10,13 +10,13 @@ from turnwise.rollouts.problems import Row
 from turnwise.trajectory import Message
 
 _MOST_FIELDS = 50
-_MOST_CHARS = 1_000  # of a field, which a trajectory keeps
-_LONG = 40  # characters of a text that is left out where a message has it
+_MOST_CHARS = 1_000  # maximum that a trajectory keeps of a field
+_LONG = 40  # minimum length of a text that is left out if a message contains it
 
 
 def row_texts(row: Row, messages: Sequence[Message]) -> dict[str, str]:
-    """Return the fields of a row as texts, long ones cut, without those that are empty or that the
-    messages say. Runs no user code, whatever a field is.
+    """Return the fields of a row as texts, long ones cut, without fields that are None or already
+    in messages that the model read. Runs no user code, whatever a field is.
 
     Example:
         >>> asked = "Which number follows three hundred and ninety-nine?"
@@ -35,12 +35,12 @@ def row_texts(row: Row, messages: Sequence[Message]) -> dict[str, str]:
 
 
 def _as_utf8(text: str) -> str:
-    """Return a text that a file can have: half of a surrogate pair is an escape."""
+    """Return a text that UTF-8 can encode: half of a surrogate pair becomes an escape."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def _is_said(value: Foreign, heard: Sequence[str]) -> bool:
-    """Return whether messages have a long text, or the texts of all messages in a list."""
+    """Return whether messages contain the value: a long text, or all texts in a message list."""
     if isinstance(value, str):
         return len(value) >= _LONG and any(value in each for each in heard)
     contents = [
@@ -52,7 +52,7 @@ def _is_said(value: Foreign, heard: Sequence[str]) -> bool:
 
 
 def _json(value: Foreign) -> str:
-    """Return the beginning of a value's JSON, with the types of what JSON does not have."""
+    """Return the beginning of a value's JSON; types stand for values that JSON does not have."""
     encoder = json.JSONEncoder(ensure_ascii=False, default=lambda one: f"[{type(one).__name__}]")
     text = ""
     try:
@@ -60,6 +60,6 @@ def _json(value: Foreign) -> str:
             text += part
             if len(text) > _MOST_CHARS:
                 break
-    except (TypeError, ValueError, RecursionError):  # keys that are no texts, lists in themselves
+    except (TypeError, ValueError, RecursionError):  # keys that are no texts, cycles
         return f"[{type(value).__name__}]"
     return text

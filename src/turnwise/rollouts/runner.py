@@ -1,11 +1,11 @@
 """The runner: makes groups of n trajectories for one problem, each an independent coroutine.
 
-Every trajectory that starts ends exactly once: in its group or, after `rollout.retries` further
-attempts, counted there under the reason of its last failure. Only an `InputError`, a mistake in the
-user's input, ends the run from here, and only as long as no trajectory of the environment has been
-finished; later it can only be a row's, and fails its trajectories as `input_error`, as a lack of
-descriptors, threads or memory fails them.
-No pass over all rows comes before, and no environment is built for a row that is never played.
+Every trajectory that starts ends exactly once: it joins its group or, after `rollout.retries`
+further attempts, the group counts it under the reason of its last failure. An `InputError`, a
+mistake in the user's input, ends the run only until the environment's first trajectory is finished.
+Later the mistake must be in one row: only the row's trajectories fail, as `input_error`. A lack of
+descriptors, threads or memory also fails only the trajectory, as `system_error`.
+The runner does not check all rows first, and builds no environment for a row that is never played.
 """
 
 import asyncio
@@ -73,8 +73,8 @@ logger = logging.getLogger(__name__)
 
 _READING = ("tool_calling", "self_play")
 """Loops in which the model reads results of tools as messages."""
-_CHECK_SECONDS = 60.0  # time for a check of a row beyond the calls of its environment
-_LEFT_OUT = 10_000  # number of problems with too long a prompt that are remembered
+_CHECK_SECONDS = 60.0  # for a check of a row, in addition to the calls of its environment
+_LEFT_OUT = 10_000  # maximum number of problems remembered because their prompt is too long
 
 
 class Stage:
@@ -113,12 +113,12 @@ class Stage:
         self.knows_prompts = own_method(type_of(self._environment), "prompt") is not None
         self._left_out = left_out
         self._longest = config.data.max_prompt_tokens or math.inf
-        written = bool(template.missing) and _by_requests(loop)  # by an agent
+        written = bool(template.missing) and _by_requests(loop)  # an agent writes the prompts
         self._measures = measured and not written
         self.played = False  # whether a trajectory has been finished
         self._checked = False
-        """Whether the first problem was checked: that its environment can be set up, that there is
-        a reward, and that the template shows its messages, and tools and results of our loops."""
+        """Whether the first problem has been checked: its environment can be set up, there is a
+        reward, and the template shows its messages, and the tools and results of our loops."""
 
     def episode(self, problem: Problem) -> Episode:
         if self._processes is not None:
@@ -126,13 +126,14 @@ class Stage:
         return Episode(self._environment, problem, self.rollout, self._tools)
 
     def check(self, problem: Problem, rewards: RewardManager) -> int | None:
-        """Build a problem's environment and prompt, and close it; call this from a thread. The
-        first one is set up too, and must have a reward, unless `rewards` need none.
+        """Build a problem's environment and measure its prompt, then close the environment; call
+        this in a thread. The first problem's environment is also set up, and must have a reward
+        unless `rewards` need none.
 
-        Returns the prompt's tokens; None if it is known only when tools are opened, or by a `setup`
-        that is not called here, or an agent writes the prompts. InputError names the row with
-        unusable fields or tools, or too long a prompt, and what the chat template leaves out of the
-        first one.
+        Returns the prompt's length in tokens; None if this stage measures no prompts, the
+        environment raises a TrajectoryError, or the prompt is known only after toolsets are opened
+        or `setup` is called. InputError names a row with unusable fields or tools or a prompt that
+        does not fit the context, and what the chat template leaves out of the first row.
         """
 
         def measure() -> int | None:
@@ -164,7 +165,7 @@ class Stage:
             self._checked = True
             return self._length(problem.id, messages, offered) if self._measures else None
 
-        # Each call of the environment has its own deadline; its process is started before.
+        # Each call of the environment has its own deadline; starting its process takes time too.
         seconds = (PREVIEW_CALLS + 2) * self.rollout.environment_timeout + _CHECK_SECONDS
         length = call_and_wait(measure, name=f"the check of {self._name}", seconds=seconds)
         if length is not None and length <= self._longest and (reason := self._too_long(length)):
@@ -172,9 +173,9 @@ class Stage:
         return length
 
     async def known_too_long(self, problem: Problem) -> str:
-        """Return why a problem is left out before its environment is built; "" if it is not.
+        """Return why a problem is left out, without building its environment; "" if it is not.
 
-        Its prompt is measured without tools, since those of the environment are not known yet;
+        This measures the prompt without tools, because the environment's tools are not known yet;
         `admit` measures it with them.
         """
         if not (self.knows_prompts and self._measures):
@@ -196,7 +197,7 @@ class Stage:
         return ""
 
     async def admit(self, problem: Problem, episode: Episode) -> None:
-        """Fail a trajectory whose prompt is too long, or which the template refuses."""
+        """Fail a trajectory whose prompt is too long or is refused by the template."""
         if not self._measures:
             return
         messages, schemas = episode.problem, self._offered(episode.toolbox.schemas)
@@ -216,14 +217,14 @@ class Stage:
         """Return the number of tokens of a first prompt; an error names the row, `where`."""
         try:
             return len(self._template.render_first(messages, schemas))
-        except (InputError, TrajectoryError) as error:  # there is no template; or of an image
+        except (InputError, TrajectoryError) as error:  # a missing template, or a bad image
             raise InputError(f"{where}: {error}") from error
         except Exception as error:  # a template may raise anything
             refusal = "the chat template refuses the environment's problem"
             raise InputError(f"{where}: {refusal}: {describe_error(error)}") from error
 
     def _admit(self, where: str, length: int) -> None:
-        """Leave out a problem with too long a prompt; the first one is logged as a warning."""
+        """Leave out a problem whose prompt is too long; log a warning for the first one."""
         if reason := self._too_long(length):
             if not self._left_out:
                 logger.warning("%s is left out, and so is every such row: %s", where, reason)
@@ -252,7 +253,7 @@ class Stage:
 
 
 def _by_requests(loop: AgentLoop) -> bool:
-    """Return whether others make the requests of a loop, and write its prompts."""
+    """Return whether others, such as agents, make a loop's requests and write its prompts."""
     return getattr(loop, "by_requests", False)
 
 
@@ -272,7 +273,7 @@ class _Run:
 
 
 def reward_functions_of(environment: EnvironmentType | None) -> Mapping[str, Foreign]:
-    """Return the reward functions of a program by path, which come with its environment type."""
+    """Return a program's reward functions by path; they come with its environment type."""
     # A class of the user may have an attribute of this name.
     return {} if isinstance(environment, type) else getattr(environment, "reward_functions", {})
 
@@ -280,8 +281,8 @@ def reward_functions_of(environment: EnvironmentType | None) -> Mapping[str, For
 class Runner:
     """Makes groups; each environment (None: the configured ones) has its own tools and agent loop.
 
-    The `reward_functions` of an environment type are those of a program, by their paths in
-    `rollout.rewards`. Without `files` it writes those of the run's folder.
+    The attribute `reward_functions` of an environment type holds a program's reward functions, by
+    their paths in `rollout.rewards`. Without `files` the runner writes to the run's folder.
     """
 
     def __init__(
@@ -293,15 +294,15 @@ class Runner:
     ) -> None:
         self._config = config
         if functions := reward_functions_of(environment):
-            # An environment's own process gets none: they need not be picklable.
+            # Not sent to an environment's own process: reward functions need not be picklable.
             played: Foreign = copy(environment)
             played.reward_functions = {}
             environment = played
         self.template = load_template(config.model, config.sampling, config.engine, tokenizer)
-        self._stages: dict[str, Stage] = {}  # by the environment's name; a single one has ""
+        self._stages: dict[str, Stage] = {}  # by the environment's name; "" for a single one
         left_out: dict[str, str] = {}
         self.loops: dict[str, AgentLoop] = {}
-        """Loops by name, which environments share, and with them the workers of agents."""
+        """Loops by name. Environments with the same loop share it, and so its agent workers."""
         for name, part in (config.parts() if environment is None else {"": config}).items():
             loop = part.rollout.loop
             try:
@@ -323,13 +324,14 @@ class Runner:
         )
         self._warned = False  # whether a trajectory without any reward has been reported
         self.admission = Admission(limits_of(config))
-        """Admits trajectories; in a run, the one that follows the engines (`engine_admission`)."""
+        """Admits trajectories. A run replaces it by an `engine_admission`, with limits that follow
+        the engines."""
         self._loading = asyncio.Lock()
 
     def with_environment(self, environment: EnvironmentType, loop: AgentLoop) -> "Runner":
-        """Return a runner for another environment and loop that shares all, its admission too, but
-        `rollout.tools`; its prompts are not measured."""
-        _ = self.tool_parser  # loaded here, not once in each
+        """Return a runner for another environment and loop that shares all else with this one, also
+        the admission. It does not offer `rollout.tools`, and does not measure prompts."""
+        _ = self.tool_parser  # loaded here once, not again in each copy
         other = copy(self)
         stage = Stage(
             self._config, environment, loop, self.template, {}, measured=False, with_tools=False
@@ -339,7 +341,7 @@ class Runner:
 
     def _stage(self, problem: Problem) -> Stage:
         stage = self._stages.get(problem.environment)
-        if stage is None:  # as problems of programs have none in a run with several environments
+        if stage is None:  # problems of programs name no environment, also in a run with several
             raise InputError(
                 f"{problem.id} names none of the environments ({', '.join(self._stages)}), and "
                 "only train, eval and rollout choose among several: set environment for one"
@@ -352,19 +354,19 @@ class Runner:
         return {"engines": self.admission, **self.rewards.admissions}
 
     def load(self) -> None:
-        """Load what the loops need from the user, in a thread; see `AgentLoop`."""
+        """Call the `load` of each loop that has one; call this in a thread. See `AgentLoop`."""
         for loop in self.loops.values():
             if (load := getattr(loop, "load", None)) is not None:
                 load(self._config.rollout)
 
     @property
     def fronts(self) -> list[str]:
-        """Names of the starts of what `opened` opens, for display."""
+        """The names under which the terminal shows what `opened` starts."""
         return sorted({loop.front for loop in self.loops.values() if hasattr(loop, "front")})
 
     @asynccontextmanager
     async def opened(self, generator: Generator) -> AsyncIterator[None]:
-        """Have what the loops need, such as a server of agents, during an `async with` block."""
+        """Run what the loops need, such as a server for agents, during an `async with` block."""
         async with AsyncExitStack() as stack:
             for loop in self.loops.values():
                 if (opened := getattr(loop, "opened", None)) is not None:
@@ -409,9 +411,9 @@ class Runner:
         on_trajectory: Callable[[Trajectory], None] = lambda _: None,
         priority: Priority = Priority.TRAINING,
     ) -> Group:
-        """Run `sampling.n` trajectories, whose requests have names that begin with `tag`;
-        `on_trajectory` gets each as soon as its reward is known. They begin as the runner's
-        `admission` has room for them."""
+        """Run `sampling.n` trajectories; each begins when the runner's `admission` has room for it.
+        The names of their requests begin with `tag`. `on_trajectory` gets each trajectory as soon
+        as its reward is known."""
         group, started = Group.of(problem) if into is None else into, time.perf_counter()
         stage, name = self._stage(problem), f"{tag}-{problem.id}"
         search: BeamSearch | None = None
@@ -425,7 +427,7 @@ class Runner:
             search = BeamSearch(engine, self.tokenizer, ends, sampling.n)
         run = _Run(engine, problem, sampling, name, stage, group, search, priority)
         async with self._loading:
-            if "tool_parser" not in vars(self):  # which would block the event loop
+            if "tool_parser" not in vars(self):  # loading it would block the event loop
                 with suppress(OSError):  # no thread at this moment: a trajectory loads it
                     await run_in_thread(lambda: self.tool_parser)
         compares = self.rewards.compares
@@ -448,7 +450,7 @@ class Runner:
         return group
 
     async def _reward_group(self, run: _Run) -> None:
-        """Compare a group's trajectories; drop those that get no reward, or all if this fails."""
+        """Compare a group's trajectories; drop those without a reward, or all if this fails."""
         group, row, where = run.group, run.problem.row, run.problem.id
         try:
             await self.rewards.reward_group(group.trajectories, row, run.episodes, group.judging)
@@ -478,7 +480,7 @@ class Runner:
             trajectory = Trajectory(run.problem.id, index, environment=run.problem.environment)
             name = f"{run.name}-{index}" + (f".{number}" if number > 1 else "")
             async with self.admission.admitted(run.priority, arrival) as place:
-                if group.left_out:  # found by another of its trajectories
+                if group.left_out:  # another trajectory of the group found the prompt too long
                     return
                 failure = await self._try(run, trajectory, name, place)
             if failure is None:
@@ -592,5 +594,5 @@ class Runner:
                     with context.timed("environment"):
                         own = await episode.metrics(trajectory)
                         trajectory.set_outcome(metrics={**trajectory.metrics, **own})
-                except TrajectoryError as error:  # worth no trajectory
+                except TrajectoryError as error:  # metrics are not worth the loss of a trajectory
                     await report("metrics_error", error)

@@ -1,6 +1,6 @@
 """The engines as a batch sampler gets them: `generate` and `chat` of vLLM's `LLM`, recorded.
 
-A conversation that goes on with an answer of an earlier call keeps the ids that were sampled.
+If a conversation continues the answer of an earlier call, its prompt keeps the sampled ids.
 """
 
 import asyncio
@@ -35,11 +35,11 @@ _FIXED = (
     *(*_CONFIGURED, "logit_bias", "presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("bad_words", "allowed_token_ids", "structured_outputs", "extra_args", "prompt_logprobs"),
 )
-"""vLLM's parameters that the trainer, or the record, takes from the configuration."""
+"""vLLM's parameters that must be as configured, because the trainer or the record assumes them."""
 _DEFAULTS = {"add_generation_prompt": True, "continue_final_message": False}
-"""Values of vLLM's arguments that say what is done anyway."""
+"""Values of vLLM's arguments that are accepted, because they ask for what is done anyway."""
 _Prompt = tuple[str | list[int], list[Message]]
-"""A text or ids, or instead of them a conversation."""
+"""A text or ids, and a conversation; one of the two is empty."""
 _Wanted = tuple[SamplingConfig, list[int | None]]
 """Parameters of a prompt's requests, and the seed of each."""
 
@@ -53,7 +53,7 @@ class SampledCall:
     times: tuple[float, float]
     """Seconds since the epoch at its beginning and end."""
     messages: list[Message]
-    """The conversation that led here; empty for texts and ids."""
+    """The conversation that is the prompt; empty if the prompt was a text or ids."""
 
     @property
     def prompt(self) -> Prompt:
@@ -63,7 +63,7 @@ class SampledCall:
 class LLM:
     """The engines of a run, as a batch sampler gets them: `generate` and `chat` of vLLM's `LLM`.
 
-    Both wait, so call them from a thread, as a sampler's own; an async sampler uses
+    Both block, so call them in a thread. A plain sampler runs in one; an async sampler uses
     `asyncio.to_thread`. Several calls may run at once.
 
     Example:
@@ -82,7 +82,7 @@ class LLM:
         self._running: set[asyncio.Task[object]] = set()
         self._closed = False
         self._answered: dict[str, deque[SampledCall]] = defaultdict(deque)
-        """Calls by their conversation, answer included."""
+        """Calls by their conversation, including the answer."""
 
     def generate(
         self,
@@ -96,11 +96,12 @@ class LLM:
             prompts: One or a list of: a text, a list of ids, a conversation, which the chat
                 template renders, `{"prompt": text}` or `{"prompt_token_ids": ids}`.
             sampling_params: For all prompts, or one for each; None takes the configured ones.
-            others: vLLM's further arguments, which the run's configuration decides on.
+            others: vLLM's further arguments, which may change nothing, because the run's
+                configuration decides on them.
 
         Returns:
-            An output for each prompt. One that leaves no room for an answer gets an empty one, with
-            finish reason `length`.
+            An output for each prompt. A prompt that leaves no room for an answer gets an empty
+            output with finish reason `length`.
 
         Raises:
             InputError: when arguments would change the distribution of the tokens.
@@ -117,7 +118,7 @@ class LLM:
         tools: list[JsonObject] | None = None,
         **others: object,
     ) -> "list[RequestOutput]":
-        """Answer conversations: one list of messages, or a list of these; else as `generate`."""
+        """Answer one list of messages, or a list of such lists; otherwise as `generate`."""
         prompts = _prompts_of(messages)
         if not all(conversation for _, conversation in prompts):
             raise InputError(f"{KEY}: llm.chat takes lists of messages")
@@ -137,7 +138,7 @@ class LLM:
         return answers
 
     def close(self) -> None:
-        """End what still runs: the sampler has returned, or missed its deadline."""
+        """Cancel calls that still run: the sampler has returned, or missed its deadline."""
         self._closed = True
         for task in self._running:
             task.cancel()
@@ -162,7 +163,7 @@ class LLM:
         return list(map(self._output, answers, params))
 
     def _wanted(self, params: Foreign) -> _Wanted:
-        """Return what vLLM's parameters ask for; InputError if it may not be."""
+        """Return the requests that vLLM's parameters ask for; InputError if off-policy."""
         if not isinstance(params, type(self._own)):
             raise InputError(f"{KEY}: llm takes vLLM's SamplingParams, not {shown(params)}")
         for name in _FIXED:
@@ -245,7 +246,7 @@ class LLM:
         return await context.first_prompt(messages, tools=tools), ""
 
     def _output(self, calls: list[SampledCall], params: Foreign) -> "RequestOutput":
-        """Return the calls of one prompt as vLLM would, in copies, which the user may change."""
+        """Return the calls of one prompt as vLLM does, in copies that the user may change."""
         from turnwise.internals import vllm  # seconds to import
 
         template, first = self._context.template, calls[0]
@@ -304,6 +305,6 @@ def _prompt_of(prompt: object) -> _Prompt:
 
 
 def _key(messages: Sequence[Message]) -> str:
-    """Return what two conversations share if they are the same."""
+    """Return a key that is the same for equal conversations."""
     read = [[m.get("role"), m.get("content"), m.get("tool_calls")] for m in messages]
     return json.dumps(read, default=str)

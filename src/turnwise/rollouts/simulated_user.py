@@ -28,10 +28,10 @@ class SimulatedUser:
         base_url: URL up to and including `/v1`, of any server of Chat Completions.
         model: Name of the model there.
         instructions: Who the user is, and what they want.
-        opening: The user's first message, which the environment's `problem` states. Without it,
+        opening: The user's first message, the same as the environment's `problem`. Without it,
             `open` lets the model write one.
         stop: Phrase with which the user ends the conversation, and which `instructions` asks for.
-        max_calls: Budget of answers in this trajectory, those of `open` included.
+        max_calls: Budget of answers in this trajectory, including answers of `open`.
         max_tokens: Budget of tokens in this trajectory, prompts included; None sets none.
         timeout: Seconds for one answer, retries included; keep it below
             `rollout.environment_timeout`.
@@ -113,7 +113,7 @@ class SimulatedUser:
         self._request = dict(request or {})
 
     async def open(self) -> str:
-        """Return the user's first message, for `problem`; for an environment's async `setup`.
+        """Return the user's first message, for `problem`; call it in an async `setup`.
 
         Raises:
             TrajectoryError: as `answer` does; also if the user ends the conversation with it.
@@ -127,8 +127,8 @@ class SimulatedUser:
     async def answer(self, message: Message) -> str | None:
         """Return the user's answer to a message of the policy; None ends the conversation.
 
-        Once a budget is used up, or the user has ended the conversation, it is None without a
-        request; `ended_by` has the reason.
+        Once a budget is used up, or the user has ended the conversation, this returns None without
+        a request; `ended_by` has the reason.
 
         Raises:
             TrajectoryError: `simulated_user_timeout` or `simulated_user_error`, with the server's
@@ -137,7 +137,7 @@ class SimulatedUser:
         return await self._answer(str(message.get("content") or ""))
 
     def metrics(self) -> dict[str, float]:
-        """Return calls, tokens, and by which reason it ended, for an environment's `metrics`."""
+        """Return calls, tokens and the reason of the end, for an environment's `metrics`."""
         return {
             "user_calls": self.calls,
             "user_tokens": self.tokens,

@@ -1,9 +1,9 @@
-"""Rows of tables, whose messages and tools have only the keys that were written.
+"""Rows of tables, with messages and tools as they were written: without null keys of the table.
 
-Arrow gives each record of a column the keys of all others, with nulls: Parquet files and datasets
-have them, and JSON Lines that `Dataset.to_json` wrote. In messages, calls and descriptions of tools
-a model would see them, and there null says the same as no key. Everywhere else a null is a value,
-and stays.
+Arrow gives each record of a column the keys of all other records, with null values. Parquet files,
+datasets, and JSON Lines that `Dataset.to_json` wrote have such keys. In messages, calls and
+descriptions of tools a model would see them, and a null there means the same as a missing key, so
+they are removed. Everywhere else a null is a value, and stays.
 """
 
 import json
@@ -18,7 +18,7 @@ _CONVERSATIONS = ("messages", "conversations", "prompt", "completion", "chosen",
 
 def own_keys(row: Row) -> Row:
     """Return a row of a table without null keys in messages, calls, descriptions of tools, and
-    trajectories. Of a call's arguments, a null stays that its tool requires."""
+    trajectories. A null argument of a call stays if the call's tool requires it."""
     if "turns" in row:  # a trajectory, or a trace
         return {name: _without_null(value) for name, value in row.items()}
     required = _required(row.get("tools"))
@@ -30,7 +30,7 @@ def own_keys(row: Row) -> Row:
 
 def is_of_table(row: Row) -> bool:
     """Return whether the messages or tools of a row have keys that a table added: all messages have
-    the same, some of them null, or a tool has a parameter that is null."""
+    the same keys, with some null values, or a tool has a parameter that is null."""
     for said in map(row.get, _CONVERSATIONS):
         records = [one for one in said if isinstance(one, dict)] if isinstance(said, list) else []
         same = len({frozenset(one) for one in records}) == 1

@@ -2,8 +2,9 @@
 
 They run the commands in a separate thread, so that scripts, notebooks and programs with a running
 event loop can all call them. Arguments take precedence over keywords (`sampling={"n": 4}`,
-`**{"rollout.max_turns": 4}`), and these over `config`. Rows and classes passed as objects are used
-directly; the run folder's config.yaml then has no path for rows, and the name of the class.
+`**{"rollout.max_turns": 4}`), and keywords over `config`. Rows and classes passed as objects are
+used directly; config.yaml in the run folder then has no path of rows, and only the name of the
+class.
 """
 
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
@@ -101,9 +102,9 @@ def open(
     progress: bool = True,
     **keys: object,
 ) -> "Run":
-    """Open a run for a training loop of your own, in a `with` block, or an `async with` block,
-    whose methods are coroutines. The arguments are those of `train`; `training.steps` is only the
-    length of a schedule of the learning rate.
+    """Open a run for a training loop of your own, in a `with` block, or in an `async with` block,
+    where the run's methods are coroutines. The arguments are those of `train`; `training.steps` is
+    only the length of the learning rate's schedule.
 
     Args:
         resume: Folder of a run to continue from the last checkpoint that `run.save()` wrote there,
@@ -150,7 +151,7 @@ def sft(
 
     Raises:
         InputError: when anything that was given cannot be used.
-        StepError: when more than rollout.max_failed_fraction of the rows cannot be exact.
+        StepError: when more than rollout.max_failed_fraction of the rows cannot be trained exactly.
 
     Example:
         result = turnwise.sft(model="Qwen/Qwen3-0.6B", data="rows.jsonl", steps=100)
@@ -184,8 +185,8 @@ def evaluate(
         data: Rows: dictionaries, or a path or name (data.eval_path).
 
     Returns:
-        Accuracy, pass@k and the trajectories, which are read from eval.jsonl in the run folder
-        when they are asked for.
+        Accuracy, pass@k and the trajectories, which are read from eval.jsonl in the run folder on
+        access.
 
     Raises:
         InputError: when anything that was given cannot be used.
@@ -220,7 +221,7 @@ def rollout(
 
     Returns:
         The trajectories, in the rows' order: a list, or with `output` a sequence that reads each
-        from the file when it is asked for.
+        trajectory from the file on access.
 
     Raises:
         InputError: when anything that was given cannot be used.
@@ -287,8 +288,8 @@ def _prepare(
     optional: Sequence[str] = (),
     resume: str | Path | None = None,
 ) -> tuple[Config, ProgramInputs]:
-    """Return the configuration with the given values by dotted key, which count more than `keys`
-    (None leaves them to these), and the objects for the run."""
+    """Return the configuration, and the objects for the run. `values`, by dotted key, take
+    precedence over `keys`, except where they are None."""
 
     def flat(values: Mapping[str, object], prefix: str) -> Iterator[tuple[str, object]]:
         for key, value in values.items():

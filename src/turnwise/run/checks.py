@@ -1,6 +1,6 @@
-"""Checks of a configuration that need no model, rows or engines, but more than its own classes.
+"""Checks of a configuration that need no model, rows or engines, but modules outside `config`.
 
-Commands make them before they start anything, and `turnwise config` makes them alone.
+Commands make them before they start anything; `turnwise config` makes only these checks.
 """
 
 from typing import TYPE_CHECKING
@@ -26,7 +26,7 @@ def check_sampled(config: Config) -> None:
 def check_trainable(config: Config) -> None:
     """Raise an `InputError` for a configuration that `turnwise train` refuses.
 
-    Seconds to import; imports the user's own advantage, loss or transport, if it names any.
+    Its imports take seconds, and include the user's own advantage, loss or transport, if any.
     """
     from turnwise.training.algorithms import make_algorithm
 
@@ -35,7 +35,7 @@ def check_trainable(config: Config) -> None:
     check_adapters(config)
     check_group_size(config, make_algorithm(config.algorithm))
     if ":" in config.weights.transport:
-        from turnwise.weights.sync import check_transport  # not on every system
+        from turnwise.weights.sync import check_transport  # does not exist on every system
 
         check_transport(config.weights.transport, stream_mistake(config))
     if config.training.attention != "auto":

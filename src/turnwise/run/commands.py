@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 _Server = TypeVar("_Server")
 _LOADING = "importing libraries and reading the data"
 _LOAD_SECONDS = 6 * 3600.0  # deadline for opening the data, which may be a download of hours
-_PROVIDED = (*NEEDED_KEYS, "data.eval_path")  # those that a program may have given as objects
+_PROVIDED = (*NEEDED_KEYS, "data.eval_path")  # keys that a program may give as objects
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class ProgramInputs:
     rows: Sequence[JsonObject] | None = None  # training rows; replace data.path
     eval_rows: Sequence[JsonObject] | Mapping[str, Sequence[JsonObject]] | None = None
     """Held-out rows, or several sets by name; they replace data.eval_path and data.eval_sets."""
-    join: "Join | None" = None  # takes part in a run, and gives its datasets
+    join: "Join | None" = None  # joins a run, and returns its datasets
 
     def paths(self, config: Config, *, heldout: bool = True) -> list[str]:
         """Return the paths of the rows that the configuration names."""
@@ -165,11 +165,11 @@ async def train(
     *,
     supervised: bool = False,
 ) -> TrainingResult:
-    """Train to the last step, from the newest complete checkpoint of `run` on, if it is given; if
-    `supervised`, on the rows themselves, without engines."""
+    """Train to the last step; if `run` is given, from its newest complete checkpoint. If
+    `supervised`, train on the rows themselves, without engines."""
     if supervised:
         config = supervised_config(config)
-    check_sampled(config)  # the others import more
+    check_sampled(config)  # the other checks import more
     resume = None if run is None else await _resumable(run, config, supervised)
     check_sources(config, *inputs.paths(config))
     for key, other in config.other_models().items():
@@ -218,8 +218,8 @@ async def _play(
     start: "Resume | None",
     supervised: bool,
 ) -> ExactnessReport:
-    """Play a run to its end. (A function, so that nothing of an attempt that failed lives on in the
-    next one.)"""
+    """Play a run to its end. A separate function, so that nothing of a failed attempt stays in
+    memory."""
     async with AsyncExitStack() as opened:
         if supervised:
             from turnwise.run.supervised import train_on_rows
@@ -245,7 +245,7 @@ async def _resumable(run: Path, config: Config, supervised: bool) -> "Resume":
     from turnwise.run.run_dir import find_resume
 
     saved = config_of_run(run, optional=_PROVIDED)
-    home = {"name": saved.name, "output_dir": saved.output_dir}  # which may be spelled otherwise
+    home = {"name": saved.name, "output_dir": saved.output_dir}  # may be spelled otherwise
     check_unchanged(saved, config.model_copy(update=home))
     found = await run_in_thread(lambda: find_resume(run))
     if found.state.get("supervised", False) is not supervised:
@@ -291,7 +291,8 @@ async def evaluate(
     inputs: ProgramInputs = FROM_CONFIG,
     on_group: "OnGroup" = lambda _: None,
 ) -> "Evaluation":
-    """Evaluate the model on held-out rows; finished groups are at once in the run's eval.jsonl."""
+    """Evaluate the model on held-out rows; each finished group is appended to eval.jsonl at
+    once."""
     paths: list[str] = []
     if inputs.eval_rows is None:
         for name, part in config.parts().items():
@@ -327,8 +328,9 @@ async def rollout(
     inputs: ProgramInputs = FROM_CONFIG,
     on_group: "OnGroup" = lambda _: None,
 ) -> tuple[Sequence[Trajectory], Counter[str]]:
-    """Sample the groups of all training rows; finished ones are at once in the file `output`, or in
-    memory. Returns the trajectories in the rows' order, and the number of failed ones by reason."""
+    """Sample the groups of all training rows; each finished group is appended to the file `output`
+    at once, or kept in memory. Return the trajectories in the rows' order, and the number of failed
+    trajectories by reason."""
     paths = inputs.paths(config, heldout=False)
     playing = _playing(config, console, inputs, paths, "rollout", on_group)
     async with playing as (run_group, problems, advance):
@@ -356,7 +358,8 @@ async def _playing(
     phase: Literal["evaluate", "rollout"],
     on_group: "OnGroup",
 ) -> "AsyncIterator[tuple[RunGroup, Sequence[Problem], Callable[[Group], None]]]":
-    """Read the rows, start the engines; yield what runs a group, the problems, a callback."""
+    """Read the rows and start the engines; yield a function that runs a group, the problems, and a
+    callback for finished groups."""
     check_sources(config, *paths)
     heldout = phase == "evaluate"
     with logs.open_logs(config.run_folder, config.log_level), _display(config, console) as display:
@@ -382,7 +385,7 @@ def _opened(
     display: "Display",
     folder: Path | None = None,
 ) -> "AbstractAsyncContextManager[Runtime]":
-    """Return the runtime of a command; with the run's folder it has a trainer."""
+    """Return the runtime of a command, with a trainer if the run's folder is given."""
     from turnwise.rollouts.problems import first_of_each
     from turnwise.run.runtime import open_runtime
 
@@ -422,8 +425,9 @@ async def serving(
 
 
 def export_run(run: Path, output: Path | None = None, *, merged: bool = False) -> Path:
-    """Write what a run, or a checkpoint's folder, has trained: the model, or with LoRA the adapter.
-    Returns the folder, `output`: by default `export`, or `merged` for an adapter in its model."""
+    """Write the trained model of a run or a checkpoint's folder; with LoRA the adapter, or if
+    `merged` the model with its adapter. Return the folder, `output`, by default `export` or
+    `merged` in the run."""
     chosen = run
     if (run / "state").is_dir():
         run = run.resolve().parents[1]

@@ -17,7 +17,7 @@ from turnwise.observe.conversations import conversation
 from turnwise.observe.metrics import StepMetrics
 from turnwise.trajectory import Trajectory
 
-_QUIET_SECONDS = 10.0  # silence of the start, without a terminal, that ends with a line
+_QUIET_SECONDS = 10.0  # without a terminal, longest silence of the start before a line
 _QUIET_STEP_SECONDS = 60.0  # the same after the first step
 _NO_SIGNAL = (
     "; the problems may be too easy or too hard for this model, or the reward may not tell its "
@@ -215,7 +215,7 @@ def _of_each(environments: Mapping[str, JsonObject], key: str) -> str:
 
 
 def why_untrained(steps: Sequence[JsonObject]) -> str:
-    """Return why none of these lines of metrics.jsonl trained a token, or "" where one did."""
+    """Return why no step in these lines of metrics.jsonl trained a token; "" if one did."""
     steps = [metrics for metrics in steps if metrics["step"] > 0]
     if not steps or any(metrics["trained_tokens"] for metrics in steps):
         return ""
@@ -239,8 +239,8 @@ def show_result(
     picture: Path | None,
     steps: Sequence[JsonObject],
 ) -> None:
-    """Print what a run has come to: its audit, its folder, and, if it sampled, its picture and why
-    nothing was trained, where that is so."""
+    """Print the result of a run: its audit and its folder; if it sampled, also its picture, and the
+    reason if nothing was trained."""
 
     def line(text: str, style: str | None = None) -> None:
         console.print(visible(text), style=style, highlight=False, markup=False, soft_wrap=True)

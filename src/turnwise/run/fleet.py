@@ -76,7 +76,7 @@ async def open_fleet(
     hosts: Mapping[str, RayActor] | None = None,
     host: type[EngineHost] | None = None,
 ) -> AsyncIterator[tuple[AsyncLLMServerManager, _Front]]:
-    """Start the workers and the front end concurrently; `load` imports what the latter needs."""
+    """Start the workers and the front end concurrently; `load` imports what the front end needs."""
     begin_imports(config)
     with progress.part("loading the tokenizer"):
         await run_in_thread(lambda: load_tokenizer(config.model))
@@ -92,7 +92,7 @@ async def open_fleet(
         async with task_group() as starting:
             starting.create_task(show_part(progress, starting_engines(config), manager.start))
             starting.create_task(show_part(progress, name, front.start))
-        if hosts is None:  # else their number is that of the actors
+        if hosts is None:  # with hosts, the number of workers is fixed
             await stack.enter_async_context(scaling(config, manager))
         async with watching_ray(config.ray_address):
             yield manager, front
@@ -100,8 +100,8 @@ async def open_fleet(
 
 @asynccontextmanager
 async def ray_running(config: Config, progress: Display) -> AsyncIterator[tuple[Config, float]]:
-    """Start Ray, and shut it down with all its actors on exit, or join the one that the program is
-    connected to, which goes on; yield the configuration with the model's precision on its devices,
+    """Start Ray, and shut it down with all its actors on exit; or join the Ray that the program is
+    connected to, which stays. Yield the configuration, with the model's precision on its devices,
     and the number of GPUs."""
     where = config.ray_address, config.ray_env
     starting = asyncio.ensure_future(
@@ -140,9 +140,9 @@ def make_manager(
     prefix: str = "",
     host: type[EngineHost] | None = None,
 ) -> AsyncLLMServerManager:
-    """Return a manager of workers that are not yet started, each with a share of a GPU, or with
-    the `WorkerHost`s that hold its model; their processes' names begin with `prefix`. `host` is
-    the class of their actors."""
+    """Return a manager of workers that are not started yet. Each device has a share of a GPU, or
+    its model is in the `WorkerHost`s of `hosts`. Names of processes begin with `prefix`; `host` is
+    the class of the workers' actors."""
     if host is None:
         host = ServingHost if config.serving.worker_servers else EngineHost
     starter, seconds = WorkerStarter(config, share, hosts, host), config.engine.start_timeout

@@ -1,4 +1,4 @@
-"""The opening of a program's own run, in the program's event loop or in a thread of its own."""
+"""Opening of a program's own run, in the program's event loop or in a separate thread."""
 
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -40,8 +40,8 @@ _START_SECONDS = 600.0
 async def opened_run(
     config: Config, inputs: ProgramInputs, console: Console, resume: Path | None
 ) -> AsyncIterator[AsyncRun]:
-    """Start a run's engines and trainer, and stop them on exit; `resume` is the run to go on with,
-    from its last checkpoint."""
+    """Start a run's engines and trainer, and stop them on exit; `resume` is a run to continue from
+    its last checkpoint."""
     check_sampled(config)
     check_sources(config, *inputs.paths(config))
     start = None if resume is None else await run_in_thread(find_resume, resume)
@@ -65,7 +65,7 @@ async def opened_run(
                     await run.sync()
                 else:
                     await run.load(start.checkpoint)
-                shown.close()  # what follows is the program's to show
+                shown.close()  # from here on, the program shows its own progress
                 try:
                     yield run
                 finally:
@@ -80,7 +80,7 @@ async def opened_run(
 def _waits(
     method: Callable[Concatenate[AsyncRun, _P], Coroutine[Foreign, Foreign, _R]],
 ) -> Callable[Concatenate["Run", _P], _R]:
-    """Return the plain call of a coroutine method."""
+    """Return a coroutine method as a blocking call."""
 
     def call(run: "Run", /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         return run.call(lambda own: method(own, *args, **kwargs), method.__name__)
@@ -90,10 +90,11 @@ def _waits(
 
 
 class Run:
-    """A run in plain calls, for a `with` block; an `async with` block has the `AsyncRun` itself.
+    """A run with blocking calls, for a `with` block; `async with` gives the `AsyncRun` itself.
 
-    Each method waits for its coroutine in the thread of the run, and raises its errors. Leaving the
-    block, also by Ctrl-C, ends all that the run started. Attributes are those of `AsyncRun`.
+    Each method waits for the coroutine of `AsyncRun` in the run's thread, and raises its errors.
+    Leaving the block, also by Ctrl-C, ends everything that the run started. The attributes are
+    those of `AsyncRun`.
 
     Example:
         with turnwise.open("config.yaml") as run:

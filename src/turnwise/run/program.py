@@ -1,7 +1,7 @@
 """A run whose loop is the user's own program: engines and trainer, with the steps as methods.
 
-The run's folder is that of any run, with a line of metrics, trajectories and token values for each
-optimizer step. `run.opened` has the same methods as plain calls.
+The run folder is like that of `turnwise train`, with a line of metrics, trajectories and token
+values for each optimizer step. `run.opened` has the same methods as blocking calls.
 """
 
 import itertools
@@ -50,7 +50,7 @@ class Answer(NamedTuple):
     """One sampled answer to a prompt."""
 
     text: str
-    """Its text, special tokens included except for a final EOS."""
+    """Text of the answer, with its special tokens except a final EOS."""
     token_ids: list[int]
     logprobs: list[float]
     """Natural-log probability of each token under the sampling distribution."""
@@ -66,7 +66,7 @@ class Samples(SampleBatch):
 
 
 class AsyncRun:
-    """Engines and trainer of a run, for an `async with` block of a program's own loop.
+    """Engines and trainer of a run, for a training loop of your own in an `async with` block.
 
     Attributes:
         config: The run's configuration.
@@ -100,19 +100,19 @@ class AsyncRun:
         self.step = 0
         self.exactness = ExactnessReport()
         self.state: JsonObject = {}
-        """Values that the program gave to `save`, once a checkpoint is loaded."""
+        """Values that the program gave to `save`; empty until a checkpoint is loaded."""
         self._opened: _Parts | None = runtime, runtime.policy, TrainingStep(config, runtime)
         self._stream = make_stream(data, config.data, config.seed, config.environment_weights)
         self._heldout = heldout
         self._files = files
         self._tags = itertools.count(1)
-        self._begun = 0  # groups
+        self._begun = 0  # number of groups that have begun
         self._added: list[Samples] = []
         """Samples whose gradients wait for a step."""
         self._metrics: list[JsonObject] = []
         self._values: list[TrainedSample] = []
         self._line: StepMetrics | None = None
-        """Metrics of the last step, whose line is written; what follows the step is added."""
+        """Metrics of the last step, whose line is written; later metrics of the step are added."""
         self._ended = time.perf_counter()
         self._seconds: dict[str, float] = {}
 
@@ -163,7 +163,7 @@ class AsyncRun:
         async def group_of(problem: Problem, name: str) -> Group:
             return await run_group(problem, name)
 
-        # Named as by `turnwise train`: seeds of deterministic runs depend on it.
+        # The names of `turnwise train`, because the seeds of deterministic runs depend on them.
         first, self._begun = self._begun, self._begun + len(named)
         groups = await together(group_of(p, f"group{n}") for n, p in enumerate(named, first))
         self._spent("idle", started)
@@ -192,10 +192,10 @@ class AsyncRun:
 
         Args:
             loss: Name of a loss (`ppo_clip`), or a mapping with its settings; a path,
-                package.module:name; a `turnwise.training.algorithms.Loss`; or a function of its
-                `Tokens` that returns the losses of the `N` tokens, [N], and runs in the trainer's
-                processes. None takes `algorithm.loss`.
-            reduction: As `algorithm.reduction`, in its place.
+                package.module:name; a `turnwise.training.algorithms.Loss`; or a function of a
+                micro-batch's `Tokens`, which runs in the trainer's processes and returns the loss
+                of each of the `N` tokens, [N]. None takes `algorithm.loss`.
+            reduction: Replaces `algorithm.reduction`; None takes `algorithm.reduction`.
 
         Returns:
             The metrics of the loss; empty if there is nothing to train.
@@ -298,7 +298,7 @@ class AsyncRun:
     ) -> JsonObject:
         """Take an optimizer step with the gradients that wait for it, and write the step's files.
 
-        The values are those of the configuration and its schedule, but for those that are given.
+        Values that are not given come from the configuration and its schedule.
 
         Returns:
             `step`, `reward_mean`, `loss`, `grad_norm`, `learning_rate` and `skipped_updates`.
@@ -335,7 +335,7 @@ class AsyncRun:
         await run_in_thread(self._files.write_timeline, self.step, turn_times(groups))
         origins = {k: v for each in self._added for k, v in each.origins.items()}
         known = list({id(p[0]): p for p in self._values[::-1] if id(p[0]) in origins}.values())
-        if known:  # of each sample those of its first pass
+        if known:  # each sample's values in its first pass
             columns = await run_in_thread(columns_of, known, origins, trajectories, version)
             await run_in_thread(self._files.write_token_values, self.step, columns)
         line.step_seconds, self._ended = time.perf_counter() - self._ended, time.perf_counter()
@@ -349,8 +349,8 @@ class AsyncRun:
         await self._policy.drop()
 
     async def sync(self) -> int:
-        """Bring the engines to the trainer's weights, and return the version that they have now;
-        nothing is sent if they have these."""
+        """Send the trainer's weights to the engines, unless they have them already; return the
+        engines' weight version."""
         started = time.perf_counter()
         update = await self._training.update_weights()
         self._spent("weights", started)
@@ -404,8 +404,8 @@ class AsyncRun:
 
         Args:
             prompt: Messages; a text, which is a user's message; or token ids.
-            policy: In a run of several (`rollout.policies`) the one to ask, or base, the model
-                without an adapter.
+            policy: Name of the policy to ask in a run of several policies (`rollout.policies`), or
+                `base` for the model without an adapter.
             **sampling: Keys of `sampling` with other values than the configuration's.
         """
         template = self._runtime.runner.template
@@ -442,12 +442,13 @@ class AsyncRun:
         """Score samples, or sequences of token ids, with a model of the trainer.
 
         Args:
-            model: `policy`, as it is trained now (of several that of each sample), the name of one
-                of several, `reference`, or `value`.
+            model: `policy`, with its current weights (in a run of several policies, each sample's
+                own policy); the name of one of several policies; `reference`; or `value`.
 
         Returns:
-            For each T floats, 0.0 at the first token and at those of samples that are not trained:
-            log-probs, or, from the value model, the expected return before the token.
+            T floats for each sequence: log-probs, or, from the value model, the expected return
+            before each token. They are 0.0 at the first token, and at tokens of samples that are
+            not trained.
         """
         if model not in (known := ["policy", "reference", "value", *self.config.policies]):
             raise InputError(f"logprobs: there is no model {model!r}: name {' or '.join(known)}")
@@ -465,11 +466,11 @@ class AsyncRun:
         self, folder: str | Path | None = None, state: Mapping[str, object] | None = None
     ) -> Path:
         """Write a checkpoint, whole or not at all: the model in Hugging Face's format, or with LoRA
-        the adapter, and the state to go on from. Returns its folder.
+        the adapter, and the state to continue from. Returns the checkpoint's folder.
 
         Args:
-            folder: Where to write it; None takes the run's own folder, from which
-                `turnwise.open(resume=...)` goes on.
+            folder: Folder of the checkpoint; None writes it to the run's own folder, from which
+                `turnwise.open(resume=...)` continues.
             state: Plain values of the program's own; a run that loads the checkpoint has them as
                 its `state`.
 
@@ -491,9 +492,9 @@ class AsyncRun:
         return place
 
     async def load(self, folder: str | Path) -> int:
-        """Go on from a checkpoint of `save` or of `turnwise train`: model, optimizer, `step`,
-        `exactness`, `state`, and the place among the problems. The engines get its weights; returns
-        their version."""
+        """Continue from a checkpoint of `save` or of `turnwise train`: restore model, optimizer,
+        `step`, `exactness`, `state`, and the position in the problems. Send the weights to the
+        engines, and return their version."""
         loop = await self._training.load(Path(folder))
         if "problems" in loop:
             await run_in_thread(self._stream.restore, loop["problems"])

@@ -37,8 +37,8 @@ def make_project(folder: Path, model: str | None = None) -> list[Path]:
         model = str(demo) if demo is not None else HUB_MODEL
     elif Path(model).expanduser().is_dir():  # config.yaml is read in the project's folder
         model = str(Path(model).expanduser().resolve())
-    # Problems of two and three steps, of which the demo's model solves most and a quarter; the same
-    # in every project, without negative results.
+    # Problems of two steps, most of which the demo's model solves, and of three steps, of which it
+    # solves a quarter. They are the same in every project, and have no negative results.
     draw, rows = random.Random(0), ""
     for number in range(64):
         a, b, c = draw.randint(500, 999), draw.randint(100, 499), draw.randint(10, 999)

@@ -89,8 +89,8 @@ def make_figure(name: str, rows: Sequence[JsonObject], success_reward: float) ->
 
 
 class RunDir:
-    """Writes one run's files, or goes on with those of a run that is resumed, whose later output is
-    overwritten; a TurnwiseError when a file cannot be written, such as on a full disk."""
+    """Writes one run's files. A resumed run continues its files; output after its checkpoint is
+    overwritten. A file that cannot be written, such as on a full disk, is a TurnwiseError."""
 
     def __init__(self, config: Config, resume: Resume | None = None) -> None:
         self.path = Path(config.output_dir) / config.name
@@ -101,7 +101,7 @@ class RunDir:
             )
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            # A resumed run needs the values, secrets of tools and engines included.
+            # To resume, a run needs all values, including the secrets of tools and engines.
             private = has_secrets(config)
             write_file(self.path / "config.yaml", dump_config(config), private=private)
         except OSError as error:
@@ -118,7 +118,7 @@ class RunDir:
             write_times(path, calls)
 
     def group_log(self, kind: str, step: int) -> GroupLog:
-        """Return the files to which the groups of an evaluation are appended as they come."""
+        """Return the files to which the groups of an evaluation are appended as they end."""
         first, second = (self._place(name, kind, step) for name in ("trajectories", TIMELINE))
         with first as path, second as times:
             return GroupLog(path, times)

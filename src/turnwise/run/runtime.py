@@ -1,7 +1,7 @@
 """The runtime of training, evaluation and plain rollouts: engines, runner and trainer.
 
 `open_runtime` starts them concurrently and always stops them all on exit. `TrainingStep` is the
-trainer's half of a step: samples of groups, the loss on these, and the engines' new weights. The
+trainer's half of a step: the samples of its groups, their loss, and the engines' new weights. The
 training loop and pipelines share it; each decides where groups come from and what to write.
 """
 
@@ -55,7 +55,7 @@ from turnwise.training.trainer_group import TrainerGroup
 from turnwise.trajectory import ExactnessReport
 from turnwise.weights.sync import WeightSync
 
-_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}  # bfloat16 has every 1/8 from 16 to 32
+_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.5}  # bfloat16's spacing from 16 to 32 is 1/8
 _T = TypeVar("_T")
 
 
@@ -68,11 +68,11 @@ class Runtime:
     policy: TrainerGroup | None
     """The trainer; None if nothing is trained."""
     teachers: Teachers | None
-    """Teachers of what is trained; None if nothing is."""
+    """Teachers of the policy; None if nothing is trained."""
     processes: RolloutProcesses | None = None
     """Processes that run groups; None if the driver runs them."""
     grouping: Callable[[SamplingConfig], RunGroup] | None = None
-    """Replaces `group_runner`, with a module of the user's; None if there is none."""
+    """Replacement of `group_runner` by a user's module; None if there is none."""
 
     @property
     def generator(self) -> Generator:
@@ -80,7 +80,7 @@ class Runtime:
         return self.manager.scheduler
 
     def training_runner(self, sampling: SamplingConfig) -> RunGroup:
-        """Return a function like `group_runner`'s, whose groups the teachers score at their end."""
+        """Return a function as `group_runner` does; the teachers score each group when it ends."""
         run_group = self.group_runner(sampling)
 
         async def run(problem: Problem, tag: str) -> Group:
@@ -253,8 +253,8 @@ class TrainingStep:
     async def make_samples(
         self, groups: Sequence[Group], discarded: Iterable[tuple[str, Group]] = ()
     ) -> SampleBatch:
-        """Return a step's samples, scored by their teachers; discarded groups, each after its
-        reason, are only accounted for."""
+        """Return a step's samples, scored by their teachers. Discarded groups, each with its
+        reason, are only counted."""
         if self._teachers is not None:
             await together(self._teachers.score(group) for group in groups)
         version, oldest = self._policy.version, self.versions[0]
@@ -273,7 +273,7 @@ class TrainingStep:
         return value
 
     async def learn(self, batch: SampleBatch) -> JsonObject:
-        """Train on a step's samples, if there are any, which ends the step; return the trainer's
+        """Train on a step's samples, if there are any, and end the step; return the trainer's
         metrics.
 
         Raises:
@@ -314,7 +314,7 @@ class TrainingStep:
                 return await self._policy.forward_backward(samples, algorithm, loss)
 
     async def optim_step(self, settings: OptimSettings) -> JsonObject:
-        """Take an optimizer step with the gradients that wait for it, which ends the step; return
+        """Take an optimizer step with the accumulated gradients, and end the training step; return
         its metrics."""
         had, version = self.has_new_weights, self._policy.version
         self.has_new_weights = True  # perhaps, if the trainer fails half-way
@@ -342,8 +342,8 @@ class TrainingStep:
         return await self.forward(name, list(made))
 
     async def save(self, folder: Path, loop: JsonObject) -> Path:
-        """Write a checkpoint, whole or not at all, with what the loop needs to go on from it;
-        return its absolute path.
+        """Write a checkpoint, whole or not at all, with the state of the loop; return its absolute
+        path.
 
         Raises:
             InputError: when the folder holds anything but an earlier checkpoint.
@@ -358,8 +358,8 @@ class TrainingStep:
         return place
 
     async def load(self, folder: Path) -> JsonObject:
-        """Load a checkpoint, which `update_weights` brings to the engines; return what the loop
-        wrote."""
+        """Load a checkpoint, and return the loop's state in it; `update_weights` then sends its
+        weights to the engines."""
         place = await run_in_thread(checkpoint.to_go_on_from, folder)
         with waiting(f"the trainer to load {place}"):
             loop = await run_in_thread(checkpoint.read_loop, place)

@@ -1,7 +1,8 @@
-"""Engines that come and go: `turnwise scale`, and a range of `serving.workers`.
+"""Changes of the number of engines: `turnwise scale`, and a range of `serving.workers`.
 
-Another process asks by a file in the run folder: whoever may write there may scale the run. The run
-answers at once, in its place, and engines join and leave while it goes on.
+Another process writes its request to a file in the run folder, so everyone who may write there may
+scale the run. The run replaces the request by its answer at once; engines join and leave while the
+run continues.
 """
 
 import asyncio
@@ -29,23 +30,23 @@ _PAUSE_SECONDS = 0.05
 _MOST_WORKERS = 2**16
 _REFUSED = "refuses"  # the beginning of an answer
 _wanted: dict[Path, int] = {}
-"""Numbers that were asked for, by run folder; they also hold after a restart of the trainer."""
+"""Requested numbers of engines, by run folder; they also apply after a restart of the trainer."""
 
 
 def request_file(run: Path) -> Path:
-    """Return the file by which another process asks a run for a number of engines, which the run
-    replaces by its answer."""
+    """Return the file in which another process requests a number of engines; the run replaces its
+    text by an answer."""
     return run / "logs" / "scale.txt"
 
 
 def ask(run: Path, workers: int, seconds: float = _ANSWER_SECONDS) -> str:
-    """Ask a run in progress for a number of engines, and return what it says; blocks.
+    """Ask a run in progress for a number of engines, and return its answer; blocks.
 
     Raises:
         InputError: when no process of the run is running here, or the run refuses.
         DeadlineError: when it does not answer within `seconds`.
     """
-    from turnwise.core import stacks  # for Linux; other systems read runs
+    from turnwise.core import stacks  # needs Linux; other systems only read runs
 
     if not stacks.may_be_running(run):
         raise InputError(f"no process of a run in {run} is running here")
@@ -64,8 +65,8 @@ def ask(run: Path, workers: int, seconds: float = _ANSWER_SECONDS) -> str:
 
 @asynccontextmanager
 async def scaling(config: Config, manager: "AsyncLLMServerManager") -> AsyncIterator[None]:
-    """Start the engines beyond those that a run begins with, and do what `ask` asks for, during an
-    `async with` block."""
+    """During an `async with` block, start the engines that a range allows in addition to its first
+    number, and follow the requests of `ask`."""
     run = config.run_folder
 
     async def follow() -> None:
@@ -87,8 +88,8 @@ async def scaling(config: Config, manager: "AsyncLLMServerManager") -> AsyncIter
 
 
 def _take_request(run: Path, config: Config, up: int) -> int | None:
-    """Answer the request for a number of engines, and return the number; None without one, or if it
-    is refused. `up` engines serve now."""
+    """Answer a request for a number of engines, and return the number; None without a request, or
+    if it is refused. `up` is the number of engines that serve now."""
     request = request_file(run)
     workers: int | None = None
     try:

@@ -1,7 +1,8 @@
-"""The loop of supervised training (`turnwise sft`): rows in, cross-entropy, the same trainer.
+"""The loop of supervised training (`turnwise sft`): cross-entropy on rows, with the same trainer.
 
-A row is a group of one trajectory; the next step's are read while the trainer trains. Rows that
-cannot be exact are left out for the rest of the run, counted by reason, and named in refused.jsonl.
+A row is a group of one trajectory; the next step's rows are read while the trainer trains. Rows
+that cannot be trained exactly are left out for the rest of the run, counted by reason, and named in
+refused.jsonl.
 """
 
 import asyncio
@@ -39,8 +40,8 @@ _OF_ROLLOUTS = ("ratio", "clip_fraction", "correction", "logprob_diff", "stalene
 """Beginnings of the trainer's metrics that compare tokens with what an engine sampled."""
 _REFUSED = "refused.jsonl"
 _SCORED = 64
-"""Held-out samples in one call of the trainer, whose deadline is that of a call."""
-_FEW = 20  # rows of which so many may be refused by chance that it says nothing of the others
+"""Number of held-out samples in one call of the trainer, which has a deadline."""
+_FEW = 20  # rows: among fewer, the share of refused rows may be chance
 
 
 async def train_on_rows(
@@ -86,9 +87,9 @@ class SupervisedLoop(Loop):
         self._stream = make_stream(problems, config.data, config.seed, config.environment_weights)
         self._files = RunFiles(folder.path)
         self._rollout = config.rollout
-        self._turn = asyncio.Lock()  # of reading: rows are ready, and so trained, in their order
-        self._read_so_far = Outcomes()  # of the rows to train on
-        self._measured: list[Sample] = []  # samples of held-out rows
+        self._turn = asyncio.Lock()  # one row is read at a time, so that rows are trained in order
+        self._read_so_far = Outcomes()  # of training rows
+        self._measured: list[Sample] = []  # of held-out rows
 
         async def has_signal(_: Group) -> bool:
             return True
@@ -161,7 +162,7 @@ class SupervisedLoop(Loop):
         return {key: v for key, v in trained.items() if not key.startswith(_OF_ROLLOUTS)}
 
     async def _measure(self, metrics: StepMetrics) -> None:
-        """Measure the loss on held-out rows, where the step is one for it."""
+        """Measure the loss on held-out rows, if it is due at this step."""
         every, last = self._config.eval.every, self._config.training.steps
         metrics.reward_mean, metrics.heldout, step = None, {}, metrics.step or 0
         if not self._measured or (step % every and step != last):

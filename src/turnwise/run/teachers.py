@@ -1,8 +1,9 @@
 """Teachers of on-policy distillation: other models' log-probs of the policy's own tokens.
 
-Each branch is scored as the engine had it, tool results included. Engines and servers score a group
-when it ends, while others run; a trajectory that they cannot score is dropped, under
-`teacher_error` or `teacher_timeout`. A teacher in the trainer's ranks is part of the step.
+Each branch is scored with the tokens that the engine had, tool results included. Engines and
+servers score a group when it ends, while others run; a trajectory that they cannot score is
+dropped, under `teacher_error` or `teacher_timeout`. A teacher in the trainer's ranks scores as part
+of the training step.
 """
 
 import itertools
@@ -41,11 +42,11 @@ _SCORING = SamplingConfig(n=1, max_tokens=1, prompt_logprobs=True)
 _LEAST = -9999.0  # stands for the log-prob of an impossible token, as in vLLM's answers
 _AT_ONCE, _RETRIES = 64, 10  # requests to a server in flight; further attempts at each
 _PROBED = 128  # tokens whose texts are compared before anything is sampled
-_BYTES, _VALUES = 512, 64  # most of an answer for each token, and for a thousand more
+_BYTES, _VALUES = 512, 64  # maxima of an answer for each token, and for a thousand more
 
 
 class TeacherEngines:
-    """Engines of a teacher's own, each device of which has a share of a GPU."""
+    """A teacher's own engines; each of their devices has a share of a GPU."""
 
     def __init__(self, config: Config, name: str, share: float) -> None:
         self._manager = make_manager(config, share, prefix=f"{name}-")
@@ -81,9 +82,9 @@ _NOTHING = _Logprobs(tokens=[], token_logprobs=[])
 
 
 class TeacherServer:
-    """The model behind the `url` of a teacher: any whose completions echo prompts with log-probs.
+    """The model behind the `url` of a teacher, whose completions echo prompts with log-probs.
 
-    The server's text of every token is compared with that of the policy's tokenizer, so that no
+    The server's text of every token is compared with the text in the policy's tokenizer, so that no
     log-prob of another text is used.
     """
 
@@ -118,7 +119,7 @@ class TeacherServer:
         """Return the log-prob of each token after those before it; None for the first.
 
         Raises:
-            InputError: naming the first token of which the server's tokenizer has another text.
+            InputError: naming the first token that has another text in the server's tokenizer.
             TrajectoryError: when the server refuses the sequence, or cannot answer in time.
         """
         if prompt.images:
@@ -140,9 +141,9 @@ class TeacherServer:
         if min(len(texts), len(logprobs)) < len(token_ids) or None in logprobs[1:]:
             gave = f"gave no log-probs of all {len(token_ids)} tokens of a prompt"
             raise TrajectoryError(_ERROR, f"{self._endpoint} {gave}")
-        for token, text in zip(token_ids, texts, strict=False):  # one is sampled, too
+        for token, text in zip(token_ids, texts, strict=False):  # one more is sampled
             own = self._texts(token)
-            # The text of a part of a character depends on the tokens beside it.
+            # The text of a part of a character depends on the tokens next to it.
             partial = any("\ufffd" in one for one in (*own, text))
             if text and text not in own and not partial:
                 raise InputError(
@@ -158,7 +159,7 @@ class TeacherServer:
 
 
 class Teachers:
-    """The teachers of a run's environments; those that are started are outside the ranks.
+    """The teachers of a run's environments, except teachers in the trainer's ranks.
 
     Args:
         share: Share of a GPU for each device of a teacher's engines.
@@ -188,7 +189,8 @@ class Teachers:
         await together(t.stop() for t in self._started if isinstance(t, TeacherEngines))
 
     async def score(self, group: Group) -> None:
-        """Score the trajectories of a group that none has scored yet, if its teacher is here."""
+        """Score the trajectories of a group that have no scores yet, if its teacher is outside the
+        ranks."""
         if (teacher := self._outside.get(group.environment)) is None:
             return
         missing = [
@@ -214,7 +216,7 @@ async def _score(
             found.append([max(value or 0.0, _LEAST) for value in given])
     except TrajectoryError as error:
         return error
-    except InputError as error:  # of its tokenizer, at a token that was not compared before
+    except InputError as error:  # the tokenizers differ at a token that `start` did not compare
         return TrajectoryError(_ERROR, str(error))
     for branch, values in zip(branches, found, strict=True):
         branch.scatter(TEACHER, values)
@@ -222,7 +224,7 @@ async def _score(
 
 
 def check_teachers(config: Config, tokenizer: "Tokenizer") -> None:
-    """Compare the tokenizers of teachers that are loaded with the policy's.
+    """Compare the tokenizer of each teacher that is loaded with the policy's tokenizer.
 
     Raises:
         InputError: naming the first token that differs, or a teacher without tokenizer.

@@ -1,7 +1,7 @@
-"""The values of a step's trained tokens, in a file beside its trajectories.
+"""The values of a step's trained tokens, in a file next to its trajectories.
 
-training/step-NNNN.safetensors holds columns of one length, a row for each trained token, ordered by
-trajectory. A trajectory's rows are found by its number, and read without the rest of the file.
+training/step-NNNN.safetensors holds columns of equal length, with a row for each trained token,
+ordered by trajectory. A trajectory's rows are found by its number, and read without the rest.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from turnwise.trajectory import Trajectory
 
 TokenColumns = dict[str, npt.NDArray[np.generic]]
 """Columns by name: `trajectory` (its line in the step's file), `turn`, `at` (position among the
-turn's completion tokens), `staleness`, and those of `RECORDED`."""
+turn's completion tokens), `staleness`, and the columns of `RECORDED`."""
 
 
 def columns_of(
@@ -27,8 +27,9 @@ def columns_of(
     trajectories: Sequence[Trajectory],
     version: int,
 ) -> TokenColumns:
-    """Return the values of a step's trained tokens; each sample's trajectory is found by
-    `id(sample)`, and numbered as in the step's file. `version` is that of the step's first weights.
+    """Return the values of a step's trained tokens. `origins` has each sample's trajectory, by
+    `id(sample)`; trajectories are numbered as in the step's file. `version` is the weight version
+    at the start of the step.
     """
     numbers = {id(trajectory): number for number, trajectory in enumerate(trajectories)}
     parts: list[TokenColumns] = []

@@ -1,8 +1,8 @@
 """The training loops: a producer of groups, and a consumer that trains on them.
 
 The producer keeps as many groups in flight as can still be trained. With max_staleness 0 the two
-alternate, which is synchronous training; there is no separate loop for it. `Loop` is what
-reinforcement learning (`TrainingLoop`) and supervised training (`run.supervised`) share.
+alternate, which is synchronous training; there is no separate loop for it. `Loop` is the base class
+of reinforcement learning (`TrainingLoop`) and supervised training (`run.supervised`).
 """
 
 import asyncio
@@ -72,11 +72,11 @@ class Loop(ABC):
         """The last step that is saved."""
         self._saved_at = time.monotonic()
         self._state_between_steps: JsonObject | None = None
-        """The producer's state after the last finished step, before groups of the next one begin:
-        needed where a run is asked to end after they have begun. None when asynchronous, and until
+        """The producer's state after the last finished step, before the next step's groups begin;
+        saved if the run is asked to end after they have begun. None in asynchronous runs, and until
         a step is finished."""
         self._ending = Ending(lambda: self._finished > self._saved)
-        self._tasks: asyncio.TaskGroup  # what runs beside the steps
+        self._tasks: asyncio.TaskGroup  # tasks that run next to the steps
         self._work: asyncio.Future[None] | None = None
         """The trainer's latest work; see `_uncut`."""
 
@@ -91,11 +91,11 @@ class Loop(ABC):
 
     @abstractmethod
     async def _measure(self, metrics: StepMetrics) -> None:
-        """Measure the weights after a step (0: before the first one), and whatever comes first."""
+        """Measure the weights after a step (0: before the first), and do what this requires."""
 
     @abstractmethod
     def _state(self) -> JsonObject:
-        """Return what a checkpoint keeps besides the step, the producer's state and the audit."""
+        """Return what a checkpoint keeps in addition to step, producer's state and audit."""
 
     def _is_written(self, step: int) -> bool:
         """Return whether a step's trajectories and the values of their tokens are written."""
@@ -147,8 +147,8 @@ class Loop(ABC):
             watch.cancel()
 
     async def _save_after(self, error: Exception) -> None:
-        """Save the last step whose weights the trainer has whole, before an error ends the run; a
-        failure to do so is only shown. Work of the trainer that is in progress ends first."""
+        """Save the last step whose weights the trainer has completely, before an error ends the
+        run. Wait first for the trainer's work in progress. A failure to save is only reported."""
         if self._work is not None and not self._work.done():
             self._progress.warn(f"{error}; the trainer's work is completed before the run ends")
             await asyncio.wait([self._work])
@@ -161,7 +161,7 @@ class Loop(ABC):
         self._progress.warn(f"step {step} is saved before the run ends: {error}")
         try:
             self._producer.put_back(step)
-            if self._trained is not None:  # only what follows training failed
+            if self._trained is not None:  # the error came after training
                 rows, line = self._folder.metrics.rows, self._trained.to_json()
                 if not rows or rows[-1]["step"] != step:
                     unmeasured: JsonObject = {"accuracy_heldout": None, "heldout": {}}
@@ -196,7 +196,7 @@ class Loop(ABC):
         self._progress.phase("resume")
         state = self._resume.state
         await self._policy.load(self._resume.checkpoint)
-        await call_user_code(  # which reads the rows that were in progress
+        await call_user_code(  # it reads the rows that were in progress
             *(self._producer.restore, state["producer"], self._resume.step),
             name="the data",
             seconds=self._config.training.step_timeout,
@@ -208,12 +208,12 @@ class Loop(ABC):
     async def _consume(self, first: int) -> None:
         """Train steps from `first` on.
 
-        The order matters: the line of metrics before the checkpoint, so that no saved step lacks
-        its line (the seconds of saving are in the next step's line); then the next groups, so that
-        a checkpoint of a synchronous run holds none of them.
+        The order matters. The line of metrics is written before the checkpoint, so that no saved
+        step lacks its line; the seconds of saving are in the next step's line. The next groups
+        begin after the checkpoint, so that a synchronous run's checkpoint holds none of them.
         """
         previous = time.perf_counter()
-        self._seconds = {}  # those of `_begin` are no part of the first step
+        self._seconds = {}  # the seconds of `_begin` do not belong to the first step
         self._saved_at = time.monotonic()
         training = self._config.training
         for step in range(first, training.steps + 1):
@@ -223,7 +223,7 @@ class Loop(ABC):
             await self._learn(step, batch, metrics)
             await self._measure(metrics)
             if self._is_written(step):
-                await run_in_thread(  # in no variable, which would keep them through the next step
+                await run_in_thread(  # a variable would keep trajectories through the next step
                     self._folder.write_trajectories,
                     step,
                     [t for group in batch.groups for t in group.trajectories],
@@ -231,7 +231,7 @@ class Loop(ABC):
                 await run_in_thread(self._folder.write_timeline, step, turn_times(batch.groups))
             now = time.perf_counter()
             metrics.step_seconds, previous = now - previous, now
-            waits = defaultdict[str, float](float)  # those of the step's trajectories
+            waits = defaultdict[str, float](float)  # of the step's trajectories
             for phase, seconds in (each for g in batch.groups for each in g.seconds.items()):
                 waits[phase] += seconds
             metrics.phase_seconds = {**self._seconds, **waits}
@@ -253,12 +253,11 @@ class Loop(ABC):
             self._state_between_steps = self._producer.state()
 
     async def _go_on(self, metrics: StepMetrics) -> None:
-        """Let the groups of the step after one that is finished begin."""
+        """Let the next step's groups begin, after a step is finished."""
         await self._producer.advance(metrics.step or 0)
 
     async def _wait_for_batch(self, step: int) -> Batch | None:
-        """Wait for a step's groups; returns None if the run is asked to end before they are
-        there."""
+        """Wait for a step's groups; return None if the run is asked to end first."""
         self._progress.phase(self._waits, self._config.rollout.prompts_per_step)
         with self._timed("idle"), waiting(f"the groups of step {step}"):
             batch = asyncio.ensure_future(self._producer.next_batch())
@@ -271,7 +270,7 @@ class Loop(ABC):
                 asked.cancel()
 
     async def _learn(self, step: int, batch: Batch, metrics: StepMetrics) -> None:
-        """Train on a step's groups, and write what its tokens were trained with."""
+        """Train on a step's groups, and write the values of their trained tokens."""
         version = self._policy.version
         samples = await self._make_samples(batch, metrics)
         self.exactness += samples.report
@@ -316,8 +315,8 @@ class Loop(ABC):
             await self._uncut(save())
 
     async def _uncut(self, work: Coroutine[object, object, None]) -> None:
-        """Do work of the trainer that only the end of the run cuts off: after an error elsewhere,
-        `_save_after` waits for its end."""
+        """Do work of the trainer that an error elsewhere does not cancel: `_save_after` waits for
+        it, and only the end of the run cancels it."""
         self._work = asyncio.ensure_future(work)
         await asyncio.shield(self._work)
 
@@ -362,7 +361,7 @@ class TrainingLoop(Loop):
         self._evaluations = Evaluations(config, runtime, heldout, folder, progress, ready)
         runtime.manager.keeps_version = lambda: self._evaluations.running
         self._find_alarms = alarm_finder(config)
-        for row in folder.metrics.rows:  # of the run that is resumed
+        for row in folder.metrics.rows:  # of a resumed run
             self._find_alarms(row)
 
     async def run(self) -> None:
@@ -378,8 +377,8 @@ class TrainingLoop(Loop):
         return self._config.eval.reached(self._evaluations.accuracy)
 
     async def _begin(self) -> int:
-        """Bring the engines to the trainer's weights too; evaluate those of a resumed run if its
-        end cut that short."""
+        """Also send a resumed run's weights to the engines, and evaluate them if the end of the run
+        cut its last evaluation short."""
         first = await super()._begin()
         if self._resume is not None:
             version = self._policy.version
@@ -403,8 +402,8 @@ class TrainingLoop(Loop):
         return await self._step.learn(samples)
 
     async def _measure(self, metrics: StepMetrics) -> None:
-        """Bring the engines to the trainer's weights and evaluate these. An evaluation beside
-        training ends before the weights that it measures are replaced."""
+        """Send the trainer's weights to the engines, and evaluate them. Wait first for an
+        evaluation beside training, because the update replaces the weights that it measures."""
         step = metrics.step or 0
         if self._evaluations.running:
             self._progress.phase("evaluate")
@@ -454,7 +453,7 @@ class TrainingLoop(Loop):
             await self._show_samples(metrics.step or 0, batch)
 
     async def _show_samples(self, step: int, batch: Batch) -> None:
-        """Show what was said in the step, every `samples_every` steps."""
+        """Show the best and worst conversations of a step, every `samples_every` steps."""
         every = self._config.samples_every
         if not every or step % every:
             return

@@ -2,7 +2,7 @@
 
 A message takes less processor time than a call of a Ray actor. A worker listens on its node's
 address and hands out a token through Ray. Each end proves to the other that it knows the token,
-which is never sent itself; before that, neither unpickles anything.
+without sending it. Neither end unpickles anything before that.
 """
 
 import asyncio
@@ -20,10 +20,10 @@ _LENGTH_BYTES = 8
 _BLOCK_BYTES = 32  # size of the token, of a challenge and of a proof
 _PROOF_SECONDS = 10.0  # time in which the other end has to prove that it knows the token
 _MOST_UNPROVEN = 512
-"""Maximum number of connections of a listener without a proof; the oldest is closed beyond it. All
-processes of a large run may connect at once."""
+"""Maximum number of a listener's connections that have not proven the token; beyond it, the oldest
+is closed. It is large because all processes of a large run may connect at once."""
 _SILENT_SECONDS = 60
-"""Time after which a connection is closed whose other end's machine does not answer."""
+"""Seconds after which a connection is closed if the machine of the other end does not answer."""
 
 
 class ChannelError(EngineError):
@@ -39,7 +39,7 @@ class Address(NamedTuple):
 
 
 class Channel(asyncio.Protocol):
-    """One end of a connection; `opened` is called once the other has proven to know the token."""
+    """One end of a connection; `opened` is called once the other end has proven the token."""
 
     def __init__(self, token: bytes, opened: "Callable[[Channel], None]", *, listens: bool) -> None:
         self.received: Callable[..., None] = lambda message: None
@@ -66,7 +66,7 @@ class Channel(asyncio.Protocol):
             self._transport.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is no subclass
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport is no subclass
         # Have the kernel close a connection that the network has cut without telling either end.
         connection = transport.get_extra_info("socket")
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -109,7 +109,7 @@ class Channel(asyncio.Protocol):
                 start += length + _LENGTH_BYTES
                 self.received(pickle.loads(message))
             del self._buffer[: start - _LENGTH_BYTES]
-        except Exception as error:  # nothing after it can be trusted to be a message
+        except Exception as error:  # the following bytes cannot be trusted to be messages
             self._buffer.clear()
             self.close(f"a message cannot be read: {error!r}")
 
@@ -120,7 +120,7 @@ class Channel(asyncio.Protocol):
             self.closed.set_result(self._why or str(error or ""))
 
     def _shake_hands(self) -> Generator[None, bytes, bool]:
-        """Exchange challenges, then proofs, the client's first; return whether theirs is right."""
+        """Exchange challenges, then proofs, the client's first; return if the other's is right."""
         mine = secrets.token_bytes(_BLOCK_BYTES)
         self._write(mine)
         theirs = yield

@@ -1,8 +1,8 @@
 """The actor that hosts one engine, and the mailboxes through which the fleet uses it.
 
-Other processes use it through `WorkerHandle`, each with a channel and a mailbox of its own. A
-message brings several requests, and one for each step of the engine returns the chunks of all.
-The fork server imports this module, without Ray.
+Other processes use it through `WorkerHandle`, each with a channel and a mailbox of its own. One
+message brings several requests; one message for each step of the engine returns all their chunks.
+The fork server imports this module, so it does not import Ray at once.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from turnwise.internals.vllm import AsyncLLM
 
 HEARTBEAT_SECONDS = 10.0
-"""Time between messages without a chunk, which show that the worker is alive."""
+"""Seconds between empty messages, which show that the worker is alive."""
 GPU_MEMORY = 0.9
 """Share of a GPU's memory that engines on it take together; vLLM's own default for one is 0.92."""
 
@@ -37,8 +37,8 @@ Event = tuple[str, Chunk | Exception]
 
 
 class Mailbox:
-    """Requests of one process that uses the engine, cancelled when it closes its channel or dies,
-    and their events that are not sent yet."""
+    """Requests of one client process, and their events that are not sent yet. The requests are
+    cancelled when the client closes its channel or dies."""
 
     def __init__(
         self, channel: Channel, run: "Callable[[Mailbox, Request], Coroutine[None, None, None]]"
@@ -51,7 +51,7 @@ class Mailbox:
         channel.closed.add_done_callback(self._cancel_all)
 
     def add(self, request_id: str, event: Chunk | Exception) -> None:
-        """Send an event of a request, together with all of this iteration of the event loop."""
+        """Send an event of a request, with all events of this iteration of the event loop."""
         if not self._events:
             asyncio.get_running_loop().call_soon(self._flush)
         self._events.append((request_id, event))
@@ -61,7 +61,7 @@ class Mailbox:
         self._channel.send(events)
 
     def _receive(self, requests: Mapping[str, bytes], cancelled: Sequence[str]) -> None:
-        """Begin pickled requests, by their ids; end those whose results are no longer needed."""
+        """Begin pickled requests, by id; cancel requests that are no longer needed."""
         for name, packed in requests.items():
             try:
                 request: Request = pickle.loads(packed)
@@ -92,7 +92,7 @@ class EngineHost:
 
     Args:
         bundle_indices: Bundles of this actor's placement group, one for each device of the
-            engine, each of which runs in its own actor; None runs them in child processes.
+            engine. Each device then has its own actor; None runs them in child processes.
         fraction_of_gpus: Share of each GPU's memory that the engine may take.
         seed: Seed of the engine's random numbers; None takes the configuration's.
         name: The worker's name in errors.
@@ -154,7 +154,7 @@ class EngineHost:
         return os.getpid(), base_url
 
     def _start_llm(self, path: str, llm_kwargs: JsonObject, metrics: bool) -> "AsyncLLM":
-        """Start vLLM; a hook for subclasses, as `_serve` is."""
+        """Start vLLM; subclasses may override it, as they may `_serve`."""
         from turnwise.engine.vllm_start import start_llm
 
         return start_llm(path, llm_kwargs, metrics)
@@ -175,8 +175,9 @@ class EngineHost:
         return await getattr(self._engine, method)(*args)
 
     async def hand_over(self) -> bool:
-        """End the requests of all processes early, to go on on other workers, and compute no more;
-        return False, and end none, while one of them could not, or one came from elsewhere."""
+        """Abort the requests of all processes, which continue on other workers, and pause the
+        engine. Return False, and abort nothing, while a request could not continue there, or did
+        not come through a channel."""
         others = await self._engine.num_in_flight() - self._running.count
         if others > 0 or self._running.bound:
             return False

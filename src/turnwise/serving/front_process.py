@@ -36,11 +36,11 @@ from turnwise.serving.worker_handle import WorkerHandle
 logger = logging.getLogger(__name__)
 
 Order = tuple[str, tuple[object, ...]]
-"""A method of a `FrontProcess`, or of its scheduler, that the driver calls, and its arguments."""
+"""Name of a method of a `FrontProcess` or its scheduler that the driver calls, with arguments."""
 _OWN_ORDERS = frozenset({"add", "restore", "remove", "limit"})
 """Orders that are methods of the process; all others are methods of its scheduler."""
 REPORT_SECONDS = 0.25  # time between two reports of a process that has nothing urgent
-LOST = "was lost when its process died"  # end of a session, after "the session NAME"
+LOST = "was lost when its process died"  # follows "the session NAME" in errors
 _REACH_SECONDS = 1.0  # time between two attempts to reach a worker that is alive
 _PORT_SECONDS = 3.0  # time in which the port of a process that died becomes free
 
@@ -72,9 +72,9 @@ class SessionServer(Protocol):
 
 
 MakeServer = Callable[[Config, Scheduler, int], Awaitable[SessionServer]]
-"""Makes the server at a port."""
+"""Makes the server for a port."""
 OpenRunner = Callable[[Config, Scheduler], AbstractAsyncContextManager[GroupRunner]]
-"""Makes a runner of groups, and what serves its agents; see `rollouts.processes`."""
+"""Makes a runner of groups, and the server of its agents; see `rollouts.processes`."""
 
 
 @dataclass(slots=True)
@@ -83,7 +83,7 @@ class Report:
 
     progressed: bool = False  # whether a wait ended or tokens arrived
     loads: dict[str, float] = field(default_factory=dict)
-    """Loads by the process of the workers that have any."""
+    """Load from this process on each worker, by name; workers without load are left out."""
     events: Counter[str] = field(default_factory=Counter)
     failures: list[tuple[str, str]] = field(default_factory=list)
     """Workers on which a request failed, and why: each waits for `restore` or `remove`."""
@@ -91,7 +91,7 @@ class Report:
     counts: dict[str, Counter[str]] = field(default_factory=dict)
     """Counts of each worker that did anything: turns, tokens, and its failed turns by outcome."""
     sessions: dict[str, str] = field(default_factory=dict)
-    """Sessions of clients that began ("") or ended (why), by name."""
+    """Sessions of clients that began or ended, by name; the reason of the end, "" for others."""
     requests: Counter[str] = field(default_factory=Counter)
     uses: dict[str, Use] = field(default_factory=dict)
     """Use of each of the runner's admissions, by name."""
@@ -123,8 +123,9 @@ class FrontProcess:
         self._reaching: set[asyncio.Task[None]] = set()
 
     async def start(self, port: int, lost: Sequence[str]) -> tuple[str, str]:
-        """Make the runner, or start the server at a port that is free or becomes so; return the
-        base URL and the id of the node. Sessions of the process before, `lost`, are refused."""
+        """Make the runner, or start the server at `port`, once that is free; return the base URL
+        and the id of the node. Requests to `lost`, the sessions of a previous process, are refused.
+        """
         logs.follow()
         base_url = ""
         if self._open_runner is not None:
@@ -170,7 +171,7 @@ class FrontProcess:
         await self._stack.aclose()
         return True
 
-    # What the driver tells this process, beside the scheduler's own methods; see `Listener`.
+    # Orders of the driver, in addition to the scheduler's own methods; see `Listener`.
 
     def limit(self, name: str, limits: Limits) -> None:
         assert self._runner is not None
@@ -195,9 +196,9 @@ class FrontProcess:
         self._urgent.set()
 
     def restore(self, name: str) -> None:
-        """Use a worker again, once this process can reach it; report it as long as it cannot.
+        """Use a worker again if this process can reach it; otherwise report a failure.
 
-        A worker that lives but cannot be reached from here goes through a loop: the report makes
+        For a worker that is alive but cannot be reached from here, this repeats: the report makes
         the supervisor check it, then the driver's scheduler restores it, which calls this again.
         """
         if (worker := self.scheduler.workers.get(name)) is None:
@@ -231,14 +232,14 @@ class FrontProcess:
                 worker.engine.fail(f"{name} is lost")
 
     async def wake(self) -> None:
-        """End a `report` that waits: the driver has orders."""
+        """End a waiting `report`, because the driver has orders."""
         self._urgent.set()
 
     async def report(self, orders: Sequence[Order] = ()) -> Report:
         """Return the news at the next urgent event, or after `REPORT_SECONDS`.
 
         Ray's asynchronous actors may begin calls in another order than they were made, so all
-        orders of the driver come by this one.
+        orders of the driver are arguments of this call.
         """
         for method, arguments in orders:
             getattr(self if method in _OWN_ORDERS else self.scheduler, method)(*arguments)
@@ -261,7 +262,7 @@ class FrontProcess:
         for worker, before in list(self._counted.items()):
             new = {"turns": worker.turns, "tokens": worker.tokens, **worker.failed_turns}
             if new != before:
-                known = report.counts.get(worker.name, Counter())  # of a worker before it
+                known = report.counts.get(worker.name, Counter())  # of its predecessor
                 report.counts[worker.name] = known + (Counter(new) - Counter(before))
             if worker.running or workers.get(worker.name) is worker:
                 self._counted[worker] = new

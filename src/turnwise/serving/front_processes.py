@@ -1,9 +1,9 @@
 """Processes that sample from the driver's engines, each with a scheduler of its own.
 
-One event loop samples about a thousand turns a second, and answers a few hundred requests. The
-driver remains the only one that starts, checks and restarts engines. Each process has some of them
-for the sessions that it begins, and balances them as one scheduler does. Choosing among all engines
-by loads that are a moment old would be worse: all processes would choose the same ones (`python -m
+One event loop samples about a thousand turns a second, and answers a few hundred requests. Only the
+driver starts, checks and restarts engines. Each process begins its sessions on its own share of the
+engines, and balances their loads as a single scheduler does. Choosing among all engines would be
+worse: the known loads are a moment old, so all processes would choose the same engines (`python -m
 benchmarks.scale`).
 """
 
@@ -48,14 +48,14 @@ from turnwise.serving.scheduler import Scheduler
 logger = logging.getLogger(__name__)
 
 _MAX_CALLS = 1 << 14
-"""Largest number of calls at once in an actor: groups in flight, or sessions being opened."""
+"""Maximum number of calls at once in an actor: groups in flight, or sessions being opened."""
 _OPEN_SECONDS = 10.0
 _LIST_SECONDS = 2.0
 
 
 @dataclass(slots=True, eq=False)
 class Process:
-    """One actor as its owner sees it, across restarts."""
+    """One `FrontProcess` as its owner sees it, across restarts."""
 
     name: str
     actor: ActorHandle | None = None
@@ -71,22 +71,23 @@ class Process:
     restarts: int = 0  # restarts since it last finished anything
     given_up: bool = False
     suspects: set[str] = field(default_factory=set)
-    """Workers on which a request failed, and which were not restored or removed since."""
+    """Workers on which a request failed and that have not been restored or removed since."""
     loads: dict[str, float] = field(default_factory=dict)
     uses: dict[str, Use] = field(default_factory=dict)
     """Use of each of its admissions, as of its last report."""
     limits: dict[str, Limits] = field(default_factory=dict)
-    """Last orders to its admissions, by name."""
+    """Limits last ordered for its admissions, by name."""
     orders: list[Order] = field(default_factory=list)
     """Orders that go to the actor with the request for its next report."""
     watching: "asyncio.Task[None] | None" = None
 
 
 class FrontProcesses:
-    """The owner of such actors, which knows who has each session.
+    """Owns the actors, and knows which process has each session.
 
     A process that dies is restarted at the same address. Its sessions are lost: requests to them
-    are answered with 410. There are as many as `names`, by default `serving.session_processes`.
+    are answered with 410. There is one process for each of `names`, by default
+    `serving.session_processes` of them.
     """
 
     def __init__(
@@ -190,7 +191,7 @@ class FrontProcesses:
                 try:
                     if actor is None:
                         process.restarts += 1
-                        # Seconds; what it needs may still be taken.
+                        # In seconds; the resources that it needs may still be taken.
                         await asyncio.sleep(process.restarts - 1)
                         await self._start(process)
                         actor = process.actor
@@ -272,7 +273,7 @@ class FrontProcesses:
 
     def _tell(self, process: Process, method: str, *arguments: object) -> None:
         if process.actor is not None:
-            if not process.orders:  # else it has been woken for those before
+            if not process.orders:  # otherwise earlier orders have woken it
                 process.actor.actor.wake.remote()
             process.orders.append((method, arguments))
 
@@ -284,7 +285,7 @@ class FrontProcesses:
 
     def follow(self, change: str, name: str, *more: object) -> None:
         """Pass on a change of the scheduler's workers to all processes; see `Listener`."""
-        if change == "occupancy":  # the limits of processes follow from it
+        if change == "occupancy":  # it changes limits, which processes get separately
             return
         if change == "add":
             self._workers[name] = self._scheduler.workers[name]
@@ -293,17 +294,17 @@ class FrontProcesses:
             if change == "restore" and name not in process.suspects:
                 continue
             process.suspects.discard(name)
-            if change in ("add", "remove"):  # a report that was on its way may name one before it
+            if change in ("add", "remove"):  # a late report may be about its predecessor
                 process.loads.pop(name, None)
             self._tell(process, change, name, *more)
         if change in ("add", "remove"):
             self._assign()
 
     async def open(self, name: str | None, *, training: bool, group: str) -> JsonObject | None:
-        """Open a session in the process with the fewest, and describe it; None if none is up.
+        """Open a session in the process with the fewest, and describe it; None if no process can.
 
-        InputError when one of that name is open, or is being opened; DeadlineError when a process
-        does not answer, which may have opened it.
+        InputError when a session of that name is open or being opened; DeadlineError when a process
+        that may have opened it does not answer.
         """
         if name in self._opening:
             raise InputError(f"the session {name} is being opened")

@@ -1,4 +1,4 @@
-"""The turns that run on one worker, from all processes: whether others can go on with them all."""
+"""The running turns of one worker, from all processes: whether other workers can continue them."""
 
 from collections.abc import AsyncGenerator, AsyncIterator
 
@@ -7,14 +7,14 @@ from turnwise.serving.scheduler import continues
 
 
 class RunningTurns:
-    """Counts the turns on a worker. Each process knows its own; the worker alone knows those of
-    all, so it is the one that decides whether they can be handed over."""
+    """Counts the turns on a worker. Each process knows only its own turns; the worker knows all of
+    them, so it decides whether they can be handed over."""
 
     def __init__(self) -> None:
         self.count = 0
         self.bound = 0
-        """Turns that end here or nowhere: tokens of theirs were passed on, and no other request can
-        sample the rest."""
+        """Number of turns that only this worker can finish: some of their tokens were passed on,
+        and no new request can sample the rest."""
 
     async def watched(
         self, request: Request, chunks: AsyncIterator[Chunk]

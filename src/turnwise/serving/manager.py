@@ -1,10 +1,10 @@
 """A fleet of workers behind one scheduler: start, number, weights, sleep, wake and shutdown.
 
-Each worker has a supervisor that restarts it when it dies or hangs; one that only cannot be reached
-any more keeps running. A new worker gets the fleet's weights and state before it gets turns. If the
-restarts fail, the worker is given up, and further attempts follow at growing intervals. Workers
-join and leave at any time (`AsyncLLMServerManager.scale`): one that leaves gets no further update,
-and no further turns, but loses none.
+Each worker has a supervisor, which restarts it when it dies or hangs. A worker that is alive but
+cannot be reached is not restarted. A new worker gets the fleet's weights and state before it gets
+turns. If the restarts fail, the worker is given up, and further attempts follow at growing
+intervals. Workers join and leave at any time (`AsyncLLMServerManager.scale`). A leaving worker gets
+no further updates or turns; its running turns end there or continue on other workers.
 """
 
 import asyncio
@@ -47,9 +47,9 @@ _SLOW_SECONDS = 30.0
 """Time after which a worker that is not back is reported: its node may be cut off, or the cluster
 full."""
 _LEAVE_SECONDS = 60.0
-"""Time in which the turns of a worker that leaves may end; then others continue them."""
-_LEAVE_POLL_SECONDS = 0.5  # also time in which all processes learn that it takes no more turns
-_HAND_OVER_SECONDS = 10.0  # time in which aborted turns leave it
+"""Time for the turns of a leaving worker to end; after that, other workers continue them."""
+_LEAVE_POLL_SECONDS = 0.5  # also time for all processes to learn that it takes no more turns
+_HAND_OVER_SECONDS = 10.0  # time for the aborted turns of a leaving worker to move to others
 _SETTLED_CHECKS = 10
 """Number of successful health checks in a row after which earlier restarts no longer count."""
 
@@ -80,7 +80,7 @@ class WorkerFailure:
 
 
 class WorkerSupervisor:
-    """Supervisor of one worker, which its index names, across restarts of its process."""
+    """Supervisor of one worker, identified by its index, across restarts of its process."""
 
     def __init__(self, index: int, serving: ServingConfig, fleet: "AsyncLLMServerManager") -> None:
         self.index = index
@@ -89,11 +89,11 @@ class WorkerSupervisor:
         """Engine of the running process; None while there is none."""
         self.given_up = ""
         """Reason why a worker that is down could not be restarted, once it has used up its
-        `restarts`; "" otherwise. It is tried again for ever, at growing intervals."""
+        `restarts`; "" otherwise. Its start is retried forever, at growing intervals."""
         self.restarts = 0
         """Number of restarts since it last passed `_SETTLED_CHECKS` health checks in a row, at most
-        `serving.max_restarts`; without those after a death that a single request caused, even if
-        that is found out later."""
+        `serving.max_restarts`. A restart after a death that a single request caused does not count,
+        even if the cause is found later."""
         self._serving = serving
         self._fleet = fleet
         self._failure = ""  # reason of the last failed request; "" after a successful health check
@@ -159,7 +159,7 @@ class WorkerSupervisor:
             try:
                 async with asyncio.timeout(seconds / 2):
                     occupancy = await engine.check_health()
-            except TimeoutError:  # once more: this process may have been suspended
+            except TimeoutError:  # ask once more: this process may have been suspended
                 async with asyncio.timeout(seconds / 2):
                     occupancy = await engine.check_health()
         except TimeoutError:
@@ -210,7 +210,7 @@ class WorkerSupervisor:
         self._fleet.failures.append(failure)
 
     async def _start_at_last(self, why: str) -> None:
-        """Start the worker, after as many attempts as it takes; `why` is the reason in the log."""
+        """Start the worker, retrying until it succeeds; `why` is the reason in the log."""
         last, longer = "", _GIVEN_UP_SECONDS
         while True:
             pause = _RETRY_SECONDS * max(0, self.restarts)
@@ -246,7 +246,7 @@ class AsyncLLMServerManager:
         end: Called once no worker will be started any more.
         left: Called with the index of a worker that has left.
 
-    Updates, sleep and wake raise `DeadlineError` or `EngineError`, naming the worker.
+    A worker that fails during sleep or wake-up is restarted; see `update_weights` for updates.
     """
 
     def __init__(
@@ -262,8 +262,8 @@ class AsyncLLMServerManager:
         self.failures: list[WorkerFailure] = []
         """Failures of workers that have been restarted since."""
         self.keeps_version: Callable[[], bool] = lambda: False
-        """Returns whether all shall have one version of the weights for now: a worker that would
-        get newer ones joins later, unless there is no other."""
+        """Returns whether all workers must keep the same weight version for now. A new worker that
+        would get newer weights then joins later, unless no other worker is up."""
         self.is_busy = False
         """True during an update, sleep or wake-up: engines then answer no health checks."""
         self._start, self._end, self._left = start, end, left
@@ -272,11 +272,11 @@ class AsyncLLMServerManager:
             WorkerSupervisor(index, serving, self) for index in range(serving.fewest_workers)
         ]
         self._leaving: dict[int, tuple[asyncio.Task[None], WorkerHandle]] = {}
-        """Workers that get no more turns, by their indices."""
+        """Leaving workers by index: the task that ends the worker, and its engine."""
         self._sync: WeightSync | None = None  # source of the last update; None before the first one
         self._asleep = False
         self._control = asyncio.Lock()
-        """Lock of updates, sleep and wake-up, also held while a new worker joins."""
+        """Lock of updates, sleep, wake-up and `scale`, also held while a new worker joins."""
 
     @property
     def engines(self) -> "list[WorkerHandle]":
@@ -290,8 +290,8 @@ class AsyncLLMServerManager:
 
     @property
     def given_up(self) -> dict[str, str]:
-        """Reasons why workers that have used up `serving.max_restarts` are down, by name; each is
-        tried again for ever, at growing intervals."""
+        """Reasons why workers that have used up `serving.max_restarts` are down, by name. Their
+        starts are retried forever, at growing intervals."""
         return {one.name: one.given_up for one in self._supervisors if one.given_up}
 
     async def start(self) -> None:
@@ -307,11 +307,12 @@ class AsyncLLMServerManager:
             supervisor.watch()
 
     async def scale(self, workers: int) -> None:
-        """Have this number of workers from now on; returns before they are up, or have left.
+        """Change the number of workers; return before new ones are up and leaving ones have left.
 
-        One that joins is started once there is room for it, and gets the current weights before its
-        first turn. One that leaves (first those that are not up, then the last ones) gets no more
-        turns; those on it end or, after a while, continue on others.
+        A new worker starts once there is room for it, and gets the current weights before its first
+        turn. Workers that are not up leave first, then those with the highest indices. A leaving
+        worker gets no more turns. Its running turns end there or, after a while, continue on other
+        workers.
         """
         async with self._control:  # no update is in progress
             known = self._supervisors
@@ -322,7 +323,7 @@ class AsyncLLMServerManager:
                 if (engine := supervisor.engine) is None:
                     self._left(supervisor.index)
                     continue
-                supervisor.engine = None  # whatever is found out about it restarts nothing
+                supervisor.engine = None  # a failure that is reported later must restart nothing
                 worker = self.scheduler.remove(supervisor.name, lost=False)
                 leaving = asyncio.create_task(self._let_go(supervisor.index, engine, worker))
                 self._leaving[supervisor.index] = leaving, engine
@@ -333,7 +334,7 @@ class AsyncLLMServerManager:
                 supervisor.join()
 
     async def _let_go(self, index: int, engine: "WorkerHandle", worker: Worker) -> None:
-        """End a worker that gets no more turns, once it has none, or has handed them over."""
+        """End a leaving worker once its turns have ended or were handed over."""
         clock = asyncio.get_running_loop().time
         ends, handed_over = clock() + _LEAVE_SECONDS, False
         try:
@@ -367,7 +368,7 @@ class AsyncLLMServerManager:
             raise
 
     async def _admit(self, supervisor: WorkerSupervisor, engine: "WorkerHandle") -> bool:
-        """Give a new worker the weights and state of all others, and turns; False if not yet."""
+        """Give a new worker the weights and state of all others, and turns; False if it waits."""
         async with self._control:
             if (sync := self._sync) is not None:
                 if sync.sends_newest and self.engines and self.keeps_version():
@@ -381,9 +382,10 @@ class AsyncLLMServerManager:
     async def update_weights(self, sync: WeightSync) -> list[Updated]:
         """Update all workers to the weights that `sync` offers, or none.
 
-        A worker that dies or fails once all have found that the update fits is restarted, and gets
-        the weights before it serves. If all failed to load them, all are kept: the next update may
-        succeed. Raises as `WeightSync.update` does, and if no worker loaded the weights.
+        If one worker refuses the update, all keep their weights. A worker that dies or fails in
+        another way is restarted, and gets the weights before it serves. If all fail, the workers
+        with a `WeightUpdateError` are not restarted: the next update may succeed. Raises as
+        `WeightSync.update` does, and if no worker loaded the weights.
 
         Returns:
             The results of the workers that serve the weights.
@@ -404,7 +406,7 @@ class AsyncLLMServerManager:
             try:
                 results = await sync.update(self.engines, self._weights.in_flight, take_results)
             finally:
-                if sync.current is not None:  # no worker has refused it
+                if sync.current is not None:  # no worker has refused the update
                     self._sync = sync
         return [result for result in results.values() if isinstance(result, Updated)]
 
@@ -466,8 +468,10 @@ class AsyncLLMServerManager:
         return [(one, one.engine) for one in self._supervisors if one.engine is not None]
 
     def close_if_empty(self, why: str) -> None:
-        """Fail turns that wait for a worker if none is up, and all were given up but those that a
-        run does not begin with, which may wait for room for ever."""
+        """Fail turns that wait for a worker if none is up and all initial workers are given up.
+
+        Workers that joined later do not count: they may wait for room forever.
+        """
         first = [one for one in self._supervisors if one.index < self._serving.fewest_workers]
         if not self.engines and all(one.given_up for one in first or self._supervisors):
             self.scheduler.close(why)

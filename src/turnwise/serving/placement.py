@@ -1,7 +1,8 @@
 """Placement of a fleet's workers: each has a placement group, until it leaves or its node dies.
 
-At the beginning of a run a worker waits for room for `engine.start_timeout`, later as long as it
-takes. Its group tells Ray's autoscaler what is wanted, and Ray itself finds the nodes that join.
+At the beginning of a run, a worker waits up to `engine.start_timeout` seconds for room; later, it
+waits as long as it takes. Its group tells Ray's autoscaler which resources it needs, and Ray places
+the group on nodes that join.
 """
 
 import logging
@@ -25,8 +26,8 @@ from turnwise.serving.worker_handle import WorkerHandle
 logger = logging.getLogger(__name__)
 
 _SEEDS, _SEEDS_OF_START = 2**32, 2**16
-"""Number of seeds, and the difference between those of a worker's first start and its second: more
-than there are workers."""
+"""Number of possible seeds, and the difference between the seeds of two successive starts of a
+worker, which is more than there are workers."""
 
 
 class WorkerStarter:

@@ -24,25 +24,29 @@ from turnwise.engine.protocol import Engine, Request, Route
 TOKENS_PER_REQUEST = 2048
 """Number of prompt tokens that count as much load as one request."""
 _SLACK = 4.0
-"""Requests above the overload bound that are tolerated: with few turns any bound is exceeded."""
+"""Number of requests by which a worker may exceed its overload bound: with few turns, every bound
+is exceeded at times."""
 _SMOOTHING = 128
-"""Turns of each worker over which its load is averaged: many, so that a burst moves no session."""
+"""Number of turns per worker over which its load is averaged; large, so that a burst moves no
+session."""
 _LASTING = 1.05
-"""Multiple of the mean average load above which a session leaves its worker; lower is noise."""
+"""Multiple of the mean average load above which a session leaves its worker; smaller differences
+are noise."""
 _AVERAGE_WEIGHT = 32
 """Weight of the average load, relative to the present one, in the choice of a session's worker."""
 _ENOUGH_TOKENS, _RECENT_TOKENS = 512, 8192
-"""Number of sampled tokens after which the speed of a worker is known, and that of the last ones
-which count most: beyond it the weight of earlier ones is halved."""
+"""Number of sampled tokens after which the speed of a worker is known, and number beyond which the
+weight of earlier tokens is halved, so that recent ones count most."""
 _FORGETTING = 0.01
-"""Share of its difference from the median that a slow worker is forgiven at each comparison, so
-that it is measured again even if it gets no turns."""
-_COMPARED = 4  # number of choices for each worker between two comparisons of speeds
+"""Share of a slow worker's difference from the median that is forgotten at each comparison.
+Otherwise a slow worker that gets no turns would never be measured again."""
+_COMPARED = 4  # number of choices per worker between two comparisons of speeds
 _SLOW = 1.5
 """Multiple of the median time per token above which a worker is slow: sessions leave it, and turns
 come to it only while the others are busier."""
 _BASE_LOAD = 8.0
-"""Load that is added before a slow worker's is multiplied: an idle slow worker is not the first."""
+"""Load added to each worker before loads are multiplied by slowness, so that an idle slow worker is
+not the first choice."""
 _TIE = 1e-9  # weight of each served turn; decides only between workers with equal load
 
 
@@ -50,10 +54,10 @@ class Supervisor(NamedTuple):
     """The owner of a worker's process, which can restart it."""
 
     report_failure: Callable[[str], None]
-    """Handles a failed request: checks whether the worker is alive, then restores, suspends or
-    removes it. Not called again before one of these methods of `Scheduler` is called in return."""
+    """Handles a failed request: checks whether the worker is alive, then calls `restore`, `suspend`
+    or `remove` of the `Scheduler`. It is not called again before one of these calls."""
     excuse_death: Callable[[], None]
-    """Does not count the worker's last death: it was caused by a single request."""
+    """Takes back the count of the worker's last death, because a single request caused it."""
 
 
 @dataclass(slots=True, eq=False)
@@ -69,13 +73,13 @@ class ScheduledTurn:
     failures: int = 0
     """Number of failures on workers that stayed alive."""
     cuts: int = 0
-    """Number of channels that were lost under it, to workers that stayed alive."""
+    """Number of times that it lost its channel to a worker that stayed alive."""
     aborts: int = 0
     """Number of weight updates that interrupted it."""
     first_token_at: float | None = None
-    """Time of its first token, in seconds since the epoch; None if it is not known."""
+    """Time of its first token, in seconds since the epoch; None if unknown."""
     queued: float | None = None
-    """Seconds in the first worker's queue; None if they are not known."""
+    """Seconds in the first worker's queue; None if unknown."""
 
     @property
     def is_suspect(self) -> bool:
@@ -97,7 +101,7 @@ class Worker:
     load: float = 0.0
     """Sum of the weights of its running turns, and `elsewhere`."""
     elsewhere: float = 0.0
-    """Load by other processes, as of their last report."""
+    """Load from the turns of other processes, as of their last report."""
     index: int = -1
     """Position in the router's arrays; -1 while the worker gets no new sessions."""
     turns: int = 0
@@ -108,18 +112,20 @@ class Worker:
     """Number of turns that failed on the worker, by outcome; see `Scheduler.events`."""
     running: set[ScheduledTurn] = field(default_factory=set)
     suspects: list[ScheduledTurn] = field(default_factory=list)
-    """Turns that were running when the worker failed, and during which another one had died."""
+    """Turns that were running when the worker failed, and during which another worker had died."""
     verdict: "asyncio.Future[bool] | None" = None
-    """Pending answer of the supervisor, whether the worker is lost; None: none is awaited."""
+    """Future of the supervisor's answer whether the worker is lost; None if none is pending."""
     changed: float = field(default_factory=time.monotonic)
-    """Time of the last change of `load`, of the event loop's clock."""
+    """Time of the last change of `load`, by the event loop's clock."""
     measured: tuple[float, float] = (0.0, 0.0)
-    """Seconds and tokens of `time_per_token`."""
+    """Turn-seconds and tokens from which `time_per_token` is computed."""
     _seen: tuple[float, int] = (0.0, 0)  # `load_seconds` and `tokens` at the last measurement
 
     def time_per_token(self) -> float:
-        """Return the seconds of a turn for a token (by Little's law, the load's by the tokens); not
-        a number before they are known."""
+        """Return the seconds that a turn takes per token; NaN until they are known.
+
+        By Little's law, they are the integral of the load divided by the number of tokens.
+        """
         seconds, tokens = self.measured
         seconds += self.load_seconds - self._seen[0]
         tokens += self.tokens - self._seen[1]
@@ -160,29 +166,29 @@ class Router:
         self._known = serving.known_sessions
         self._usable: list[Worker] = []
         self._loads_W = self._averages_W = self._turns_W = self._slowness_W = np.zeros(0)
-        self._stale = False  # whether the arrays lack a change of the workers
+        self._stale = False  # whether the workers have changed since the arrays were built
         self._any_slow = False
         self._choices = 0  # number of choices since the speeds of workers were compared
 
     @property
     def usable(self) -> list[Worker]:
-        """Workers that new sessions are given to: those of `preferred`, or all if none is up."""
+        """Workers that get new sessions: those in `preferred`, or all if none of them is up."""
         if self._stale:
             self._build()
         return self._usable
 
     def rebuild(self) -> None:
-        """Rebuild the arrays before the next choice: a worker was added or removed. Thousands that
-        join together are one change, not a rebuilding of growing arrays for each."""
+        """Have the next choice rebuild the arrays, because the workers have changed. Thousands of
+        workers that join together then cost a single rebuild."""
         self._stale = True
 
     def _build(self) -> None:
         self._stale = False
         averages = {worker: self._averages_W[worker.index] for worker in self._usable}
-        # Not its present load, 0: a worker that joins would get all new sessions for a while.
+        # Initial average of a new worker. With its present load, 0, it would get all new sessions.
         usual = float(self._averages_W.mean()) if averages else 0.0
         for worker in self._usable:
-            worker.index = -1  # and that of a worker which is not preferred
+            worker.index = -1  # stays -1 for workers that are not preferred
         usable = [worker for worker in self.workers.values() if worker.usable]
         self._usable = [worker for worker in usable if worker.name in self.preferred] or usable
         for index, worker in enumerate(self._usable):
@@ -217,9 +223,9 @@ class Router:
         return worker
 
     def _choose(self, route: Route) -> Worker:
-        """Return the session's worker, the group's, or the least loaded: for a new session mainly
-        by average load, because it will also run the session's later turns."""
-        count = len(self.usable)  # before the arrays, which may be built for it
+        """Return the session's worker, else the group's, else the least loaded one. For a session,
+        the average load counts most, because the worker will also run the later turns."""
+        count = len(self.usable)  # first, because it may rebuild the arrays
         loads_W, averages_W = self._loads_W, self._averages_W
         averages_W += (loads_W - averages_W) / (_SMOOTHING * count)
         self._choices += 1
@@ -271,7 +277,7 @@ class Router:
         self._any_slow = bool((self._slowness_W > 1.0).any())
 
     def _mean(self, values_W: npt.NDArray[np.float64]) -> float:
-        """Return the mean of the workers that are not slow: a slow one is meant to have less."""
+        """Return the mean over the workers that are not slow: slow ones should have less load."""
         if self._any_slow:
             values_W = values_W[self._slowness_W == 1.0]
         return float(np.add.reduce(values_W)) / max(1, len(values_W))

@@ -2,9 +2,9 @@
 
 A turn whose worker died or hung continues on another from the tokens sampled so far, or restarts if
 its sampling parameters do not allow that (`remaining`). A request that crashes its worker must not
-crash others too. When two workers have died while they ran it, and no other request can have been
-the cause, it is quarantined: it fails, and equal requests are refused for a while. If several
-requests were running at two deaths, each of these suspects is retried alone.
+crash others too. If two workers die while they run a request, and no other request can be the
+cause, the request is quarantined: it fails, and equal requests are refused for a while. If several
+requests were running at both deaths, each of them is retried alone.
 """
 
 import asyncio
@@ -47,7 +47,8 @@ _PER_REQUEST = (
 """Sampling parameters that make a token depend on the request's earlier tokens."""
 
 Listener = Callable[..., None]
-"""Function that is called with each change of the workers, such as another process's scheduler:
+"""Function that is called with each change of the workers, for example to update the scheduler of
+another process:
 
 - `("add", name, engine)`: use a new worker, which has the fleet's weights; it replaces a worker of
   the same name;
@@ -55,7 +56,7 @@ Listener = Callable[..., None]
   cannot reach the worker does not use it until it can;
 - `("remove", name, lost)`: give a worker no further turns, because it is lost or leaves. Turns on a
   worker that leaves end, or are aborted and continue on other workers;
-- `("occupancy", name, occupancy)`: a health check found that a worker's engine computes this;
+- `("occupancy", name, occupancy)`: a health check returned the occupancy of a worker's engine;
 - `("close", why)`: no worker will come until the next "add".
 """
 
@@ -83,7 +84,7 @@ class Scheduler:
         self._router = Router(serving, self.events)
         self._quarantined: OrderedDict[bytes, float] = OrderedDict()
         """Time until which each request is refused, by its digest."""
-        self._alone = asyncio.Lock()  # held by the suspect that runs
+        self._alone = asyncio.Lock()  # held by the suspect that is retried
         self._suspects_clock = StallClock(turn_timeout)
         self._changed = asyncio.Event()
         """Set when a worker is usable again, or the scheduler is closed."""
@@ -132,7 +133,7 @@ class Scheduler:
         self._router.rebuild()
 
     def add_remote_load(self, changes: Mapping[str, float]) -> None:
-        """Add to the loads of workers, by name, that other processes cause."""
+        """Add changes, by worker, to the loads that other processes cause."""
         now = asyncio.get_running_loop().time()
         for name, change in changes.items():
             if (worker := self.workers.get(name)) is not None:
@@ -140,7 +141,7 @@ class Scheduler:
                 self._router.add_load(worker, change, now)
 
     def note_occupancy(self, name: str, occupancy: Occupancy) -> None:
-        """Tell the followers what a worker computes."""
+        """Report the occupancy of a worker's engine to the listeners."""
         self._tell("occupancy", name, occupancy)
 
     def restore(self, name: str) -> None:
@@ -157,7 +158,8 @@ class Scheduler:
 
         Turns that failed on it continue on others.
         """
-        # Listeners that reported it wait for an answer, and may reach it: each tries that itself.
+        # Listeners that reported a failure wait for an answer. They may be able to reach the
+        # worker, which each of them tries itself.
         self._tell("restore", name)
         if (worker := self.workers.get(name)) is not None:
             if worker.usable:
@@ -166,8 +168,11 @@ class Scheduler:
             worker.report(lost=False)
 
     def remove(self, name: str, *, lost: bool = True) -> Worker:
-        """Remove a worker; turns that are running on it continue until they fail, or, if it is not
-        `lost` but leaves, until they end or are aborted, to continue on others."""
+        """Remove and return a worker.
+
+        Its running turns go on until they fail. If the worker is not `lost` but leaves, they go on
+        until they end, or are aborted and continue on other workers.
+        """
         worker = self.workers.pop(name)
         if lost and worker.verdict is None:
             worker.note_suspects()
@@ -179,8 +184,8 @@ class Scheduler:
     async def collective_rpc(
         self, method: str, timeout: float | None = None, args: Args = (), kwargs: Kwargs = None
     ) -> list[Foreign]:
-        """Call a method of the workers of all engines; see `VllmEngine.collective_rpc`. The answers
-        of the first engine's workers come first."""
+        """Call a method of the vLLM workers of all usable engines; see `VllmEngine.collective_rpc`.
+        The answers are in the order of the engines."""
         engines: list[Foreign] = [one.engine for one in self.workers.values() if one.usable]
         answers = await together(e.collective_rpc(method, timeout, args, kwargs) for e in engines)
         return [answer for each in answers for answer in each]
@@ -194,7 +199,7 @@ class Scheduler:
     async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
         """Sample one completion; see `Generator.stream`.
 
-        No chunk of a whole request that may have to restart is returned before its end.
+        The chunks of a whole request that may have to restart are held back until its end.
         """
         turn = ScheduledTurn(request, 1 + len(request.prompt) / TOKENS_PER_REQUEST)
         self.events["turns"] += 1
@@ -267,7 +272,7 @@ class Scheduler:
 
     @asynccontextmanager
     async def _placed(self, turn: ScheduledTurn) -> AsyncIterator[Worker]:
-        """Choose a worker for a turn, once it may run, and count the turn on it."""
+        """Wait until a turn may run, choose its worker, and add the turn to the worker's load."""
         alone, clock = turn.is_suspect, asyncio.get_running_loop().time
         if alone:
             async with self._suspects_clock.watching(
@@ -278,7 +283,7 @@ class Scheduler:
             self._suspects_clock.moved()
         try:
             worker = await self._schedule(turn.request)
-            while turn.deaths:  # a worker that was dead before this turn arrived did not die of it
+            while turn.deaths:  # a worker that is already dead did not die of this turn
                 try:
                     async with asyncio.timeout(self._serving.health_timeout):
                         await worker.engine.check_health()
@@ -332,7 +337,7 @@ class Scheduler:
                         each.supervisor.excuse_death()
                 raise EngineError(f"{ended} and is not retried")
         elif isinstance(error, ChannelError):
-            turn.cuts += 1  # of which no request is the cause
+            turn.cuts += 1  # no request can be the cause of a lost channel
         else:
             turn.failures += 1
         if (losses := len(turn.deaths) + turn.cuts) > self._serving.max_continuations:
@@ -349,7 +354,7 @@ class Scheduler:
         self.events[outcome] += 1
 
     async def _ask_whether_lost(self, worker: Worker, why: str) -> bool:
-        """Ask the supervisor whether a worker is lost; until the answer it gets no turns."""
+        """Ask the supervisor whether a worker is lost; it gets no turns until the answer."""
         if self.workers.get(worker.name) is not worker:
             return True
         if worker.usable:
@@ -363,7 +368,7 @@ class Scheduler:
         if worker.supervisor is None:
             return True  # nobody to ask: each failure counts as death
         if worker.verdict is None:
-            return False  # answered or suspended: it lives
+            return False  # the supervisor has answered, or suspended it: it is alive
         try:
             async with asyncio.timeout(self._turn_timeout):
                 return await asyncio.shield(worker.verdict)
@@ -380,17 +385,18 @@ def _attempt(turn: ScheduledTurn, rest: Sampling) -> Request:
         turn.request,
         prompt=turn.request.prompt + turn.sampled,
         sampling=rest,
-        id=f"{turn.request.id}~{attempts}",  # an engine may still know that of an earlier one
+        id=f"{turn.request.id}~{attempts}",  # an engine may still have an earlier id
     )
 
 
 def continues(request: Request) -> bool:
-    """Whether a new request may sample the rest of one. Otherwise the remaining tokens depend on
-    the earlier ones (seed, stop strings, penalties, grammar): the turn has to restart."""
+    """Return whether a new request can sample the rest of an interrupted one. It cannot if the
+    remaining tokens depend on the earlier ones (seed, stop strings, penalties, grammar); then the
+    turn has to restart."""
     sampling = request.sampling
     if request.seed is not None:
         return False
-    if isinstance(sampling, SamplingConfig):  # asking pydantic for what it lacks takes long
+    if isinstance(sampling, SamplingConfig):  # pydantic is slow to look up a missing name
         return not any(map(vars(sampling).get, _PER_REQUEST))
     return not any(getattr(sampling, name, None) for name in _PER_REQUEST)
 

@@ -1,4 +1,4 @@
-"""Seats of the engines: how many trajectories keep them busy, and fit into their caches."""
+"""Seats of engines: the number of trajectories that keep them busy and fit into their KV caches."""
 
 import math
 from dataclasses import replace
@@ -9,15 +9,16 @@ from turnwise.engine.protocol import Occupancy
 from turnwise.serving.scheduler import Scheduler
 
 _SPARE = 1.25
-"""Trajectories for each sequence that an engine computes at once: one is there when another's turn
-ends."""
+"""Trajectories per sequence that an engine computes at once: when a turn ends, another trajectory
+is ready."""
 _FULL, _ROOMY = 0.9, 0.5
-"""Shares of a KV cache above which it is full, and below which it has room for twice as many."""
+"""Share of a KV cache above which it is full, and share below which it has room for twice as many
+trajectories."""
 
 
 def limits_of(config: Config, engines: int | None = None) -> Limits:
-    """Return the limits of a number of engines, or of those that a run begins with; an evaluation
-    begins where less than a training step is at work."""
+    """Return the limits for a number of engines, by default the number that a run begins with. An
+    evaluation begins while fewer trajectories than those of a training step are at work."""
     seats = math.ceil(_SPARE * (1 if config.deterministic else config.engine.max_num_seqs))
     rollout, count = config.rollout, config.serving.fewest_workers if engines is None else engines
     step = rollout.prompts_per_step * config.sampling.n
@@ -33,16 +34,17 @@ def engine_admission(limits: Limits, scheduler: Scheduler) -> Admission:
 
 
 class EngineSeats:
-    """Keeps the limit of an admission at what a scheduler's engines hold: it follows engines that
-    join and leave, and the use of their KV caches.
+    """Adapts the limit of an admission to the engines of a scheduler as they join and leave, and to
+    the use of their KV caches.
 
-    An engine whose cache is full and has requests that wait gets no more trajectories than it
-    computes; while the cache has room, its seats grow by a quarter at each health check, and below
-    half of its cache they double, up to `seats`.
+    An engine whose cache is full while requests wait gets only as many seats as it computes
+    sequences. While the cache has room and no request waits, its seats grow by a quarter at each
+    health check, or double if less than half of the cache is used, up to `seats`.
 
     Args:
-        seats: Number of an engine with room in its cache.
-        fewest: Number of engines that the run begins with, also while fewer are up.
+        seats: Maximum number of seats of one engine.
+        fewest: Number of engines that the run begins with. Engines that are not up count as well,
+            with the maximum number of seats.
     """
 
     def __init__(self, admission: Admission, seats: int, fewest: int) -> None:

@@ -1,7 +1,7 @@
 """The handle of a worker in another process: an `Engine` whose requests share one channel.
 
 Requests that begin in one iteration of the event loop are sent together, and so are the chunks that
-the engine returns. All other calls, such as weight updates, are Ray's.
+the engine returns. All other calls, such as weight updates, are calls of the Ray actor.
 """
 
 import asyncio
@@ -40,20 +40,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _BATCH = 4
-"""Maximum number of requests in one message: the engine begins the first of many while the last are
-still being prepared."""
+"""Maximum number of requests in one message, so that the engine begins the first ones while the
+last ones are still being prepared."""
 _KERNELS = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     # oneDNN compiles a kernel for each size of a batch, and again after each weight update. By
-    # default it keeps 1,024 of them, and the engine's memory grows; vLLM keeps those that it uses.
+    # default it keeps 1,024 of them, and the engine's memory grows. A small cache is enough: vLLM
+    # itself keeps the kernels that it uses.
     _KERNELS: os.environ.get(_KERNELS, "128"),
 }
 _GRACE_SECONDS = 10.0
 """Extra time of a call beyond the engine's own deadline, whose error is more specific."""
 _RETRY_SECONDS = 0.5  # time after which an actor to which Ray lost its connection is asked again
-_SHUTDOWN_SECONDS = 5.0  # time in which an engine ends; its process is killed then
+_SHUTDOWN_SECONDS = 5.0  # time for an engine to end, after which its process is killed
 _MAX_CALLS = 4096  # maximum number of calls that run at once in a worker's actor
 
 _Inbox = asyncio.Queue[Chunk | Exception]
@@ -63,8 +64,8 @@ class WorkerHandle:
     """One worker's actor, started and held by this process.
 
     Every call raises `EngineError` if the actor is dead, `DeadlineError` if it does not answer in
-    time, and any error of the engine itself. `ChannelError` means that the channel was lost, with
-    all requests on it, or that there is none; the next request, or health check, opens another.
+    time, and any error of the engine itself. `ChannelError` means that the channel, with all
+    requests on it, was lost or could not be opened; the next request or health check opens another.
     """
 
     def __init__(self, process: ActorHandle, timeout: float) -> None:
@@ -80,13 +81,14 @@ class WorkerHandle:
         self._outbox: list[Request] = []
         self._cancelled: list[str] = []
         self._failure: str | None = None
-        """Reason why no request is accepted any more; None while they are."""
+        """Reason why no request is accepted any more; None while requests are accepted."""
         self._channel: Channel | None = None
         self._clock = StallClock(self._timeout + HEARTBEAT_SECONDS)
-        """Time without any message while requests run, after which the channel is given up."""
+        """Gives up the channel if no message comes for this time while requests run."""
         self._clock.stopped = True
         self._opened: asyncio.Future[TurnwiseError | None] | None = None
-        """Set once a channel is open, or to the reason why not; None while none is wanted."""
+        """Future set to None once the channel is open, or to the reason why it cannot be opened;
+        None while no channel is open or being opened."""
         self._listening: asyncio.Task[None] | None = None
         self._explaining: set[asyncio.Task[None]] = set()
         """Tasks that still tell requests why their channel was lost."""
@@ -165,7 +167,7 @@ class WorkerHandle:
                 ended = event.finish_reason is not None
                 yield event
         finally:
-            if self._inboxes.get(request.id) is inbox:  # else its channel was lost
+            if self._inboxes.get(request.id) is inbox:  # otherwise its channel was lost
                 del self._inboxes[request.id]
                 self._clock.stopped = not self._inboxes
                 if not ended:
@@ -190,7 +192,7 @@ class WorkerHandle:
                 asyncio.get_running_loop().call_soon(self._flush)
 
     def _flush(self) -> None:
-        if self._channel is None:  # it is sent when there is one
+        if self._channel is None:  # the requests are sent once there is one
             return
         batch, self._outbox = self._outbox, []
         cancelled, self._cancelled = self._cancelled, []
@@ -198,7 +200,7 @@ class WorkerHandle:
         for request in batch:
             if request.id in cancelled:
                 continue
-            try:  # each by itself, so that what cannot be sent or read fails alone
+            try:  # one by one: only those that cannot be pickled or read shall fail
                 packed[request.id] = pickle.dumps(request, pickle.HIGHEST_PROTOCOL)
             except Exception as error:
                 if (inbox := self._inboxes.get(request.id)) is not None:
@@ -208,7 +210,7 @@ class WorkerHandle:
             self._channel.send((packed, cancelled))
 
     async def _listen(self, opened: "asyncio.Future[TurnwiseError | None]") -> None:
-        """Open a channel and pass on what comes, until it is lost, and all requests on it."""
+        """Open a channel and pass on its messages; once it is lost, fail all requests on it."""
         lost: TurnwiseError
 
         def receive(events: list[Event]) -> None:
@@ -235,7 +237,7 @@ class WorkerHandle:
             lost = ChannelError(f"{self.name} closed its channel" + (f" ({why})" if why else ""))
         except TurnwiseError as error:
             lost = error if isinstance(error, ChannelError) else EngineError(str(error))
-        except Exception as error:  # of any kind: requests wait for it
+        except Exception as error:  # any error, because requests wait for the outcome
             lost = EngineError(f"the channel to {self.name} failed: {error!r}")
         logger.debug("%s", lost)
         was_open = opened.done()
@@ -249,7 +251,7 @@ class WorkerHandle:
                 try:
                     await ask("call", "num_in_flight", what="answer", seconds=_GRACE_SECONDS)
                 except DeadlineError:
-                    pass  # whether it is alive is the supervisor's question
+                    pass  # the supervisor decides whether the worker is alive
                 except TurnwiseError as error:
                     if not may_be_alive(error):
                         why = EngineError(str(error))
@@ -284,7 +286,7 @@ class WorkerHandle:
             inbox.put_nowait(EngineError(self._failure))
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        # Draining has only the engine's own deadline, on time without new tokens.
+        # Draining has no deadline but the engine's own, on the time without new tokens.
         await self._call("pause", mode, seconds=NO_DEADLINE if mode == "wait" else None)
 
     async def resume(self) -> None:
@@ -362,6 +364,6 @@ class WorkerHandle:
         self._process.kill()
 
     async def _call(self, method: str, *args: object, seconds: float | None = None) -> Any:
-        """Call a method of the engine, whose own deadline, `seconds`, comes first."""
+        """Call a method of the engine; its own deadline, `seconds`, is earlier than the call's."""
         seconds = (seconds or self._timeout) + _GRACE_SECONDS
         return await self._process.call("call", method, *args, what=method, seconds=seconds)

@@ -9,7 +9,7 @@ FILES = "/api/v1/files/"
 
 
 class TinkerAccess(Access):
-    """The server's key, also in the header and in the tokens of Tinker's clients."""
+    """Checks the server's key, which Tinker's clients send in a header of their own or a token."""
 
     def is_open(self, path: str) -> bool:
         return super().is_open(path) or path.startswith(FILES)
@@ -21,7 +21,6 @@ class TinkerAccess(Access):
 
 
 def key_in(token: str) -> str:
-    """Return the key in a token, HEADER.CLAIMS.KEY: what proves who sends it. A key is returned as
-    it is."""
+    """Return the key in a token HEADER.CLAIMS.KEY; return a plain key unchanged."""
     parts = token.split(".", 2)
     return parts[2] if len(parts) == 3 and token.startswith("eyJ") else token

@@ -1,4 +1,4 @@
-"""Engines, a trainer of adapters and a server for clients of Tinker: started and stopped as one."""
+"""Start and stop engines, a trainer of adapters and a server for Tinker's clients as one."""
 
 import fcntl
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -31,14 +31,14 @@ DEFAULTS: Tree = {
     "weights": {"lora": "adapter"},
     "engine": {"vllm_args": {"max_loras": 8, "max_cpu_loras": 8}},
 }
-"""Defaults of the configuration of a server: the largest rank of an adapter, and the number of
-adapters that sample at once."""
+"""Defaults of a server's configuration, such as the maximum rank of an adapter, and the number of
+adapters that can sample at once."""
 
 
 def server_config(
     model: str | None, file: Path | None = None, overrides: Sequence[str] = ()
 ) -> Config:
-    """Return the configuration of a server: that of a file, or the defaults, for a model.
+    """Return a server's configuration for a model, from the defaults and a file if given.
 
     Raises:
         InputError: when there is no model, or the server cannot work as configured.
@@ -64,7 +64,7 @@ def server_config(
             f"serving.api_key (or TURNWISE_API_KEY) must begin with {KEY_PREFIX}: Tinker's SDK "
             "sends no other key"
         )
-    message_classes()  # an error, if protobuf is missing, before anything slow
+    message_classes()  # fail before anything slow if protobuf is missing
     return config
 
 
@@ -72,8 +72,8 @@ def server_config(
 async def open_tinker(
     config: Config, progress: Display = SILENT, stable: str = ""
 ) -> AsyncIterator[str]:
-    """Start everything, and stop it on exit; yield the URL that TINKER_BASE_URL has to be. `stable`
-    is the loss that is computed for stable_reinforce; "" refuses it."""
+    """Start everything, and stop it on exit; yield the URL to set as TINKER_BASE_URL. `stable` is
+    the loss to compute for stable_reinforce; "" refuses stable_reinforce."""
     if stable not in ("", *STAND_INS):
         raise InputError(f"stable-reinforce {stable!r}: it may be {', '.join(STAND_INS)}")
     begin_imports(config)
@@ -113,7 +113,7 @@ async def open_tinker(
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Refuse a second server of a folder, which would take the first for one that was killed."""
+    """Refuse a second server in a folder: it would take the first server for a killed one."""
     with translate_unwritable(folder):
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / "tinker.lock").open("w")

@@ -1,10 +1,10 @@
 """States that clients save: folders of a run, named by addresses `tinker://RUN/KIND/NAME`.
 
 Each version of a state is a folder of its own, with an adapter in PEFT's format and `meta.json`.
-The state's name is a link to it: one rename gives the name another version, or a new name its
-first. A state belongs to the owner of the session that saved it. Nothing else knows which states
-there are, so whatever was saved outlives the server. A name may be overwritten or removed at any
-time; who reads the files of a version `hold`s it meanwhile.
+The state's name is a symbolic link to a version, so one rename makes a name, or gives it another
+version. A state belongs to the owner of the session that saved it. These folders are the only
+record of the states, so saved states outlive the server. A name may be overwritten or removed at
+any time, so a reader of a version's files must `hold` the version.
 """
 
 import json
@@ -33,9 +33,9 @@ _KINDS = (*_TYPES, "snapshots")
 _RUN, _KIND, _NAME = r"[\w:-]{1,200}", "|".join(_TYPES), r"\w[\w.-]{0,199}(?<!\.tmp)"
 _ADDRESS = re.compile(rf"tinker://({_RUN})/({_KIND})/({_NAME})", re.ASCII)
 _VERSIONS = "versions"
-"""Folder of a run, beside those of the kinds, with the versions of all its states."""
+"""Folder with the versions of all states of a run, next to the folders of the kinds."""
 _META = "meta.json"
-_FREE_BYTES = 2**30  # of the disk, below which nothing is saved
+_FREE_BYTES = 2**30  # minimum free disk space for a save
 
 
 def expiry(seconds: int | None) -> str | None:
@@ -56,10 +56,10 @@ class Checkpoint:
     version: int
     """Number of optimizer steps in the weights."""
     spec: JsonObject
-    """The keys of `AdapterSpec`."""
+    """The values of `LoraSpec`."""
     created: str = field(default_factory=lambda: str(expiry(0)))
     expires: str | None = None
-    """Time from which it does not exist any more; None keeps it."""
+    """Time in ISO 8601 from which it does not exist any more; None keeps it."""
     user_metadata: dict[str, str] | None = None
     run_metadata: JsonObject | None = None
     """The `user_metadata` of the model."""
@@ -79,14 +79,14 @@ class Checkpoints:
     def __init__(self, folder: Path) -> None:
         self.root = folder
         self._changing = threading.Lock()
-        """Held while a name gets or loses its version, which takes no longer than a rename."""
+        """Held while a name gets or loses its version, or a version gets or loses a reader."""
         self._readers = Counter[Path]()
         """Number of readers of each version that has any."""
         self._nameless: set[Path] = set()
-        """Versions that have lost their names and are read."""
+        """Versions that have lost their names but still have readers."""
 
     def begin(self, new: Checkpoint, *, overwrite: bool = False) -> Path:
-        """Return an empty folder that a version is written to, which `commit` gives its name.
+        """Return an empty folder for the files of a version; `commit` names it afterwards.
 
         Raises:
             InputError: when the name cannot be used, or is taken, unless `overwrite`.
@@ -109,8 +109,8 @@ class Checkpoints:
     def commit(
         self, new: Checkpoint, begun: Path, *, overwrite: bool = False, flush: bool = True
     ) -> None:
-        """Give the version in a folder that `begin` returned its name. With `flush` it survives a
-        loss of power from then on.
+        """Name the version in a folder that `begin` returned. With `flush`, it survives a loss of
+        power once this returns.
 
         Raises:
             InputError: when its name was taken meanwhile, unless `overwrite`.
@@ -153,11 +153,11 @@ class Checkpoints:
             version.parent.parent.rmdir()
 
     def hold(self, saved: Checkpoint) -> Path:
-        """Return the folder of a checkpoint's version, which stays there until `release`, whatever
-        becomes of its name.
+        """Return the folder of a checkpoint's version. It stays there until `release`, even if its
+        name is overwritten or removed.
 
         Raises:
-            InputError: when its name has another version already.
+            InputError: when its name has been given another version.
             Missing: when it was removed.
         """
         with self._changing:
@@ -168,7 +168,7 @@ class Checkpoints:
         return version
 
     def release(self, version: Path) -> None:
-        """End what `hold` began, which returned the folder of this version."""
+        """Release a version, by the folder that `hold` returned."""
         with self._changing:
             self._readers[version] -= 1
             if not self._readers[version]:
@@ -188,8 +188,8 @@ class Checkpoints:
         """Return an owner's checkpoint by its address.
 
         Raises:
-            InputError: when the address is none, or another has taken the place of one that was
-                `created` then.
+            InputError: when the address is malformed, or `created` is given and is not the time at
+                which its checkpoint was created.
             Missing: when there is no such checkpoint, or it is another owner's.
         """
         if (parts := _ADDRESS.fullmatch(address)) is None:
@@ -213,15 +213,15 @@ class Checkpoints:
         return sorted(own, key=lambda each: each.created, reverse=True)
 
     def update(self, changed: Checkpoint) -> None:
-        """Write what is known of a checkpoint again."""
+        """Rewrite the metadata of a checkpoint."""
         place = self.folder(changed)
         with translate_unwritable(place), self._changing:
             self.find(changed.address, changed.owner, changed.created)
             write_file(place / _META, json.dumps(asdict(changed), indent=1) + "\n")
 
     def copy(self, source: Checkpoint, copied: Checkpoint) -> None:
-        """Make a checkpoint of another's files, unless it is made already. Of several that are made
-        at once, one stays."""
+        """Copy a checkpoint's files to a new checkpoint, unless that exists already. Of several
+        concurrent copies, one stays."""
         if self._read(self.folder(copied)) is not None:
             return
         begun = self.begin(copied)
@@ -229,17 +229,17 @@ class Checkpoints:
             with translate_unwritable(begun), self._holding(source) as held:
                 shutil.copytree(held, begun, dirs_exist_ok=True)
             self.commit(copied, begun)
-        except BaseException as error:  # a full disk would stay full
+        except BaseException as error:  # free the space: the disk may be full
             shutil.rmtree(begun, ignore_errors=True)
             if not isinstance(error, InputError) or self._read(self.folder(copied)) is None:
                 raise
 
     def remove(self, checkpoint: Checkpoint) -> None:
-        """Remove a checkpoint, and the folders that are empty then."""
+        """Remove a checkpoint, and the folders that this leaves empty."""
         place = self.folder(checkpoint)
         with self._changing:
             if (now := self._read(place)) is None or now.created != checkpoint.created:
-                return  # another has its name
+                return  # it is removed already, or another has its name
             version = place.resolve()
             place.unlink()
             with suppress(OSError):
@@ -247,8 +247,8 @@ class Checkpoints:
             self._leave(version)
 
     def tidy(self, snapshots: Collection[Path] | None = None) -> None:
-        """Remove what has expired; and, with the snapshots that are still used, what a server
-        left that was killed."""
+        """Remove expired checkpoints. With `snapshots`, the folders of the snapshots that are still
+        used, also remove everything else that a killed server left."""
         starts = snapshots is not None
         for place in [p for kind in _KINDS for p in self.root.glob(f"*/{kind}/*")]:
             found = self._read(place)
@@ -258,7 +258,7 @@ class Checkpoints:
             if found is not None and (found.expired or unused):
                 self.remove(found)
             elif starts and (unused or place.suffix == ".tmp" or not (place / _META).exists()):
-                # One that is there, but cannot be read, may be another version's.
+                # A file that cannot be read is kept: another version of Turnwise may have saved it.
                 place.unlink() if place.is_symlink() else shutil.rmtree(place, ignore_errors=True)
         for version in list(self.root.glob(f"*/{_VERSIONS}/*")) if starts else ():
             run = version.parent.parent
@@ -267,7 +267,7 @@ class Checkpoints:
                 shutil.rmtree(version, ignore_errors=True)
 
     def _adopt(self, place: Path) -> None:
-        """Make a version of a state whose name is a folder, as earlier servers saved it."""
+        """Make a version with a name from a state that an earlier server saved as a plain folder."""
         version = place.parent.parent / _VERSIONS / uuid.uuid4().hex
         version.parent.mkdir(exist_ok=True)
         place.rename(version)
@@ -276,7 +276,7 @@ class Checkpoints:
     def describe(self, checkpoint: Checkpoint) -> JsonObject:
         """Return a checkpoint in the protocol's form."""
         size = 0
-        with suppress(OSError):  # one that is removed meanwhile
+        with suppress(OSError):  # it was removed meanwhile
             size = sum(each.stat().st_size for each in self.folder(checkpoint).iterdir())
         return {
             "checkpoint_id": f"{checkpoint.kind}/{checkpoint.name}",
@@ -290,12 +290,12 @@ class Checkpoints:
         }
 
     def folder(self, checkpoint: Checkpoint) -> Path:
-        """Return the place of the checkpoint's name, which is a link to the folder of a version."""
+        """Return the path of the checkpoint's name, a link to the folder of its version."""
         return self.root / checkpoint.run / checkpoint.kind / checkpoint.name
 
     def _read(self, place: Path) -> Checkpoint | None:
         try:
             found = Checkpoint(**json.loads((place / _META).read_text()))
-        except (OSError, ValueError, TypeError):  # also keys that this version does not know
+        except (OSError, ValueError, TypeError):  # TypeError: unknown keys of another Turnwise
             return None
         return replace(found, run=place.parent.parent.name, name=place.name)

@@ -1,4 +1,4 @@
-"""Tinker's own client beside a server in the same process."""
+"""Tinker's own client, with a server in the same process."""
 
 import logging
 from collections.abc import Sequence
@@ -11,23 +11,24 @@ from turnwise.core.optional import Foreign, required
 
 logger = logging.getLogger(__name__)
 
-_START_SECONDS = 300.0  # beside the engines' own deadline
+_START_SECONDS = 300.0  # in addition to the engines' own deadline
 _CLOSE_SECONDS = 60.0
 
 
 class ServiceClient:
-    """The SDK's `ServiceClient`, with all its methods, and the server that it speaks to: engines
-    and a trainer start with it, and stop with `close`. It needs the package `tinker`.
+    """The SDK's `ServiceClient`, with all its methods, and a server for it: engines and a trainer
+    start with the client, and stop with `close`. It needs the package `tinker`.
 
     Args:
-        model: Folder or Hugging Face name of the model; default: the file's.
-        config: A YAML configuration.
-        overrides: Its keys, `key.sub=value` each.
-        stable_reinforce: Loss that is computed in the place of that one; "" refuses it.
+        model: Folder or Hugging Face name of the model; default: the model of `config`.
+        config: Path of a YAML configuration.
+        overrides: Values that replace configuration keys, each `key.sub=value`.
+        stable_reinforce: Name of the loss to compute for stable_reinforce; "" refuses
+            stable_reinforce.
         project: Arguments of the SDK's `ServiceClient`.
 
     Raises:
-        InputError: when anything that was given cannot be used, or `tinker` is not installed.
+        InputError: when an argument cannot be used, or `tinker` is not installed.
 
     Example:
         with turnwise.tinker.ServiceClient("Qwen/Qwen3-0.6B") as service:
@@ -73,10 +74,10 @@ class ServiceClient:
         status: Literal["success", "errored", "interrupted"] = "success",
         error: BaseException | None = None,
     ) -> None:
-        """End the session, then the server; `error` is what ended the program, if anything did."""
+        """End the session, then the server; `error` is the exception that ended the program."""
         try:
             self._client.close(status).result(_CLOSE_SECONDS)
-        except Exception as failure:  # the server ends it, too
+        except Exception as failure:  # the server ends the session too
             logger.warning("the session was not closed: %s", failure)
         finally:
             self._thread.leave(_CLOSE_SECONDS, error)

@@ -1,9 +1,9 @@
 """Requests that take a while: their results by request id.
 
-Ids are functions of the request, so a client that sends one again, because its connection broke,
-gets the result of the first and runs nothing twice. A result is kept until shortly after it was
-sent, or its session ends; a client with too much here has to wait, so what all of them leave is
-limited.
+A request's id is a function of the request, so requests are idempotent: a client that repeats one
+after a broken connection gets the first result, and nothing runs twice. A result is kept until
+shortly after it was sent, or until its session ends. A client that holds too many bytes here has to
+wait, which limits the memory of all results.
 """
 
 import asyncio
@@ -31,13 +31,13 @@ _MOST = max(2 * 2**30, psutil.virtual_memory().total // 8)
 """Bytes of requests in progress and of results. Above this limit, clients that hold more than an
 equal share have to wait; above twice the limit, all clients have to."""
 _SENT_SECONDS = 60.0
-"""Time for which a result is kept that was sent but may not have arrived."""
+"""Time for which a sent result is kept, because it may not have arrived."""
 SMALLEST = 4096
-"""Bytes that every request counts, for its tasks and names."""
+"""Bytes that every request counts at least, for its tasks and names."""
 
 
 class Missing(InputError):
-    """Something that does not exist for this client, or does not any more."""
+    """Something that does not exist for this client, or no longer exists."""
 
 
 class Gone(InputError):
@@ -49,13 +49,13 @@ class Busy(TurnwiseError):
 
 
 Reply = JsonObject | bytes
-"""The result of a request: plain values, or a message for which the client asks."""
+"""The result of a request: plain values, or an encoded protobuf message."""
 Work = Callable[[], Awaitable[Reply]]
 
 
 def failure(error: Exception) -> JsonObject:
     """Return the result of a request that failed; its category says whether the request is wrong,
-    or the server failed, or nobody knows."""
+    the server failed, or the cause is unknown."""
     if isinstance(error, TurnwiseError):
         own = isinstance(error, InputError | TrajectoryError)
         return {"error": visible(str(error)), "category": "user" if own else "server"}
@@ -67,9 +67,9 @@ def failure(error: Exception) -> JsonObject:
 @dataclass(slots=True, eq=False)
 class _Entry:
     size: int
-    """Bytes of the request, and once it has ended of its result."""
+    """Bytes of the request; once the request has ended, bytes of its result."""
     result: "asyncio.Future[Reply]" = field(default_factory=asyncio.Future)
-    """Cancelled once the request is dropped, whatever its task still ends."""
+    """Cancelled when the request is dropped, even if its task has not ended yet."""
     task: "asyncio.Task[None]" = field(init=False)
     is_sent: bool = False
 
@@ -87,14 +87,14 @@ class Futures:
         self.account, self._held = account, held
 
     def begin(self, request_id: str, work: Work, size: int = 0) -> None:
-        """Run a request of some bytes, unless it runs or has run already.
+        """Run a request of `size` bytes, unless it runs or has run already.
 
         Raises:
             Busy: when its client has too much in progress.
         """
         if request_id in self.entries:
             return
-        size = min(size + SMALLEST, _MOST // 4)  # of an estimate: no request is refused for ever
+        size = min(size + SMALLEST, _MOST // 4)  # so that no estimate is refused for ever
         own, total = self._held.get(self.account, 0), sum(self._held.values())
         part = _MOST // len({*self._held, self.account})
         if total + size > _MOST and ((own and own + size > part) or total + size > 2 * _MOST):
@@ -141,7 +141,7 @@ class Futures:
         return entry.result.result()
 
     def drop(self, *request_ids: str) -> None:
-        """End and forget requests that there are."""
+        """Cancel and forget requests; ignore unknown ids."""
         for entry in filter(None, [self.entries.pop(each, None) for each in request_ids]):
             self._resize(entry, 0)
             for each in (entry.result, entry.task):  # no effect on those that have ended

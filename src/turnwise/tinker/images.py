@@ -1,4 +1,4 @@
-"""Images in clients' chunks: each becomes the ids that the model's own processor makes of it."""
+"""Images in clients' chunks: the model's own processor turns each into token ids."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -14,24 +14,29 @@ class ImageChunk(NamedTuple):
     """An image of a client."""
 
     data: bytes | str
-    """Its file; a text is in base64."""
+    """The bytes of its file, or their base64 text."""
     expected: int
-    """Number of ids that the client counts for it; 0 if it does not say."""
+    """Number of ids that the client expects for the image; 0 if the client gives no number."""
 
 
 Chunk = Sequence[int] | ImageChunk
 
 
 class ChunkReader:
-    """Makes prompts of chunks; threads may share it."""
+    """Makes prompts of chunks; it is thread-safe."""
 
     def __init__(self, model: ModelConfig, images_per_prompt: int) -> None:
         self._images = ModelImages(model)
         self._most = images_per_prompt
 
     def joined(self, chunks: Sequence[Chunk], what: str) -> Prompt:
-        """Return chunks as a prompt; InputError for an id that none can be, or, which begins with
-        `what`, for an image that the model does not take or that has not the expected length."""
+        """Return chunks as a prompt.
+
+        Raises:
+            InputError: when an id is impossible; or, with a message that begins with `what`, when
+                there are too many images, or the model does not take an image, or an image does
+                not have the expected number of ids.
+        """
         count = sum(isinstance(each, ImageChunk) for each in chunks)
         if count > (most := self._most):
             raise InputError(f"{what}: it has {count} images; engine.images_per_prompt is {most}")

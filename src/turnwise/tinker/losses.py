@@ -1,7 +1,7 @@
 """The losses that clients name, as functions of the trainer's tokens.
 
-Nothing is averaged: a client scales by its weights and advantages. Formulas are those of Tinker's
-pages "Loss functions" (tinker-docs.thinkingmachines.ai/tinker/losses).
+Losses are never averaged: the client scales them with its weights and advantages. The formulas are
+from Tinker's pages "Loss functions" (tinker-docs.thinkingmachines.ai/tinker/losses).
 """
 
 import math
@@ -23,15 +23,15 @@ class TinkerLoss(NamedTuple):
     """One loss of the protocol."""
 
     needs: tuple[str, ...]
-    """Names of the inputs that it needs beside `target_tokens`."""
+    """Names of the inputs that it needs in addition to `target_tokens`."""
     formula: Callable[[Tokens], TokenLoss]
-    """Returns the losses of the tokens; `Tokens.streams` has the inputs but for these two."""
+    """Returns the losses of the tokens; `Tokens.streams` has the inputs named in `streams`."""
     defaults: Mapping[str, float] = {}
     """Values of inputs that a datum may leave out; `loss_fn_config` replaces them."""
     factor: str = "advantages"
-    """Name of the input that the tokens have for advantages."""
+    """Name of the input that becomes the tokens' advantages."""
     scaled: bool = True
-    """Whether a token has no gradient where this is 0."""
+    """Whether a token whose `factor` is 0 has no gradient."""
     several: bool = False
     """Whether each token may have `K` targets: then all tensors are [N, K]."""
 
@@ -42,7 +42,7 @@ class TinkerLoss(NamedTuple):
 
     @property
     def streams(self) -> list[str]:
-        """Names of the inputs that are streams of the tokens."""
+        """Names of the inputs in `Tokens.streams`: all except `logprobs` and `factor`."""
         return [n for n in (*self.needs, *self.defaults) if n not in ("logprobs", self.factor)]
 
 
@@ -83,8 +83,8 @@ def _dro(tokens: Tokens) -> TokenLoss:
 
 
 def _gspo(tokens: Tokens) -> TokenLoss:
-    """Return PPO's loss with one ratio for all tokens of a datum, the geometric mean of those where
-    `sequence_ratio_mask` is not 0; its gradient is that of the token's own log-prob."""
+    """Return PPO's loss with one ratio for all tokens of a datum: the geometric mean of the token
+    ratios where `sequence_ratio_mask` is not 0. Each token has the gradient of its own log-prob."""
     sampled_N, own_N = (tokens.streams["sequence_ratio_mask"] != 0).float(), tokens.logprobs_N
     log_ratio_N = (own_N.detach() - tokens.engine_logprobs_N) * sampled_N
     mean_S = tokens.sums_S(log_ratio_N) / tokens.sums_S(sampled_N).clamp(min=1)
@@ -103,7 +103,7 @@ LOSSES: Mapping[str, TinkerLoss] = {
     "ppo": TinkerLoss(_RL, _ppo, _range(0.8, 1.2)),
     "cispo": TinkerLoss(_RL, _cispo, _range(0.0, 4.0)),
     "dro": TinkerLoss(_RL, _dro, {"beta": 0.05}, scaled=False),
-    # The range is that of Zheng et al., "Group Sequence Policy Optimization" (arXiv 2507.18071).
+    # The range is from Zheng et al., "Group Sequence Policy Optimization" (arXiv 2507.18071).
     "gspo": TinkerLoss((*_RL, "sequence_ratio_mask"), _gspo, _range(1 - 3e-4, 1 + 4e-4)),
 }
 """Losses that this server computes, by the protocol's names."""
@@ -112,7 +112,7 @@ LOSSES: Mapping[str, TinkerLoss] = {
 STABLE = "stable_reinforce"
 """A loss of the protocol whose formula is not published."""
 STAND_INS = [n for n, each in LOSSES.items() if each.needs == _RL and each.scaled]
-"""Losses that can be computed in its place, from inputs that its data have."""
+"""Losses that can replace stable_reinforce: its data have all the inputs that they need."""
 NOT_STABLE = (
     "this server does not compute stable_reinforce: choose another loss (the cookbook's programs "
     "take loss_fn=importance_sampling), or start it with --stable-reinforce and the name of one "
@@ -121,8 +121,8 @@ NOT_STABLE = (
 
 
 def loss_named(name: str, settings: Settings) -> TinkerLoss:
-    """Return a loss, with the client's settings for its defaults; InputError when the server has
-    none of this name, or it lacks a setting."""
+    """Return a loss with the client's settings as its defaults; InputError when the server has no
+    loss of this name, or the loss has no such setting."""
     if name == STABLE:
         raise InputError(f"loss_fn: {NOT_STABLE}")
     if (loss := LOSSES.get(name)) is None:

@@ -1,9 +1,9 @@
 """The queue of the trainer: each model's requests in their order, and owners in turn.
 
-A model's requests run in the order of their positions, in whatever order they arrive: those after a
-gap wait until it is filled, or fail once no client would still fill it. The trainer does one thing
-at a time: a call for a model. The next call is that of the owner who has had the fewest tokens, so
-an owner with eight models gets no more of the trainer than one with a single model.
+A model's requests run in the order of their positions, in whatever order they arrive. Requests
+after a gap wait until the missing request arrives, or fail once no client would still send it. The
+trainer runs one call at a time, for one model. The owner who has had the fewest tokens gets the
+next call, so an owner with eight models gets no more of the trainer than an owner with one.
 """
 
 import asyncio
@@ -18,14 +18,15 @@ from turnwise.errors import InputError
 
 _T = TypeVar("_T")
 GAP_SECONDS = 360.0
-"""Time that requests wait for one before them; clients try to send one for 5 minutes."""
+"""Time that requests wait for a missing earlier one; clients retry a request for 5 minutes."""
 LEAST_TOKENS = 256
-"""Tokens that a call counts at least, such as an optimizer step."""
+"""Minimum number of tokens that a call counts, for example an optimizer step."""
 _CREDIT_TOKENS = 131_072
-"""Tokens by which an owner may be behind the others: one that asked for less than its part does not
-hold up all others later."""
+"""Maximum number of tokens by which an owner may be behind the others, so that an owner who asked
+for less than its share cannot hold up all others later."""
 _NEXT_SECONDS = 0.02
-"""Time for an owner who is behind to ask for its next call, when its last one has ended."""
+"""Time that the trainer waits for the next call of an owner who is behind, after that owner's call
+has ended."""
 
 
 class ModelOrder:
@@ -33,20 +34,20 @@ class ModelOrder:
 
     def __init__(self) -> None:
         self.next = 1
-        """Position of the request that runs, or that is waited for."""
+        """Position of the request that runs, or for which the later requests wait."""
         self._here = dict[int, asyncio.Event]()
         self._lost = 0
         self._gap: asyncio.TimerHandle | None = None
 
     @asynccontextmanager
     async def turn(self, position: int) -> AsyncIterator[None]:
-        """Run a block once the requests of all positions before have ended.
+        """Run a block once the requests of all earlier positions have ended.
 
         Raises:
             InputError: when a request before this one did not come in time.
         """
         called = self._here[position] = asyncio.Event()
-        if position < self.next:  # it was given up a moment ago
+        if position < self.next:  # its position was given up a moment ago
             called.set()
         self._call()
         try:
@@ -73,7 +74,7 @@ class ModelOrder:
             self._gap = asyncio.get_running_loop().call_later(GAP_SECONDS, self._give_up)
 
     def _give_up(self) -> None:
-        """Let all that wait fail, and later ones run."""
+        """Fail all requests that wait now, and let later ones run."""
         self._lost, self._gap = self.next, None
         self.next = max(self.next, *self._here) + 1
         for called in self._here.values():
@@ -83,19 +84,19 @@ class ModelOrder:
 @dataclass(slots=True, eq=False)
 class _Owner:
     had: float
-    """Tokens that it has had, or that were lost to it because it asked for none."""
+    """Tokens that it has had, and tokens of its share that lapsed while it asked for none."""
     requests: int = 0
     """Number of its requests that run, or wait for others of their models."""
     waiting: "deque[tuple[float, asyncio.Future[None]]]" = field(default_factory=deque)
-    """Tokens and turn of each of its calls that wait."""
+    """Tokens and turn of each of its waiting calls."""
 
 
 class TrainerQueue:
-    """Calls of a trainer, one at a time, of the owner who has had the fewest tokens."""
+    """Runs a trainer's calls one at a time; the owner who has had the fewest tokens is next."""
 
     def __init__(self) -> None:
         self._owners: dict[str, _Owner] = {}
-        self._level = 0.0  # what the owner of the last call had had before it
+        self._level = 0.0  # tokens that the owner of the last call had had before that call
         self._busy = False
         self._last: _Owner | None = None
         """Owner of the call that has just ended, who may ask for another within a moment."""
@@ -169,7 +170,7 @@ class TrainerQueue:
         self._busy = True
         turn.set_result(None)
         for name, one in list(self._owners.items()):
-            if not one.requests and one.had <= self._level:  # no more than a new owner
+            if not one.requests and one.had <= self._level:  # as a new owner begins
                 del self._owners[name]
 
     def _stop_waiting(self) -> None:

@@ -1,7 +1,7 @@
-"""Tinker's requests in JSON, and the checks of what they ask for.
+"""Tinker's requests in JSON, and their checks.
 
-Keys that are not known are ignored, as the protocol grows. A mistake is an `InputError`, in the
-words of the protocol.
+Unknown keys are ignored, because the protocol grows. A mistake raises an `InputError` that uses the
+protocol's names.
 """
 
 import math
@@ -33,9 +33,9 @@ _Tokens = Annotated[list[int], Field(max_length=2**21, fail_fast=True)]
 _Seconds = Annotated[int, Field(ge=3600, le=3653 * 86_400)] | None
 """Time for which a checkpoint is kept, 1 hour to 10 years; None keeps it for ever."""
 _MOST_STOPS = 1000
-_LONG_ANSWER = 2**14  # tokens of an answer that are counted at most before it is there
-_ID_BYTES = 5  # of an id of a prompt, on its way to an engine
-_TOKEN_BYTES, _LIKELY_BYTES = 80, 130  # of a sampled token, and of each of its alternatives
+_LONG_ANSWER = 2**14  # maximum tokens per answer in the estimate of a request's size
+_ID_BYTES = 5  # per id of a prompt, in a message to an engine
+_TOKEN_BYTES, _LIKELY_BYTES = 80, 130  # per sampled token, and per alternative token
 MOST_SAMPLES = 4096
 """Largest `num_samples` of one request."""
 TURN_TOKENS = 32_768
@@ -45,12 +45,12 @@ TURN_TOKENS = 32_768
 class BaseRequest(BaseModel):
     model_config = ConfigDict(protected_namespaces=(), extra="allow")
     body_bytes: int = 0
-    """Length of the body that it was read from."""
+    """Length of the request's body."""
     absent: ClassVar[Mapping[str, str]] = {}
-    """Keys that this server has nothing for, each with the reason."""
+    """Keys that this server does not support, each with the reason."""
 
     def check(self) -> None:
-        """Raise an `InputError` for what this server has not."""
+        """Raise an `InputError` if the request needs something that this server does not have."""
         asked = self.model_extra or {}
         for key, why in self.absent.items():
             if asked.get(key):
@@ -65,7 +65,7 @@ _Kind = TypeVar("_Kind", bound=BaseRequest)
 
 
 def parsed(kind: type[_Kind], tree: JsonObject) -> _Kind:
-    """Return a request of plain values; InputError names the first key that is wrong."""
+    """Return the request in plain values; an InputError names the first key that is wrong."""
     try:
         read: _Kind = _reader(kind).validate_python(tree)
     except ValidationError as error:
@@ -85,7 +85,7 @@ class OfSession(BaseRequest):
 
 
 class Named(BaseRequest):
-    """A request for what has a name: one of these."""
+    """A request about one named thing: a sampler, a request or a checkpoint."""
 
     sampler_id: _Id = ""
     request_id: _Id = ""
@@ -96,7 +96,7 @@ class Named(BaseRequest):
 
 
 class LoraSpec(BaseRequest):
-    """An adapter as a client asks for it; none is trained in the output head."""
+    """A client's settings of an adapter. The output head is never trained."""
 
     model_config = ConfigDict(extra="ignore")
     rank: int
@@ -179,11 +179,11 @@ class CopyWeights(BaseRequest):
     ttl_seconds: _Seconds = None
     source_path: str
     idempotency_key: _Id = ""
-    """The header of this name: a copy is made once for each."""
+    """The header x-idempotency-key: requests with the same key make one copy."""
 
 
 class Page(BaseRequest):
-    """A part of a list: of all runs, or of one."""
+    """A request for a page of a list, for all runs or for one."""
 
     run: str = "*"
     limit: Annotated[int, Field(ge=0)] = 100
@@ -237,11 +237,11 @@ class SampleRequest(BaseRequest):
 
     @property
     def size(self) -> int:
-        """Estimate of the bytes of the request and of all that it brings back, as Python's."""
+        """Estimated bytes of the request and of its results, as Python objects."""
         longest = min(self.sampling_params.max_tokens or _LONG_ANSWER, _LONG_ANSWER)
         rows, count = self.num_samples * longest, self.topk_sample_logprobs
         prompt = sum(len(each.tokens) for each in self.prompt.chunks)
-        copies = _ID_BYTES * prompt * self.num_samples  # one for the message to an engine of each
+        copies = _ID_BYTES * prompt * self.num_samples  # each message to an engine has one
         likeliest = _LIKELY_BYTES * (rows * count + prompt * self.topk_prompt_logprobs)
         return 8 * self.body_bytes + copies + _TOKEN_BYTES * rows + likeliest
 
@@ -273,8 +273,8 @@ class SampleRequest(BaseRequest):
         return last or length
 
     def requests(self, ids: Prompt, name: str, route: Route, longest: int) -> list[Request]:
-        """Return the request of each sample of a prompt, in a context of `longest` tokens; the
-        first also brings what is asked for of the prompt."""
+        """Return the engine request of each sample of a prompt, in a context of `longest` tokens.
+        Only the first also asks for the prompt's log-probs."""
         self.check()
         first = self._sampling(len(ids), longest)
         other = first.model_copy(update={"prompt_logprobs": False})
@@ -292,7 +292,7 @@ class SampleRequest(BaseRequest):
     def _sampling(self, length: int, longest: int) -> SamplingConfig:
         if length >= longest:
             raise InputError(f"prompt: {length:,} tokens leave no room for another in {longest:,}")
-        # One less than there is room for: what was sampled can be scored, with one token after it.
+        # Leave room for one more token: to score the sequence, an engine samples one after it.
         room = max(1, longest - 1 - length)
         given = self.sampling_params
         stop = [given.stop] if isinstance(given.stop, str) else given.stop or []
@@ -317,7 +317,7 @@ class SampleRequest(BaseRequest):
         )
 
     def _with_likeliest(self, sampling: SamplingConfig, number: int) -> Sampling:
-        """Return vLLM's own parameters if likeliest tokens are asked for."""
+        """Return vLLM's own parameters if the request asks for the most likely tokens."""
         top = self.topk_prompt_logprobs if sampling.prompt_logprobs else None
         if not (top or self.topk_sample_logprobs):
             return sampling
@@ -370,8 +370,8 @@ def _check_datum(datum: Datum, what: str, loss: TinkerLoss, vocabulary: int, lon
 
 
 def turns_of(request: TrainingRequest) -> Iterator[TrainingRequest]:
-    """Divide a pass: other clients' requests may run between two parts of it, whose results add
-    up to those of the whole."""
+    """Divide a pass into parts, so that other clients' requests can run between them. The results
+    of the parts add up to the results of the whole pass."""
     part, tokens = list[Datum](), 0
     for datum in request.data:
         if part and tokens + len(datum.ids) > TURN_TOKENS:

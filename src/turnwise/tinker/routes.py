@@ -1,8 +1,9 @@
-"""The HTTP routes of the protocol, below /api/v1, and the verbs of `RestClient`; those of sessions,
-models and samplers are methods of `TinkerService`.
+"""The HTTP routes of the protocol, below /api/v1, and the verbs of `RestClient`. The verbs for
+sessions, models and samplers are methods of `TinkerService`.
 
-Statuses are those that the SDK acts on: it repeats a request after 408, 409, 429 and 5xx, begins
-again after 410, and raises everything else. The result of a request is in its body, errors too.
+The statuses follow the SDK's behaviour: it repeats a request after 408, 409, 429 and 5xx, starts
+over after 410, and raises all other errors. If a request fails once it runs, its error is the body
+of the result.
 """
 
 import hashlib
@@ -44,21 +45,21 @@ _LINKS = secrets.token_bytes(32)  # the secret of this server's links
 CONSTANT: Mapping[str, JsonObject] = {
     "client/config": {
         "pjwt_auth_enabled": True,  # the SDK reads `whoami` from its token
-        "parallel_fwdbwd_chunks": False,  # in their order, so that one that must wait fills no gap
-        "sample_max_concurrent_requests": 400,  # of a client: each holds a connection
+        "parallel_fwdbwd_chunks": False,  # sent in order, a chunk that must wait leaves no gap
+        "sample_max_concurrent_requests": 400,  # per client: each holds a connection
     },
     "client/dynamic_config": {"sample_cancel_enabled": True},
-    "telemetry": {"status": "accepted"},  # and dropped
+    "telemetry": {"status": "accepted"},  # but dropped
 }
 """Answers that are always the same: flags of the SDK, as this server needs them."""
 ROOT: Final = "/api/v1"
-_TOKEN_SECONDS = 10 * 365 * 86_400  # the SDK asks for another one after half of it
+_TOKEN_SECONDS = 10 * 365 * 86_400  # the SDK renews its token after half of this time
 _MOST_BYTES = 2**18
-"""Largest body, but for samples and passes: its metadata are kept."""
+"""Maximum body of requests other than samples and passes: the server keeps their metadata."""
 
 
 def status_of(error: TurnwiseError) -> int:
-    """Return the status of an error that is known at once."""
+    """Return the HTTP status of an error that a route itself raises."""
     known = {Missing: 404, Gone: 410, Busy: 429}
     return known.get(type(error), 400 if isinstance(error, InputError) else 503)
 
@@ -77,7 +78,7 @@ def _token(request: Request) -> str:
     owner, now = owner_of(request), int(time.time())
     who = {"sub": f"{_USER}{owner}", "org_id": owner, "iat": now, "exp": now + _TOKEN_SECONDS}
     claims = urlsafe_b64encode(json.dumps(who).encode()).decode().rstrip("=")
-    return f"eyJhbGciOiJub25lIn0.{claims}.{_key_of(request)}"  # which begins with {"alg":"none"}
+    return f"eyJhbGciOiJub25lIn0.{claims}.{_key_of(request)}"  # begins with {"alg":"none"}
 
 
 async def list_checkpoints(service: TinkerService, owner: str, asked: Page) -> JsonObject:
@@ -89,7 +90,7 @@ async def list_checkpoints(service: TinkerService, owner: str, asked: Page) -> J
 
 
 async def list_runs(service: TinkerService, owner: str, asked: Page) -> JsonObject:
-    """Return the runs of an owner's models, and those that have checkpoints, the newest first."""
+    """Return an owner's runs that have a model or a checkpoint, the newest first."""
     shown, cursor = _part(await _runs(service, owner), asked)
     described = await run_in_thread(lambda: [_run(service, *each) for each in shown])
     return {"training_runs": described, "cursor": cursor}
@@ -105,7 +106,7 @@ async def get_run(service: TinkerService, owner: str, asked: Page) -> JsonObject
 async def _runs(
     service: TinkerService, owner: str, run: str = "*"
 ) -> list[tuple[Checkpoint, list[Checkpoint]]]:
-    """Return the newest state of each run, of all or of one, and its checkpoints."""
+    """Return the newest state and the checkpoints of each run, for all runs or for one."""
     sessions = service.sessions_of(owner)
     models = (each.state for own in sessions for each in reversed(own.models.values()))
     found = {each.run: (each, list[Checkpoint]()) for each in models if run in ("*", each.run)}
@@ -135,7 +136,7 @@ async def list_sessions(service: TinkerService, owner: str, asked: Page) -> Json
 
 
 def _part(items: Sequence[_Item], asked: Page) -> tuple[Sequence[_Item], JsonObject]:
-    """Return a part of a list, and its cursor."""
+    """Return the page of a list that is asked for, and its cursor."""
     cursor = {"offset": asked.offset, "limit": asked.limit, "total_count": len(items)}
     return items[asked.offset :][: asked.limit], cursor
 
@@ -150,7 +151,7 @@ async def weights_info(service: TinkerService, owner: str, asked: Named) -> Json
 async def copy_weights(
     service: TinkerService, owner: str, asked: requests.CopyWeights
 ) -> JsonObject:
-    """Copy a checkpoint into a run of its own, which stays when the source goes."""
+    """Copy a checkpoint into a new run, so that the copy outlives its source."""
     kept = service.checkpoints
     source = await run_in_thread(kept.find, asked.source_path, owner)
     key = f"{owner} {asked.idempotency_key or uuid.uuid4()}"
@@ -162,13 +163,13 @@ async def copy_weights(
 
 
 async def weights_urls(service: TinkerService, owner: str, asked: Named) -> JsonObject:
-    """Return a link to each file of a checkpoint, which needs no key, for an hour."""
+    """Return a link to each file of a checkpoint; a link needs no key, and expires in an hour."""
     found = await run_in_thread(service.checkpoints.find, asked.tinker_path, owner)
     urls, now = dict[str, str](), time.monotonic()
     for secret in [each for each, (*_, ends) in service.links.items() if ends < now]:
         del service.links[secret]
     for file in service.checkpoints.folder(found).glob("adapter_*"):
-        # The same for a file, so that asking again and again adds nothing.
+        # A file always has the same secret, so that repeated requests add no links.
         secret = hmac.new(_LINKS, f"{file} {found.created}".encode(), "sha256").hexdigest()
         service.links[secret] = found, file.name, now + _LINK_SECONDS
         urls[file.name] = f"{asked.base_url.rstrip('/')}{FILES}{secret}"
@@ -197,7 +198,7 @@ def _in_turn(kind: type[requests.BaseRequest], work: Foreign) -> tuple[None, Ver
 
 
 async def load_weights(service: TinkerService, owner: str, tree: JsonObject) -> JsonObject:
-    """Load a saved state into a model, or make a model of it."""
+    """Load a saved state into a model, or make a new model from it."""
     if tree.get("model_id") is None:
         return await service.new_model(owner, tree, requests.LoadWeights, TinkerService.create_from)
     return await service.in_turn(owner, tree, requests.LoadWeights, TinkerService.load)
@@ -235,11 +236,11 @@ VERBS: Mapping[str, tuple[type[requests.BaseRequest] | None, Verb]] = {
     f"DELETE {_CHECKPOINT}": (Named, delete),
     f"PUT {_CHECKPOINT}/ttl": (Named, set_ttl),
 }
-"""Requests, if they are read at once, and verbs, by method and route."""
+"""Request class and verb by method and route; a verb without a class gets the plain values."""
 
 
 class _Held(FileResponse):
-    """A file that stays until it has been sent, and is released then."""
+    """A response with a held file, which is released once it has been sent."""
 
     def __init__(self, path: Path, release: Callable[[], None]) -> None:
         super().__init__(path)
@@ -253,7 +254,7 @@ class _Held(FileResponse):
 
 
 class _Route(APIRoute):
-    """Answers an error that is known at once."""
+    """Answers an error of the route itself with its HTTP status."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[None, None, Response]]:
         handle = super().get_route_handler()
@@ -332,7 +333,7 @@ async def _values(request: Request) -> JsonObject:
         raise HTTPException(413, f"the body is larger than {_MOST_BYTES:,} bytes")
     if is_protobuf(request.scope, request.headers):
         raise HTTPException(415, "the content is protobuf: send JSON, as application/json")
-    try:  # NaN is read as text: numbers must be finite, and no answer could repeat it
+    try:  # NaN is read as text: numbers must be finite, and an answer in JSON cannot have it
         tree = decoded(body, constant=str).value
     except ValueError as error:
         raise InputError(f"the body is no JSON: {error}") from None

@@ -1,8 +1,8 @@
 """The run folder of a client's model: metrics, trajectories and token values of its steps.
 
-No claim of a client makes a trajectory: what engines sampled lately is found again in its data
-(`Provenance`), which is nothing but ids. So a turn is exactly what an engine had and sampled, also
-of programs that do not say where their tokens come from.
+A client's data are only token ids, and no trajectory rests on a client's claim. Instead,
+`Provenance` finds the engines' recent samples in the data. So a turn has exactly an engine's prompt
+and samples, even if the program does not say where its tokens come from.
 """
 
 import asyncio
@@ -32,9 +32,9 @@ from turnwise.trajectory.provenance import Provenance, SampledPart, without_over
 
 logger = logging.getLogger(__name__)
 
-_MOST_SAMPLED = 2**25  # most tokens of samples that are kept
-_MOST_TRAINED = 2**24  # tokens of all models' passes that are kept until their steps are taken
-_DATUM_TOKENS = 32  # tokens that a datum counts in addition to its own, for its Python objects
+_MOST_SAMPLED = 2**25  # maximum tokens of samples that are kept
+_MOST_TRAINED = 2**24  # maximum tokens of all models' passes that are kept until their steps
+_DATUM_TOKENS = 32  # added to the tokens of each datum, for the memory of its Python objects
 
 
 class _Sampled(NamedTuple):
@@ -48,11 +48,12 @@ class _Trained(NamedTuple):
     """A pass of one datum."""
 
     ids: Prompt
-    """All its tokens, the last target too; empty if what counts is not what follows."""
+    """All its tokens and the last target; empty if a target that counts is not the next token."""
     inputs: dict[str, Array]
-    """`value`, by which each target counts, `loss`, and `logprobs` if the client gave some."""
+    """`value`, the weight or advantage of each target, `loss`, and `logprobs` if the client gave
+    some."""
     logprobs_T: Array
-    """The trainer's."""
+    """The trainer's log-probs."""
 
 
 class SampleIndex:
@@ -64,22 +65,22 @@ class SampleIndex:
         """Size, in tokens, of passes that models keep until their steps are taken."""
         self._older: dict[str, tuple[Provenance, list[_Sampled]]] = {}
         self._calls: dict[str, tuple[Provenance, list[_Sampled]]] = {}
-        self._size = 0  # of `_calls`
+        self._size = 0  # tokens in `_calls`
 
     def add(self, owner: str, prompt: Prompt, done: Sequence[Completion], version: int) -> None:
         calls, records = self._calls.setdefault(owner, (Provenance(), []))
-        # An image counts as a token for each 64 bytes.
+        # An image counts one token per 64 bytes.
         self._size += len(prompt) + sum(len(one.image.data) // 64 for one in prompt.images)
         for each in filter(lambda one: one.token_ids, done):
             ids, logprobs = np.asarray(each.token_ids, np.int32), np.asarray(each.logprobs)
             records.append(_Sampled(ids, logprobs, each.finish_reason, version))
-            calls.add(prompt, ids)  # from where a thread may find its record
+            calls.add(prompt, ids)  # after its record, which another thread may now look up
             self._size += len(ids)
         if self._size > _MOST_SAMPLED // 2:
             self._older, self._calls, self._size = self._calls, {}, 0
 
     def turns(self, owner: str, ids: Prompt) -> list[tuple[SampledPart, _Sampled]]:
-        """Return what the owner's calls sampled of a sequence, in its order."""
+        """Return the parts of a sequence that the owner's calls sampled, in order."""
         none = Provenance(), list[_Sampled]()
         (older, of_older), (calls, of_calls) = (
             each.get(owner, none) for each in (self._older, self._calls)
@@ -114,7 +115,7 @@ class RunLog:
         self._loss, self._tokens, self._left_out = 0.0, 0, 0
 
     def add(self, request: TrainingRequest, outputs: Sequence[Array], loss: float) -> None:
-        """Add a pass to the next step, unless it is one without gradient; `outputs` are those of
+        """Add a pass to the next step, unless it is forward-only; `outputs` come from
         `AdapterTrainer.run`."""
         if request.forward_only:
             return
@@ -141,7 +142,7 @@ class RunLog:
             self._held += size
 
     async def step(self, version: int, learning_rate: float, metrics: Mapping[str, float]) -> None:
-        """Write a step that began with the weights of a version, beside what comes next."""
+        """Write, in the background, a step that began with the weights of `version`."""
         await self._written()
         self._step, now = max(self._step, version) + 1, time.monotonic()
         row = StepMetrics(step=self._step, learning_rate=learning_rate)
@@ -166,7 +167,7 @@ class RunLog:
 
     async def _written(self) -> None:
         if self._writing is not None:
-            await asyncio.wait([self._writing])  # which a cancelled step does not end
+            await asyncio.wait([self._writing])  # if cancelled, the writing goes on
 
     async def _record(self, row: StepMetrics, data: Sequence[_Trained], version: int) -> None:
         try:
@@ -189,7 +190,7 @@ class RunLog:
                 exact += sample.trained if sample else 0
         trajectories, joined = list(origins.values()), np.concatenate(differences)
         row.add_trajectories(trajectories)
-        row.reward_mean = row.reward_std = None  # which only the client knows
+        row.reward_mean = row.reward_std = None  # only the client knows rewards
         if len(joined):
             row.logprob_diff_mean = float(np.abs(joined).mean())
             row.logprob_diff_max = float(np.abs(joined).max())
@@ -204,7 +205,8 @@ class RunLog:
         self._run.metrics.write(row.to_json())
 
     def _trajectory(self, ids: Prompt, groups: Counter[str]) -> Trajectory | None:
-        """Return what engines sampled of a sequence; with one first prompt they are a group."""
+        """Return a trajectory of the turns that engines sampled in a sequence, if any. Trajectories
+        with the same first prompt form a group."""
         if not (turns := self._index.turns(self._owner, ids)):
             return None
         name = f"prompt-{zlib.crc32(ids.ids[: turns[0][0].start].tobytes()):08x}"
@@ -221,8 +223,9 @@ class RunLog:
 
 
 def _values(made: Trajectory, value_T: Array, logprobs_T: Array, loss_T: Array) -> TrainedSample:
-    """Return the sample of a trajectory that has one branch, with the values of its trained tokens:
-    of `T` targets the advantages, or weights, the trainer's log-probs, and the loss."""
+    """Return the sample of a trajectory that has one branch, with the values of its trained tokens.
+    The arguments have an advantage or weight, the trainer's log-prob and a loss for each of the `T`
+    targets."""
     branch, is_trained = made.branches()[-1], [False, *(value_T != 0)]
     mask = [m and t for m, t in zip(branch.response_mask, is_trained, strict=False)]
     parts = branch.ids, mask, branch.logprobs, branch.weight_versions

@@ -1,9 +1,9 @@
 """The server's state and verbs: sessions, models, sampling sessions and their requests.
 
 Each verb answers one route: it gets the caller's owner and the request, and returns plain values.
-Whatever takes a while becomes a request of `Futures`. Ids of sessions are random; those of models
-and sampling sessions are made of them, so that a client can repeat any request. Nothing is found
-with another owner's key. Sessions of clients that have vanished end.
+Whatever takes a while becomes a request of `Futures`. Session ids are random. Ids of models and
+sampling sessions are derived from the session's id, so that a client can repeat any request. An
+owner finds only its own objects. The session of a client that has vanished ends.
 """
 
 import asyncio
@@ -45,11 +45,11 @@ _SILENT_SECONDS = 900.0
 """Time without a heartbeat, which clients send every 10 s, after which a session ends."""
 _LOOK_SECONDS = 30.0
 _MOST_SESSIONS = 1000
-"""Sessions of one owner, beyond which those that are silent for `_QUIET_SECONDS` end."""
+"""Maximum sessions of one owner; at this limit, sessions silent for `_QUIET_SECONDS` end."""
 _QUIET_SECONDS = 120.0
 _UNUSED_SECONDS = 3600.0
-"""Time without a sample after which weights that have no name are removed when newer ones of their
-model are saved: a loop saves some at every step."""
+"""Unnamed weights that were not sampled for this time are removed when newer ones of their model
+are saved: a training loop saves unnamed weights at every step."""
 _HEAD = (
     "this server trains no adapter of the output head: train_unembed has no effect, because "
     "engines could not score prompts beside it"
@@ -59,8 +59,8 @@ _STAND_IN = "stable_reinforce is computed as %s, its settings and provenance are
 
 @dataclass(slots=True, eq=False)
 class TinkerSession:
-    """One client, until it ends or is silent for too long. All ids of what it has begin with its
-    own."""
+    """One client's session, until the client closes it or is silent for too long. The ids of its
+    models, samplers and requests begin with its own id."""
 
     id: str
     owner: str
@@ -77,13 +77,14 @@ class Model:
 
     session: TinkerSession
     state: Checkpoint
-    """A checkpoint of it now, but for its kind and name."""
+    """The model's current state; its kind and name are placeholders."""
     log: RunLog
     order: ModelOrder = field(default_factory=ModelOrder)
     lost: str = ""
-    """Reason why a pass since the last step failed, which may have left half of its gradient."""
+    """Error of a pass that failed since the last step and may have left a partial gradient; "" if
+    no pass failed."""
     stands_in: bool = False
-    """Whether a pass has asked for stable_reinforce, and got another loss."""
+    """Whether a pass asked for stable_reinforce and was computed with another loss."""
 
     @property
     def id(self) -> str:
@@ -102,7 +103,8 @@ class Sampler:
 
     @property
     def snapshot(self) -> Checkpoint | None:
-        """The checkpoint if it has no name that a client knows, and ends with the session."""
+        """The checkpoint if it is a snapshot, which no client can name and which ends with the
+        session; else None."""
         saved = self.checkpoint
         return saved if saved is not None and saved.kind == "snapshots" else None
 
@@ -113,11 +115,11 @@ class TinkerService:
     Args:
         generator: The engines.
         trainer: The trainer.
-        vocabulary: Number of ids that the model knows.
-        folder: The run's folder; checkpoints are in `tinker` below it, and the files of each
+        vocabulary: Size of the model's vocabulary.
+        folder: The run's folder; `tinker` below it has the checkpoints and the files of each
             client's training run.
-        decode: The tokenizer's text of ids, for the files of runs.
-        stable: Loss that is computed for stable_reinforce; "" refuses it.
+        decode: Decodes token ids to text, for the files of runs.
+        stable: Name of the loss to compute for stable_reinforce; "" refuses stable_reinforce.
     """
 
     def __init__(
@@ -135,8 +137,8 @@ class TinkerService:
         self.joined = ChunkReader(config.model, config.engine.images_per_prompt).joined
         self.checkpoints = Checkpoints(folder / "tinker")
         self.links: dict[str, tuple[Checkpoint, str, float]] = {}
-        """Checkpoint and name of each file that anyone may read who knows its secret, and the time
-        at which that ends."""
+        """Checkpoint, file name and expiry (monotonic seconds) of each link, by the secret that
+        gives anyone access to the file."""
         self._names = {self.model_name, path, Path(path).name}
         self._tokenizer = config.model.tokenizer or path
         self._config, self._stable = config, stable
@@ -148,13 +150,13 @@ class TinkerService:
         self._sampled = SampleIndex(decode)
 
     def restore(self) -> None:
-        """Go on with the sessions and samplers of a server that was killed, from their files."""
+        """Restore the sessions and samplers of a server that was killed, from their files."""
         held = set[Path]()
         for path in self._files.path("").glob("*.jsonl"):
             with suppress(ValueError, TypeError, LookupError):
                 whole = path.read_text().rpartition("\n")[0]  # the last line may be half of one
                 first, *others = map(json.loads, whole.splitlines())
-                own = first["model"] in self._names  # else another model may be served here again
+                own = first["model"] in self._names  # keep another model's files: it may return
                 session = self._open(first["id"], first["owner"]) if own else None
                 for name, tree in others:
                     saved = Checkpoint(**tree) if tree else None
@@ -173,16 +175,16 @@ class TinkerService:
         return [each for each in reversed(self._sessions.values()) if each.owner == owner]
 
     async def watch(self) -> None:
-        """End sessions of clients that have vanished, without end."""
+        """End silent sessions and remove expired checkpoints, until cancelled."""
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
             await self._end_silent(_SILENT_SECONDS)
-            with suppress(OSError):  # a folder that has gone meanwhile
+            with suppress(OSError):  # a folder was removed meanwhile
                 await run_in_thread(self.checkpoints.tidy)
 
     async def _end_silent(self, seconds: float, owner: str | None = None) -> None:
-        """End sessions that are silent for some time, all or an owner's, all at once: each has its
-        turn at the trainer to wait for."""
+        """End the sessions, of all owners or of one, that have been silent for `seconds`. They end
+        concurrently, because each waits for its turn at the trainer."""
         oldest = time.monotonic() - seconds
         own = list(self._sessions.values()) if owner is None else self.sessions_of(owner)
         silent = [each for each in own if each.seen < oldest]
@@ -193,7 +195,7 @@ class TinkerService:
     async def _drop(self, sampler: Sampler) -> None:
         sampler.session.samplers.pop(sampler.id, None)
         if (saved := sampler.snapshot) is not None:
-            with suppress(OSError):  # one that has gone already
+            with suppress(OSError):  # already removed
                 await run_in_thread(self.checkpoints.remove, saved)
 
     # Sessions
@@ -234,7 +236,7 @@ class TinkerService:
         return {}
 
     def _own(self, name: str, owner: str) -> TinkerSession | None:
-        """Return an owner's session, by its id or that of something that it has."""
+        """Return an owner's session by its id, or by the id of its model, sampler or request."""
         session = self._sessions.get(name.partition(":")[0])
         if session is None or session.owner != owner:
             return None
@@ -250,7 +252,7 @@ class TinkerService:
         return session
 
     async def _end(self, session: TinkerSession) -> None:
-        """End a session with its models and samplers; what it has saved under a name stays."""
+        """End a session, its models and its samplers; keep the checkpoints saved under a name."""
         if self._sessions.pop(session.id, None) is None:
             return
         session.futures.drop(*session.futures.entries)
@@ -272,11 +274,12 @@ class TinkerService:
     # Requests
 
     async def retrieve(self, owner: str, request_id: str) -> Reply | None:
-        """Return the result of a request; None if it has none yet."""
+        """Return the result of a request; None if it is not ready yet."""
         return await self._session(request_id, owner).futures.retrieve(request_id)
 
     async def cancel(self, owner: str, asked: requests.Named) -> JsonObject:
-        """End a sample for which nobody waits; others of a model wait for its passes."""
+        """Cancel a sample that its client no longer wants. Ignore other requests: a model's later
+        requests wait for them."""
         if ":sample:" in asked.request_id and (own := self._own(asked.request_id, owner)):
             own.futures.drop(asked.request_id)
         return {}
@@ -286,7 +289,7 @@ class TinkerService:
     async def new_model(
         self, owner: str, tree: JsonObject, kind: type[_Kind], work: _Work
     ) -> JsonObject:
-        """Answer a request for a model, which a method makes by its name, session and request."""
+        """Answer a request for a new model; `work` makes it from its name, session and request."""
         given = parsed(requests.OfNewModel, tree)
         session = self._session(given.session_id, owner)
         name = f"{session.id}:train:{given.model_seq_id}"
@@ -306,7 +309,8 @@ class TinkerService:
     async def _add_model(
         self, session: TinkerSession, state: Checkpoint, loaded: tuple[Path, bool] | None = None
     ) -> Model:
-        """Add an adapter; `loaded` are the arguments of `Adapters.read`, if it was saved."""
+        """Add an adapter; for a saved one, `loaded` has the arguments of `Adapters.read`: its
+        folder, and whether to read its optimizer."""
         name, spec = state.run, requests.LoraSpec.model_validate(state.spec)
         if name in session.models:
             raise Gone(f"the result of the request {name} is not kept any more")
@@ -321,7 +325,7 @@ class TinkerService:
             await self._trainer.add(name, spec, session.futures.account)
             if loaded is not None:
                 await self._trainer.read(name, *loaded)
-        except Exception:  # a session that ends meanwhile removes it
+        except Exception:  # not a cancellation: a session that ends removes its models itself
             await self._remove(model)
             raise
         return model
@@ -333,7 +337,7 @@ class TinkerService:
         return known | {"is_lora": True, "lora_rank": model.state.spec["rank"]}
 
     async def train(self, owner: str, request: TrainingRequest) -> JsonObject:
-        """Answer `forward_backward`, whose body is a message."""
+        """Answer `forward_backward`, whose body is a protobuf message."""
         model = self._model(request.model_id, owner)
         work = partial(self._train, model, request)
         return self._enqueue(model, request.seq_id, work, request.size)
@@ -354,7 +358,7 @@ class TinkerService:
             model.log.add(request, outputs, loss)
             return await run_in_thread(training_reply, outputs, loss)
         except Exception as error:
-            # A first part that is refused did not run.
+            # If the first part is refused (InputError), nothing ran: the gradient is intact.
             if not request.forward_only and (outputs or not isinstance(error, InputError)):
                 model.lost = text_of(error)
             raise
@@ -362,8 +366,8 @@ class TinkerService:
     async def in_turn(
         self, owner: str, tree: JsonObject, kind: type[_Kind], work: _Work
     ) -> JsonObject:
-        """Answer a request of a model by a method once those before it have ended; one that is
-        wrong fails then, because a client cannot fill its position again."""
+        """Answer a model's request with `work`, once the model's earlier requests have ended. A
+        malformed request also fails only then, because a client cannot reuse its position."""
         given = parsed(requests.OfModel, tree)
         model = self._model(given.model_id, owner)
         answer = partial(self._answer, kind, work, tree, model)
@@ -396,8 +400,8 @@ class TinkerService:
         return {"metrics": metrics}
 
     async def save_for_sampler(self, model: Model, asked: requests.SaveForSampler) -> Reply:
-        # An adapter is never changed once it is saved, so a snapshot also keeps the contract of
-        # `inflight`: the weights of its creation, or newer ones.
+        # A saved adapter never changes. So a snapshot also fulfils the contract of `inflight`,
+        # which asks for the weights at the sampler's creation, or newer ones.
         if asked.path is not None:
             saved = await self._save(model, "sampler_weights", asked.path, asked)
             return {"path": saved.address}
@@ -425,7 +429,7 @@ class TinkerService:
         saved = await self._saved(asked, model.session)
         async with self._holding(saved) as held:
             await self._trainer.read(model.id, held, asked.optimizer)
-        model.log.drop()  # of passes whose gradient is dropped
+        model.log.drop()  # loading dropped the gradient of these passes
         model.lost = ""
         model.state = replace(model.state, version=saved.version)
         return {"path": saved.address, "model_id": model.id}
@@ -448,7 +452,7 @@ class TinkerService:
 
     @asynccontextmanager
     async def _holding(self, saved: Checkpoint) -> AsyncIterator[Path]:
-        """Yield a folder with a checkpoint's files, which stay there until the end of the block."""
+        """Yield the folder of a checkpoint's files; they stay until the end of the block."""
         held = asyncio.ensure_future(run_in_thread(self.checkpoints.hold, saved))
         try:
             yield await asyncio.shield(held)
@@ -460,19 +464,19 @@ class TinkerService:
     async def _save(
         self, model: Model, kind: Kind, name: str, asked: requests.Saving
     ) -> Checkpoint:
-        """Save a model, as `weights` with its optimizer."""
+        """Save a model; the kind `weights` includes its optimizer."""
         state, expires = model.state, expiry(asked.ttl_seconds)
         saved = replace(state, kind=kind, name=name, created=str(expiry(0)), expires=expires)
         saved = replace(saved, user_metadata=asked.user_metadata)
         begun = await run_in_thread(
             partial(self.checkpoints.begin, saved, overwrite=asked.overwrite)
         )
-        flush = kind != "snapshots"  # which end with their session
+        flush = kind != "snapshots"  # snapshots end with their session
         how = {"overwrite": asked.overwrite, "flush": flush}
         try:
             await self._trainer.write(model.id, begun, kind == "weights")
             await run_in_thread(partial(self.checkpoints.commit, saved, begun, **how))
-        except BaseException:  # a full disk would stay full
+        except BaseException:  # free the space: the disk may be full
             await run_in_thread(partial(shutil.rmtree, begun, ignore_errors=True))
             raise
         return saved
@@ -553,7 +557,7 @@ class TinkerService:
             done = await together(generate(self._generator, each) for each in made)
         if any(each.finish_reason == "abort" for each in done):
             raise EngineError(f"an engine ended {name} early")
-        if not asked.scored(len(ids)):  # else it scores, and what it samples is thrown away
+        if not asked.scored(len(ids)):  # the samples of a scoring request are thrown away
             self._sampled.add(sampler.session.owner, ids, done, saved.version if saved else 0)
         likeliest = asked.topk_prompt_logprobs, asked.topk_sample_logprobs
         reply = partial(sample_reply, done, asked.scored(len(ids)), likeliest)

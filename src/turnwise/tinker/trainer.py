@@ -33,7 +33,7 @@ class AdapterTrainer:
         self.queue = TrainerQueue()
         self._trainer = trainer
         self._algorithm = weighted_logprobs(algorithm)
-        self._owners: dict[str, str] = {}  # of the models, by name
+        self._owners: dict[str, str] = {}  # owner of each model, by its name
 
     async def add(self, name: str, spec: LoraSpec, owner: str) -> None:
         seed = random.getrandbits(62) if spec.seed is None else spec.seed
@@ -57,8 +57,8 @@ class AdapterTrainer:
         await self._call(name, self._trainer.drop(name))
 
     async def run(self, name: str, part: TrainingRequest) -> tuple[list[Array], float]:
-        """Add the gradient of a part of a pass, unless it is one without; return log-prob and loss
-        of each datum's targets, [2, T] or [2, T, K], and the sum of the loss."""
+        """Run a part of a pass, and add up its gradient unless it is forward-only. Return log-prob
+        and loss of each datum's targets, [2, T] or [2, T, K], and the sum of the loss."""
         loss = loss_named(part.loss, part.loss_config)
         samples = await run_in_thread(samples_of, part.data, loss)
 
@@ -73,8 +73,8 @@ class AdapterTrainer:
         return outputs, float(sum(each[1].sum(dtype=np.float64) for each in outputs))
 
     async def step(self, name: str, step: AdamStep) -> dict[str, float]:
-        """Take an optimizer step; an InputError if the gradient, which is dropped, is not finite.
-        Return its metrics."""
+        """Take an optimizer step and return its metrics. If the gradient is not finite, drop it and
+        raise an InputError."""
         found = await self._call(name, self._trainer.optim_step(step.settings, name))
         norm = float(found["grad_norm"])
         if found["skipped_updates"]:
@@ -96,8 +96,8 @@ _LOGPROB, _LOSS = RECORDED.index("trainer_logprob"), RECORDED.index("loss")
 
 
 def samples_of(data: Sequence[Datum], loss: TinkerLoss) -> list[Sample]:
-    """Return the sample of each datum: its tokens and, at the end, the last target, since a sample
-    scores each token by those before it."""
+    """Return one sample for each datum: its tokens followed by its last target, because a sample
+    scores each of its tokens after the first."""
     samples: list[Sample] = []
     for number, datum in enumerate(data):
         targets = datum.inputs["target_tokens"]

@@ -1,7 +1,7 @@
-"""Tinker's binary messages: requests of training in, log-probs out.
+"""Tinker's binary messages: training requests in, log-probs out.
 
-`_MESSAGES` is the protocol's table of fields. A slow test compares it with the descriptors of the
-SDK, whose code the server does not need. Enumerations are integers here, as they are in messages.
+`_MESSAGES` is the protocol's table of fields. A slow test compares it with the SDK's descriptors;
+the server itself does not need the SDK. Enumerations are integers here, as they are in messages.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,15 +20,15 @@ from turnwise.trajectory import Prompt
 
 Array = npt.NDArray[np.generic]
 Joined = Callable[[Sequence[Chunk], str], Prompt]
-"""Returns the ids of chunks, as `ChunkReader.joined`."""
+"""Makes a prompt of chunks, like `ChunkReader.joined`."""
 PROTOBUF = "application/x-protobuf"
 """Content type of these messages."""
 _FLOAT32, _INT64 = 1, 2
 _DTYPES: dict[int, type[np.generic]] = {_FLOAT32: np.float32, _INT64: np.int64, 3: np.int32}
 _NO_LOGPROB = -99999.0  # the protocol's value where there is no token
 MOST_VALUES = 2**26
-"""Values of all tensors of a request, once they are dense."""
-_MOST_PARTS = 2**19  # data, chunks and tensors of a request
+"""Maximum number of values of all tensors of a request, as dense tensors."""
+_MOST_PARTS = 2**19  # maximum number of data, chunks and tensors of a request
 _TYPES = {"double": 1, "int64": 3, "int32": 5, "bool": 8, "string": 9, "bytes": 12, "uint32": 13}
 _PACKAGE = "turnwise_tinker"
 _MESSAGES = {
@@ -52,14 +52,14 @@ _MESSAGES = {
     "4 loss_fn string, 5 loss_fn_config double %, 6 forward_only bool, "
     "7 loss_fn_config_v2 LossConfigValue %",
 }
-"""Fields of each message, but for those that the server has no use for: number, name, type, and `*`
-for a list, `%` for a mapping from strings. Fields that the protocol marks as optional, or as one of
-several, are plain ones here: they are empty where they are not set."""
+"""Fields of each message that the server uses: number, name, type, and `*` for a list, `%` for a
+mapping from strings. Optional fields of the protocol, and fields in a oneof, are plain fields here:
+they are empty if they are not set."""
 
 
 @dataclass(frozen=True, slots=True)
 class Datum:
-    """One sequence to compute: `T` tokens, and what the loss needs at each of them."""
+    """One sequence to compute: `T` tokens, and the loss's inputs at each token."""
 
     ids: Prompt
     inputs: Mapping[str, Array]
@@ -68,7 +68,7 @@ class Datum:
 
 @dataclass(frozen=True, slots=True)
 class TrainingRequest:
-    """A request for a forward pass, with its gradient unless `forward_only`."""
+    """A request for a forward pass and, unless `forward_only`, for its gradient."""
 
     model_id: str
     seq_id: int
@@ -125,8 +125,8 @@ def _add(message: Foreign, name: str, number: int, kind: str, *, is_list: bool =
 
 
 def read_training_request(body: bytes, joined: Joined) -> TrainingRequest:
-    """Return the request of a message; InputError when it is none. `joined` makes a prompt of each
-    datum's chunks."""
+    """Parse a training request; InputError if `body` is not such a message. `joined` makes a prompt
+    of each datum's chunks."""
     request = message_classes()["ForwardBackwardRequest"]()
     try:
         request.ParseFromString(body)
@@ -175,7 +175,7 @@ def _read_datum(message: Foreign, what: str, joined: Joined) -> Datum:
 
 
 def read_tensor(message: Foreign, what: str) -> Array:
-    """Return a tensor; what a sparse one does not list is 0."""
+    """Return a dense array; values that a sparse tensor does not list are 0."""
     if (kind := _DTYPES.get(message.dtype)) is None:
         raise InputError(f"{what}: the tensor has no type that is known")
     shape = list(message.shape)
@@ -209,13 +209,13 @@ def _array(data: bytes, kind: type[np.generic], what: str) -> Array:
 
 
 def training_reply(outputs: Sequence[Array], loss: float) -> bytes:
-    """Return the message of a pass: log-prob and loss of each datum's targets, [2, T] or [2, T, K],
+    """Return the reply to a pass: log-prob and loss of each datum's targets, [2, T] or [2, T, K],
     and the sum of the loss."""
-    # The name of a metric ends in the way in which a client joins those of several requests.
+    # The suffix of a metric's name says how a client combines the values of several requests.
     reply = message_classes()["ForwardBackwardOutput"](
         loss_fn_output_type="ArrayRecord", metrics={"loss:sum": loss}
     )
-    # A record has arrays that differ in their first dimension alone.
+    # The arrays of one record may differ in their first dimension only.
     for shape, group in groupby(outputs, lambda each: each.shape[2:]):
         data = [each.astype(np.float32) for each in group]
         record = reply.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(data))
@@ -233,13 +233,13 @@ def sample_reply(
     scored: int = 0,
     likeliest: tuple[int, int] = (0, 0),
 ) -> bytes:
-    """Return the message of the samples of one prompt.
+    """Return the reply with the samples of one prompt.
 
     Args:
-        completions: The first has what is asked for of the prompt.
+        completions: The samples; the first also has the prompt's log-probs.
         scored: Number of tokens at the prompt's end whose log-probs are asked for.
-        likeliest: Numbers of likeliest tokens that are asked for at each of these, and at each
-            sampled token.
+        likeliest: Number of most likely tokens asked for at each of these prompt tokens, and at
+            each sampled token.
     """
     first = completions[0]
     reply = message_classes()["SampleResponse"]()
@@ -255,14 +255,14 @@ def sample_reply(
         values = [np.nan if value is None else value for value in prompt]
         values[:before] = [np.nan] * before
         reply.prompt_logprobs = np.asarray(values, np.float32).tobytes()
-        rows = first.prompt_alternatives[max(0, before - 1) :]  # there is none for the first token
+        rows = first.prompt_alternatives[max(0, before - 1) :]  # the first token has none
         rows = [[] for _ in range(len(prompt) - len(rows))] + rows
         _put_likeliest(reply, "topk_prompt_logprobs", rows, likeliest[0])
     return bytes(reply.SerializeToString())
 
 
 def _put_likeliest(message: Foreign, name: str, rows: Alternatives, count: int) -> None:
-    """Set the likeliest tokens of each position, which follow its own token there."""
+    """Set the most likely tokens of each position; in `rows` they follow the position's token."""
     if not count:
         return
     ids = np.zeros((len(rows), count), np.int32)

@@ -1,4 +1,4 @@
-"""Tools: what the model may call, and how it is called safely."""
+"""Tools that the model may call, and their safe calling."""
 
 import importlib
 from typing import TYPE_CHECKING

@@ -1,8 +1,8 @@
-"""The tools `python` and `shell`: the model's code in a sandbox of its trajectory.
+"""The tools `python` and `shell`: they run the model's code in a sandbox of its trajectory.
 
 Whatever the code does, a call returns a text in time and the sandbox ends with the environment.
-What the sandbox sends is untrusted: it is read without blocking and kept up to a limit, and decides
-nothing but the text for the model and when the call ends, no later than its deadline.
+The sandbox's output is untrusted. It is read without blocking and kept up to a limit. It decides
+only the text for the model, and when the call ends before its deadline.
 """
 
 import contextlib
@@ -49,14 +49,14 @@ _ABOUT = {
 }
 """Description of each tool, and name and description of its argument."""
 GRACE_SECONDS = 2.0
-"""Time between the interruption of code that is late, inside the sandbox, and its end."""
+"""Time between the interruption of late code inside the sandbox and the end of the sandbox."""
 _START_SECONDS = 60.0
 _END_SECONDS = 10.0
 _MAX_CODE = 1 << 20
 _PIPE_BYTES = 1 << 20  # maximum size of a pipe
 _MAX_OUTPUT = 8000
-"""Bytes of one call's output that are kept, half of them from its end."""
-_KEEPERS_ENVIRONMENT = {  # it needs nothing of this process's; sandlock asks for a HOME
+"""Maximum number of bytes of a call's output that are kept, half of them from its end."""
+_KEEPERS_ENVIRONMENT = {  # a keeper needs nothing of this process's environment, sandlock a HOME
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "LANG": "C.UTF-8",
     "HOME": "/nonexistent",
@@ -65,10 +65,10 @@ _choosing = threading.Lock()
 
 
 class CodeTool:
-    """A sandboxed tool; each trajectory opens a toolset of its own, with its own sandbox.
+    """A sandboxed tool; each trajectory opens its own toolset, with its own sandbox.
 
     Args:
-        options: Keys of an entry `python` or `shell` of `rollout.tools` (`CodeToolConfig`).
+        options: Keys of a `python` or `shell` entry in `rollout.tools` (`CodeToolConfig`).
     """
 
     def __init__(self, name: Literal["python", "shell"], options: Mapping[str, object]) -> None:
@@ -77,8 +77,8 @@ class CodeTool:
         self._session: Sandbox | None = None
 
     def choose(self) -> Callable[..., Sandbox]:
-        """Return what makes this tool's sandboxes: called with the limits and `shell`. Raises what
-        `choose` does, or when a class cannot be imported."""
+        """Return the class or function that makes this tool's sandboxes, from the limits and
+        `shell`. InputError when no backend works, or a class cannot be imported."""
         wanted = self.limits.sandbox
         if wanted.startswith(("http://", "https://")):
             return HttpSandbox
@@ -92,7 +92,7 @@ class CodeTool:
         return copy.copy(self)
 
     async def open(self) -> list[Tool]:
-        """Choose the sandbox and return the tool; raises what `choose` does."""
+        """Choose the sandbox and return the tool; raise the errors of `choose`."""
         make = await run_in_thread(self.choose)
         shell = self.name == "shell"
         self._session = session = await run_in_thread(make, self.limits, shell=shell)
@@ -107,7 +107,7 @@ class CodeTool:
         def call(arguments: JsonObject) -> str:
             try:
                 return session.run(arguments[argument])
-            except InputError as error:  # it does not start: nothing that the model can mend
+            except InputError as error:  # the sandbox does not start: the model cannot repair that
                 raise TrajectoryError("sandbox_error", str(error)) from error
 
         return [Tool(self.name, about, parameters, call, in_order=True)]
@@ -144,8 +144,11 @@ def shell(**options: object) -> CodeTool:
 
 @lru_cache
 def choose(wanted: str, interpreter: str | None = None, image: str | None = None) -> Backend:
-    """Return the first backend that works on this machine, tried by running code in it: `wanted`,
-    or for `auto` sandlock or else bubblewrap. InputError when none works says what to install."""
+    """Return the first backend that works on this machine, after a test run of code in it.
+
+    The candidate is `wanted`; for `auto` they are sandlock, then bubblewrap. InputError when none
+    works; it names the packages to install.
+    """
     if wanted == "none":
         return "none"
     tried = []
@@ -178,7 +181,7 @@ def choose(wanted: str, interpreter: str | None = None, image: str | None = None
 
 
 class CodeSession:
-    """One interpreter, started by the first call and again after it ended."""
+    """One interpreter; the first call starts it, and so does the first call after it ended."""
 
     def __init__(self, backend: Backend, limits: CodeToolConfig, *, shell: bool = False) -> None:
         self._backend = backend
@@ -189,10 +192,10 @@ class CodeSession:
         self._closed = threading.Event()
 
     def run(self, code: str) -> str:
-        """Run code and return what the model reads: output and value, or the error.
+        """Run code and return the text for the model: output and value, or the error.
 
-        Blocks for at most the limit's seconds, `GRACE_SECONDS`, and the start of an interpreter;
-        InputError when none starts.
+        The call blocks for at most the sum of `limits.timeout`, `GRACE_SECONDS` and the start of an
+        interpreter. InputError when no interpreter starts.
         """
         seconds = self._limits.timeout
         if len(code) > _MAX_CODE:
@@ -204,7 +207,7 @@ class CodeSession:
                 raise InputError("the sandbox is closed")
             if (process := self._process) is None:
                 self._process = process = _Process(self._backend, self._limits, self._shell)
-                if self._closed.is_set():  # meanwhile: `close` may have seen no process
+                if self._closed.is_set():  # a `close` at the same time may have seen no process
                     process.cut()
                 outcome, text = process.exchange(b"", b"ready", _START_SECONDS)
                 if outcome != "answered":
@@ -252,7 +255,7 @@ class _Process:
     def __init__(self, backend: Backend, limits: CodeToolConfig, shell: bool) -> None:
         self._one_stream = backend in ENGINES
         self.complaint = ""
-        """The last that came in place of an answer: why a sandbox does not start."""
+        """The last bytes that came instead of an answer, such as why a sandbox does not start."""
         lifeline, end = os.pipe()
         self._lifeline: IO[bytes] = open(end, "wb", 0)  # noqa: SIM115
         try:
@@ -278,8 +281,8 @@ class _Process:
             os.set_blocking(pipe.fileno(), False)
 
     def exchange(self, request: bytes, answer: bytes, seconds: float) -> tuple[str, str]:
-        """Send a request and read until its answer; returns "answered", "ended" or "late", and the
-        output, of which the middle may be left out."""
+        """Send a request and read until its answer. Return "answered", "ended" or "late", and the
+        output, whose middle may be left out."""
         ends, said, outcome = time.monotonic() + seconds, b"", ""
         output, half, left_out = bytearray(), _MAX_OUTPUT // 2, 0
         poll = select.poll()
@@ -323,7 +326,7 @@ class _Process:
                         outcome = "answered" if answer in said else "ended"
                         break
                     said = said[-1000:]
-        unread = _PIPE_BYTES if outcome else 0  # the output that has been written already
+        unread = _PIPE_BYTES if outcome else 0  # read output that is in the pipe already
         while unread > 0 and (part := _read(self._output)):
             keep(part)
             unread -= len(part)
@@ -341,7 +344,7 @@ class _Process:
         try:
             return self._keeper.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
-            if self._one_stream:  # the keeper goes on until the container is removed
+            if self._one_stream:  # let the keeper go on until it has removed the container
                 return None
             kill_group(self._keeper.pid, reaped=False)
             self._keeper.wait(_END_SECONDS)
@@ -353,7 +356,7 @@ class _Process:
 
 
 def _read(fd: int) -> bytes | None:
-    """Return what can be read, b"" at the end, None if nothing can."""
+    """Return the bytes that can be read now: b"" at the end of the file, None if there are none."""
     try:
         return os.read(fd, 1 << 16)
     except BlockingIOError:

@@ -1,7 +1,7 @@
 """Tools of openai-agents, pydantic-ai, LangChain and smolagents, taken as they are.
 
 They are recognised by their attributes, and described by their own packages, so that the prompt is
-the one that these frameworks make. A package is imported only for a tool that comes from it.
+the same as in these frameworks. A package is imported only for a tool that comes from it.
 """
 
 import inspect
@@ -22,10 +22,10 @@ from turnwise.tools.tool import Tool
 
 
 def adopted(tool: Foreign, context: object = None) -> Foreign:
-    """Return a tool of another framework as a `Tool`, and any other object as it is.
+    """Convert a tool of another framework to a `Tool`; return any other object as it is.
 
     Args:
-        context: What the tool finds as `context` in openai-agents' context of a run, and as `deps`
+        context: Object that the tool finds as `context` in openai-agents' run context, or as `deps`
             in pydantic-ai's.
     """
     if isinstance(tool, type | Tool):
@@ -33,7 +33,7 @@ def adopted(tool: Foreign, context: object = None) -> Foreign:
     if inspect.isroutine(tool):
         hint: Foreign = None
         if "pydantic_ai" in sys.modules:
-            with suppress(Exception):  # it is described, or refused, as any other function
+            with suppress(Exception):  # without hints it is treated as any other function
                 first = next(iter(inspect.signature(tool).parameters))
                 hint = get_type_hints(tool)[first]
         # A function whose first argument is pydantic-ai's `RunContext` is a tool of pydantic-ai.
@@ -106,4 +106,5 @@ _FRAMEWORKS: dict[tuple[str, ...], Callable[[Foreign, object], Tool]] = {
     ("name", "args_schema", "ainvoke"): _from_langchain,
     ("name", "inputs", "output_type", "forward"): _from_smolagents,
 }
-"""The attributes by which a framework's tools are recognised, and what makes a `Tool` of them."""
+"""The attributes by which each framework's tools are recognised, and the function that converts
+them."""

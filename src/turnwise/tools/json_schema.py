@@ -1,9 +1,9 @@
-"""JSON schemas of tools that others describe: the only place where arguments are validated by one.
+"""Validation of arguments by JSON schemas that come from outside, such as an MCP server's.
 
-Neither the schema nor the arguments are trusted. A schema refers to no other document, so that
-nothing is fetched. Its patterns are matched in linear time, or, where they look around or back, in
-a limited number of steps. The cost of one call is counted before it is paid: a schema whose
-references double at each step, or arguments nested too deeply for it, are refused.
+Neither the schema nor the arguments are trusted. A schema may not refer to another document, so
+nothing is fetched. Its patterns are matched in linear time; patterns with lookarounds or
+backreferences have a limited number of steps. The cost of a call is computed before it is paid: a
+schema whose references double at each step, and arguments nested too deeply, are refused.
 """
 
 import json
@@ -26,33 +26,34 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 _MAX_CHARS = 1 << 18
-"""Maximum number of characters of a schema, far above what fits into a prompt."""
+"""Maximum number of characters of a schema, far more than fit into a prompt."""
 _MAX_COST = 100_000
-"""Maximum number of checks of one value in the arguments, as `_cost_by_depth` counts them."""
+"""Maximum number of checks of one value in the arguments, counted by `_cost_by_depth`."""
 _MAX_CALL_COST = 5_000_000
-"""Maximum number of checks of one call: a tenth of a second, which may keep Python's lock."""
+"""Maximum number of checks of one call: about 0.1 s, in which the GIL may be held."""
 _MAX_NAMED_COST = 200_000
-"""Maximum number of checks of one call whose mistakes are named one by one."""
+"""Maximum number of checks of a call for which mistakes are listed one by one."""
 _MAX_DEPTH = 100
 """Maximum number of levels of the arguments."""
 _MAX_WORK = 2_000_000
 """Maximum number of steps of the count itself: about half a second."""
 _MIN_DEPTH = 2
-"""Number of levels below the arguments that each tool must be able to take."""
+"""Number of levels below the arguments object that each tool's schema must allow."""
 _MAX_CHAIN = 100
-"""Maximum number of schemas that one value passes within each other."""
+"""Maximum number of schemas in a row that apply to the same value."""
 _MAX_FRAMES = 2_000
-"""Maximum product of `_MAX_CHAIN` and the levels of arguments: validation is recursive."""
+"""Maximum product of the longest such chain and the levels of arguments: validation recurses."""
 _MAX_PATTERNS = 500
 _PATTERN_COST, _LOOKING_COST = 20, 1_000
-"""Checks that a pattern counts for: matched in linear time, and by trying."""
+"""Cost of a pattern, in checks: for matching in linear time, and for backtracking."""
 _MAX_STEPS = 5_000
-"""Maximum number of steps back of a pattern that looks around or back."""
+"""Maximum number of backtracking steps of a pattern with lookarounds or backreferences."""
 _PATTERN_BYTES = 1 << 20
 _SHOWN = 100
 
 _Step = Literal["here", "member", "item", "name"]
-"""The values that a part of a schema applies to: its own, those of an object or array, or keys."""
+"""The values to which a part of a schema applies: the same value as the schema, an object's
+members, an array's items, or an object's keys."""
 _PARTS: dict[str, tuple[_Step, Literal["one", "list", "map"]]] = {
     **dict.fromkeys(("not", "if", "then", "else"), ("here", "one")),
     **dict.fromkeys(("allOf", "anyOf", "oneOf"), ("here", "list")),
@@ -64,25 +65,26 @@ _PARTS: dict[str, tuple[_Step, Literal["one", "list", "map"]]] = {
     "prefixItems": ("item", "list"),
     "items": ("item", "one"),  # or "list", in older drafts
 }
-"""The keywords that hold schemas. Data, such as `default`, is not searched."""
+"""The keywords that contain schemas. Keywords that contain data, such as `default`, are left
+out."""
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 
 
 class ArgumentsSchema:
-    """The JSON schema of a tool's arguments; a `$schema` chooses the draft, 2020-12 by default.
+    """The JSON schema of a tool's arguments; `$schema` chooses the draft, by default 2020-12.
 
-    `format` is not checked. A pattern that cannot be read is not checked either, and logged once.
+    `format` is not checked. A pattern that cannot be read is logged once, and not checked.
 
     Args:
         schema: The schema, as JSON text.
         name: Name of the tool, for messages.
 
     Raises:
-        InputError: when it is no JSON schema, refers to another document, or costs too much.
+        InputError: when it is not a JSON schema, refers to another document, or costs too much.
     """
 
     def __init__(self, schema: str, name: str) -> None:
-        import jsonschema_rs  # late: many runs have functions only
+        import jsonschema_rs  # late, because many runs have only functions as tools
 
         if len(schema) > _MAX_CHARS:
             raise _refused(name, f"have more than {_MAX_CHARS:,} characters")
@@ -98,14 +100,14 @@ class ArgumentsSchema:
             )
         except jsonschema_rs.ValidationError as error:
             raise _refused(name, f"are no JSON schema: {_named(error)}") from error
-        except ValueError as error:  # two hundred levels
+        except ValueError as error:  # for example, more than 200 levels
             raise _refused(name, f"cannot be read: {first_line(error)}") from error
 
     def read(self, arguments_json: str) -> JsonObject:
-        """Return a call's arguments; call this in a thread.
+        """Return a call's arguments; call this in a thread, because it can take long.
 
         Raises:
-            ArgumentsError: naming what is wrong, with its path.
+            ArgumentsError: with the mistakes and their paths.
         """
         try:
             arguments = json.loads(arguments_json, parse_constant=_no_constant)
@@ -125,7 +127,8 @@ class ArgumentsSchema:
         try:
             if self._validator.is_valid(arguments):
                 return arguments
-            if max(cost, len(arguments_json)) > _MAX_NAMED_COST:  # all are made, with their values
+            # Listing mistakes is slow: the validator makes all of them, with their values.
+            if max(cost, len(arguments_json)) > _MAX_NAMED_COST:
                 raise ArgumentsError("arguments: do not fit the tool's JSON schema")
             found = islice(self._validator.iter_errors(arguments), MAX_MISTAKES)
             raise ArgumentsError("; ".join(map(_named, found)))
@@ -135,15 +138,16 @@ class ArgumentsSchema:
 
 @lru_cache(maxsize=1024)
 def arguments_schema(schema: str, name: str) -> ArgumentsSchema:
-    """Return a tool's `ArgumentsSchema`; each trajectory is offered the same tools."""
+    """Return a tool's `ArgumentsSchema`; cached, because all trajectories have the same tools."""
     return ArgumentsSchema(schema, name)
 
 
 def check_parameters(parameters: object, name: str) -> ArgumentsSchema:
-    """Return the schema of a tool's parameters; InputError as for `ArgumentsSchema`."""
+    """Return the schema of a tool's parameters; InputError if `ArgumentsSchema` refuses them or
+    they are not JSON."""
     try:
         return arguments_schema(json.dumps(parameters), name)
-    except (TypeError, ValueError, RecursionError) as error:  # no JSON, or it holds itself
+    except (TypeError, ValueError, RecursionError) as error:  # not JSON, or it contains itself
         raise _refused(name, f"are no JSON: {first_line(error)}") from error
 
 
@@ -152,7 +156,7 @@ def _refused(name: str, why: str) -> InputError:
 
 
 def _named(error: Foreign) -> str:
-    """Return a mistake with its path; of a long one the begin, and the end, which says what."""
+    """Return a mistake with its path. Cut a long message in the middle: its end names the rule."""
     message = visible(error.message)
     if len(message) > 2 * _SHOWN:
         message = f"{message[:_SHOWN]}...{message[-_SHOWN:]}"
@@ -165,7 +169,7 @@ def _no_constant(name: str) -> object:
 
 
 def _measured(value: object) -> tuple[int, int]:
-    """Return the number of values, keys included, and of levels below the first."""
+    """Return the number of values, keys included, and the number of levels below the first."""
     values, depth, level = 1, -1, [value]
     while level:
         depth += 1
@@ -189,7 +193,7 @@ def _patterns() -> "FancyRegexOptions":
 
 @lru_cache(maxsize=4096)
 def _pattern_cost(pattern: str) -> int | None:
-    """Return what a pattern counts for; None if it cannot be read."""
+    """Return a pattern's cost in checks; None if it cannot be read."""
     from jsonschema_rs import Draft202012Validator, RegexOptions, ValidationError
 
     linear = RegexOptions(size_limit=_PATTERN_BYTES)
@@ -208,16 +212,17 @@ class _Node:
 
     schema: JsonObject
     here: list["_Node"]
-    """Schemas of the same value."""
+    """Schemas that apply to the same value."""
     below: list[tuple[_Step, str | int | None, "_Node"]]
-    """Schemas of values in it: of members or items, one's key or None for several; and of keys."""
+    """Schemas that apply to members, items or keys of the value. The second part is the key or
+    index of a single member or item; None if the schema applies to several."""
     cost: int = 1
     chain: int = 0
-    """Maximum number of schemas that a value passes from this one on."""
+    """Maximum number of schemas in a row that apply to a value, from this one on."""
 
 
 class _Graph:
-    """All schemas that a schema's validation can reach; they are changed where they are."""
+    """All schemas that a schema's validation can reach; they are changed in place."""
 
     def __init__(self, root: object, name: str) -> None:
         self._root, self._name = root, name
@@ -231,7 +236,7 @@ class _Graph:
             known = len(self._nodes)
             for step, key, part in self._parts(node.schema):
                 found = self._add(part)
-                if found is None:  # true, false, or no schema, which the validator says
+                if found is None:  # true, false, or not a schema, which the validator reports
                     continue
                 if step == "here":
                     node.here.append(found)
@@ -244,7 +249,7 @@ class _Graph:
         if not isinstance(schema, dict):
             return None
         if id(schema) not in self._nodes:
-            # One document without addresses: all references are to places in it.
+            # Remove the addresses, so that all references are to places in one document.
             for key in ("$id", "id"):
                 if isinstance(schema.get(key), str):
                     del schema[key]
@@ -269,7 +274,7 @@ class _Graph:
                 yield step, None, value
 
     def _targets(self, reference: str) -> list[object]:
-        """Return the schemas that a reference may mean: one, unless anchors have one name."""
+        """Return the schemas to which a reference may lead: one, unless anchors share a name."""
         if not reference.startswith("#"):
             raise _refused(self._name, f"refer to another document, {reference!r:.80}")
         place = unquote(reference[1:])
@@ -284,10 +289,10 @@ class _Graph:
                 at = at[int(step)] if step.isdecimal() and int(step) < len(at) else None
             else:
                 at = at.get(step) if isinstance(at, dict) else None
-        return [at]  # None is refused by the validator, which names the place
+        return [at]  # the validator refuses None, and names the place
 
     def drop_unreadable_patterns(self) -> None:
-        """Remove patterns that cannot be read, and say so: the tool may be of use without."""
+        """Remove patterns that cannot be read, and log them: the tool may be useful without."""
         number = 0
         for node in self._nodes.values():
             schema, named = node.schema, node.schema.get("patternProperties")
@@ -304,7 +309,7 @@ class _Graph:
                     schema.pop("pattern", None)
                 if pattern in named:
                     del named[pattern]
-                    # Which properties are others cannot be known, either.
+                    # Without the pattern, the set of additional properties is unknown, too.
                     for others in ("additionalProperties", "unevaluatedProperties"):
                         schema.pop(others, None)
                 _LOG.warning(
@@ -314,8 +319,8 @@ class _Graph:
                 )
 
     def _ordered(self) -> list[_Node]:
-        """Return the schemas, each before those of the same value that it leads to; sets `chain`.
-        InputError when one leads to itself."""
+        """Return the schemas in topological order: each comes before the schemas to which it leads
+        for the same value. Set `chain`. InputError when a schema leads to itself."""
         done: dict[int, _Node] = {}
         begun: set[int] = set()
         stack = [(node, False) for node in self._nodes.values()]
@@ -338,10 +343,10 @@ class _Graph:
         return [*reversed(done.values())]
 
     def limits(self) -> tuple[int, int]:
-        """Return the number of levels that arguments may have, and the most checks of a value.
+        """Return the maximum number of levels of arguments, and of checks of one value.
 
         Raises:
-            InputError: when that are fewer levels than `_MIN_DEPTH`.
+            InputError: when values within `_MIN_DEPTH` levels would cost too many checks.
         """
         longest = max((node.chain for node in self._order), default=1)
         depth, most = min(_MAX_DEPTH, _MAX_FRAMES // longest), 1
@@ -357,31 +362,32 @@ class _Graph:
         return depth, most
 
     def _cost_by_depth(self) -> Iterator[int]:
-        """Yield, for each level of arguments, the most checks of one value: how often each schema
-        applies to it, for the worst arguments."""
+        """Yield, for each level of arguments, the maximum number of checks of one value: the sum of
+        how often each schema applies to it, for the worst arguments."""
         if not self._order:
             return
         passed = self._passed()
         times, before = passed[id(self._root)], _Times()
-        while times and times != before:  # else it is so for all further levels
+        while times and times != before:  # if equal, all further levels are equal, too
             yield sum(count * self._nodes[each].cost for each, count in times.items())
             below: dict[tuple[_Step, str | int | None], _Times] = defaultdict(_Times)
             for each, count in times.items():
                 for step, key, part in self._nodes[each].below:
                     self._add_times(below[step, key], passed[id(part.schema)], count)
             times, before = _Times(), times
-            for (step, key), found in below.items():  # the worst key, and what applies to all keys
+            # For the worst key: its own schemas, and the schemas that apply to all keys.
+            for (step, key), found in below.items():
                 if key is not None:
                     self._add_times(found, below.get((step, None), _Times()))
                 for each, count in found.items():
                     times[each] = max(times.get(each, 0), count)
 
     def _passed(self) -> dict[int, "_Times"]:
-        """Return, for each schema, how often a value passes itself and others from there on."""
+        """Return, for each schema, how often it and the schemas after it apply to a value."""
         passed: dict[int, _Times] = {}
         for node in reversed(self._order):
             own = passed[id(node.schema)] = _Times({id(node.schema): 1})
-            # What is evaluated is found by a second walk through the same schemas.
+            # The validator finds evaluated members by a second walk through the same schemas.
             twice = any(key.startswith("unevaluated") for key in node.schema)
             for part in node.here:
                 self._add_times(own, passed[id(part.schema)], 2 if twice else 1)
@@ -400,7 +406,7 @@ class _Times(dict[int, int]):
 
 
 def _own_cost(schema: JsonObject) -> int:
-    """Return the number of checks of a schema itself, without those of its patterns."""
+    """Return the number of checks of a schema itself, without its patterns."""
     lists = (schema.get(key) for key in ("enum", "required"))
     return 1 + len(schema) // 4 + sum(len(each) for each in lists if isinstance(each, list)) // 4
 

@@ -1,8 +1,8 @@
 """MCP servers as toolsets: `MCPServer`, in an environment's `tools` or in `rollout.tools`.
 
 All connections live on one event loop in a separate thread, so that neither user code nor the
-training loop holds them up. There is one pool of them for each configuration in a process, which
-lists the server's tools once. A call that fails with its connection is an error of that call; the
+training loop blocks them. A process has one pool of connections for each configuration; the pool
+lists the server's tools once. If a connection fails during a call, that call is an error, and the
 next call connects again. Servers are not trusted: names, schemas and sizes are checked.
 """
 
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 _Listed: TypeAlias = Sequence[tuple[str, str, JsonObject]]
-"""Name, description and parameters of the tools that a server lists."""
+"""Name, description and parameters of each tool that a server lists."""
 _NAME = re.compile(r"[A-Za-z0-9_./-]{1,128}")
 IDLE_SECONDS = 600.0
-"""Time without a trajectory after which warm and shared connections end."""
+"""Time after which warm and shared connections end, if no trajectory uses them."""
 _MAX_POOLS = 1000
-"""Number of pools above which unused ones are forgotten."""
+"""Number of pools above which unused pools are forgotten."""
 _starting = asyncio.Semaphore(2 * (os.cpu_count() or 1))
 """Limits the number of servers that start at the same time."""
 
@@ -45,7 +45,7 @@ class MCPServer:
     Args:
         command: Program to start, which speaks MCP over its standard input and output.
         args: Its arguments.
-        **options: The other keys of an entry `mcp` of `rollout.tools` (`McpConfig`), such as `url`,
+        **options: The other keys of an `mcp` entry in `rollout.tools` (`McpConfig`), such as `url`,
             `env`, `tools` and `shared`, with the same defaults.
 
     Raises:
@@ -61,7 +61,7 @@ class MCPServer:
         self, command: str | None = None, args: Sequence[str] = (), **options: object
     ) -> None:
         given = {"command": command, "args": args, **options}
-        # No deadline for the start is None; all else that is None has its default.
+        # `start_timeout=None` means no deadline; any other None means the default.
         keys = {k: v for k, v in given.items() if v is not None or k == "start_timeout"}
         try:
             self.config = McpConfig.model_validate(keys)
@@ -70,12 +70,12 @@ class MCPServer:
             raise InputError(f"MCPServer: {'; '.join(mistakes)}") from None
 
     def toolset(self) -> "McpToolset":
-        """Return one trajectory's connection, which is not open yet."""
+        """Return the toolset of one trajectory, with a connection that is not open yet."""
         return McpToolset(self.config)
 
     async def close(self) -> None:
-        """End the connections that no trajectory has open; otherwise they end when unused for
-        `IDLE_SECONDS`, or at exit."""
+        """End the connections that no trajectory uses. Without this call they end after
+        `IDLE_SECONDS` without use, or at exit."""
         await _on_loop(pool_of(self.config).drain())
 
 
@@ -89,8 +89,8 @@ class McpToolset:
         self._line: Line | None = None
 
     async def open(self) -> list[Tool]:
-        """Connect, and return the server's tools; McpError when they cannot be offered, otherwise
-        raises as `McpConnection.opened` does."""
+        """Connect, and return the server's tools; McpError when they cannot be offered, or an error
+        of `McpConnection.opened`."""
         self._pool = pool = pool_of(self._config)
 
         async def listed() -> _Listed:
@@ -98,7 +98,7 @@ class McpToolset:
             return await pool.listed(await self._line.connection())
 
         async def call(name: str, arguments: JsonObject) -> object:
-            line = self._line  # which `close` may take away meanwhile, in another thread
+            line = self._line  # `close` may remove it meanwhile, in another thread
             if line is None:
                 raise McpError(f"{_name_of(self._config)} is closed")
             return await _on_loop(line.call(name, arguments, self._session))
@@ -124,7 +124,7 @@ class McpToolset:
         if (pool := self._pool) is None:
             return
 
-        async def leave() -> None:  # on the loop, which knows whether a cancelled `open` had begun
+        async def leave() -> None:  # on the loop, so it sees a line that a cancelled `open` made
             line, self._line = self._line, None
             if line is not None:
                 await pool.leave(line)
@@ -147,13 +147,14 @@ class Line:
         self._connection: McpConnection | None = None
         self._opening: asyncio.Task[McpConnection] | None = None
         self.users = 0
-        """Number of trajectories that have it open."""
+        """Number of trajectories that use it."""
 
     async def connection(self) -> "McpConnection":
-        """Return the connection, or a new one if that cannot be used; raises as
-        `McpConnection.opened` does.
+        """Return the connection, or a new one if it cannot be used; raise the errors of
+        `McpConnection.opened`.
 
-        A start continues when the call that needs it is late or cancelled: the next finds it done.
+        A start continues if the call that needs it is late or cancelled, and the next call can use
+        it.
         """
 
         async def usable() -> "McpConnection":
@@ -172,7 +173,7 @@ class Line:
         """Call a tool; see `McpConnection.call`."""
         try:
             connection = await self.connection()
-        except DeadlineError as error:  # not the call's own deadline
+        except DeadlineError as error:  # of the start: it must not count as the call's deadline
             raise McpError(str(error)) from None
         return await connection.call(name, arguments, session)
 
@@ -190,12 +191,12 @@ class Line:
 
 
 class Pool:
-    """All connections with one configuration: warm ones, and one that is shared."""
+    """All connections with one configuration: warm ones, and a shared one."""
 
     def __init__(self, config: McpConfig) -> None:
         self._config = config
         self._warm: list[asyncio.Task[McpConnection]] = []
-        """Connections that wait for trajectories, and that start."""
+        """Connections that start or wait for a trajectory."""
         self._users = 0
         self._idle: asyncio.TimerHandle | None = None
         self._shared = Line(lambda: self._connect("shared"))
@@ -208,13 +209,13 @@ class Pool:
         return not self._users and not self._warm and self._idle is None
 
     def join(self, session: str) -> Line:
-        """Return the connection of a trajectory, opened with its first use."""
+        """Return the connection of a trajectory; its first use opens it."""
 
         async def take() -> "McpConnection":
-            """Return a warm connection, or open one; keeps `warm` of them ready."""
+            """Return a warm connection, or open a new one; keep `warm` connections ready."""
             while (task := next((task for task in self._warm if task.done()), None)) is not None:
                 self._warm.remove(task)
-                if task.exception() is None:  # else this one meets the same error, and reports it
+                if task.exception() is None:  # else the new connection reports the same error
                     if await task.result().usable():
                         self._fill()
                         return task.result()
@@ -238,7 +239,7 @@ class Pool:
             await line.close()
 
     async def listed(self, connection: "McpConnection") -> _Listed:
-        """Return the server's tools, which are asked for once, within `start_timeout`."""
+        """Return the server's tools; the server lists them once, within `start_timeout` seconds."""
         async with self._listing:
             if self._listed is None:
                 missed = f"{_name_of(self._config)} did not list tools"
@@ -247,7 +248,7 @@ class Pool:
             return self._listed
 
     async def drain(self) -> None:
-        """End the connections that no trajectory has open."""
+        """End the connections that no trajectory uses."""
         self._stay()
         warm, self._warm = self._warm, []
         for task in warm:
@@ -259,13 +260,13 @@ class Pool:
         await asyncio.gather(*closing)
 
     def _stay(self) -> None:
-        """Forget the end that was planned for an unused pool."""
+        """Cancel the planned end of an unused pool."""
         if self._idle is not None:
             self._idle.cancel()
             self._idle = None
 
     def _end_idle(self) -> None:
-        self._ending = asyncio.create_task(self.drain())  # kept: it could be collected
+        self._ending = asyncio.create_task(self.drain())  # keeps the task from being collected
 
     def _fill(self) -> None:
         while len(self._warm) < self._config.warm:
@@ -287,7 +288,7 @@ _pools: dict[str, Pool] = {}
 
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """Return the loop of all connections; started by the first call, which holds `_choosing`."""
+    """Return the loop of all connections. The first call starts it, and must hold `_choosing`."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True, name="turnwise-mcp").start()
     return loop
@@ -299,7 +300,7 @@ def pool_of(config: McpConfig) -> Pool:
     with _choosing:
         _loop()
         if key not in _pools:
-            if len(_pools) >= _MAX_POOLS:  # environments whose servers differ in each row
+            if len(_pools) >= _MAX_POOLS:  # possible if each row has another server
                 for other in [k for k, pool in _pools.items() if pool.unused]:
                     del _pools[other]
             _pools[key] = Pool(config)
@@ -307,5 +308,6 @@ def pool_of(config: McpConfig) -> Pool:
 
 
 async def _on_loop(work: Coroutine[Any, Any, _T]) -> _T:
-    """Run a coroutine on the loop of all connections; cancelling this call cancels it."""
+    """Run a coroutine on the loop of all connections; cancelling this call cancels the
+    coroutine."""
     return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, _loop()))

@@ -1,9 +1,10 @@
 """One connection to an MCP server, from its start to its end, on the loop of all connections.
 
-One task owns the SDK's contexts, which must be entered and left in the same task; calls come from
-others. The transports have limits that the SDK's own lack: of a message's size, and of the lines
-of a process that are no answers. The end of its standard error is kept for errors, and all that it
-started ends with it. Importing the SDK takes a second, so this module is imported late.
+One task owns the SDK's contexts, because the same task must enter and leave them; calls come from
+other tasks. The transports have two limits that the SDK's own lack: the size of a message, and the
+number of a process's lines that are not answers. The end of the process's standard error is kept
+for error messages, and all its child processes end with it. Importing the SDK takes a second, so
+this module is imported late.
 """
 
 import asyncio
@@ -48,26 +49,31 @@ if TYPE_CHECKING:
 _ALIVE_SECONDS = 5.0
 """Time for a server to answer a ping after a call that it did not answer."""
 _CLOSE_SECONDS = 8.0
-"""Time for a connection to end once it is cancelled; more than its parts take together."""
+"""Time for a connection to end once it is cancelled; longer than the sum of its parts' limits."""
 _POLITE_SECONDS = 3.0
 """Time for a session to end by itself, before it is cancelled."""
 _CONNECT_SECONDS = 30.0
 _LEAVE_SECONDS = 2.0
 """Time for a process to end after its standard input is closed."""
 _KILL_SECONDS = 2.0
-"""Time for it to end after SIGTERM, and again after SIGKILL."""
+"""Time for a process to end after SIGTERM, and again after SIGKILL."""
 _LONGEST = 8192
 """Maximum number of characters of a server's error."""
 _MAX_UNASKED = 10_000
-"""Maximum number of lines between two answers: notifications, and lines that are no messages."""
+"""Maximum number of lines between two answers: notifications, and lines that are not messages."""
 _MAX_PAGES = 100
 _MAX_TOOLS = 5_000
 _GONE = ("Session terminated", "Session not found")
-"""Errors of a server that has lost our MCP session, for example because it started again."""
+"""Errors of a server that has lost our MCP session, for example after a restart."""
 
 
 class McpConnection:
-    """A connection to the server `name`; `session` is the trajectory's, for `session_header`."""
+    """A connection to an MCP server.
+
+    Args:
+        name: Name of the server in errors.
+        session: Id of the trajectory's session, sent in the header `session_header`.
+    """
 
     def __init__(self, name: str, config: McpConfig, session: str) -> None:
         self._name, self._session, self._config = name, session, config
@@ -79,7 +85,7 @@ class McpConnection:
             """Hold the SDK's contexts open, until `close` or until the connection fails."""
             transport = self._stdio() if config.url is None else self._http(config.url)
             with self._scope:
-                # The handshake by which servers of all versions keep a session.
+                # With this handshake, servers of all versions keep a session.
                 async with Client(transport, mode="legacy", cache=None) as client:
                     self._ready.set_result(client.session)
                     await self._leaving.wait()
@@ -91,10 +97,10 @@ class McpConnection:
         self._failed = self._doubtful = False
 
     async def opened(self) -> None:
-        """Wait until the server is started and greeted.
+        """Wait until the server has started and the handshake is done.
 
         Raises:
-            McpError: when it does not start, or is no MCP server.
+            McpError: when it does not start, or is not an MCP server.
             DeadlineError: when it does not answer within `start_timeout`.
             InputError: when an environment variable is missing.
         """
@@ -105,7 +111,7 @@ class McpConnection:
                     await asyncio.wait(either, return_when="FIRST_COMPLETED")
             if not self._ready.done():
                 error = None if self._owner.cancelled() else self._owner.exception()
-                while isinstance(error, BaseExceptionGroup):  # of task groups
+                while isinstance(error, BaseExceptionGroup):  # task groups wrap the error
                     error = error.exceptions[0]
                 if isinstance(error, InputError):
                     raise error
@@ -124,12 +130,12 @@ class McpConnection:
             headers[self._config.session_header] = self._session
 
         async def limit(response: httpx2.Response) -> None:
-            # The SDK limits events itself; streams of them have no end.
+            # The SDK itself limits single events; a stream of events has no maximum length.
             if not response.headers.get("content-type", "").startswith("text/event-stream"):
                 assert isinstance(response.stream, httpx2.AsyncByteStream)
                 response.stream = _Limited(response.stream)
 
-        waits = httpx2.Timeout(_CONNECT_SECONDS, read=None)  # calls have deadlines of their own
+        waits = httpx2.Timeout(_CONNECT_SECONDS, read=None)  # calls have their own deadlines
         async with (
             httpx2.AsyncClient(
                 headers=headers, timeout=waits, event_hooks={"response": [limit]}
@@ -142,7 +148,7 @@ class McpConnection:
 
     @asynccontextmanager
     async def _stdio(self) -> "AsyncIterator[TransportStreams]":
-        """Start the server's process; it has ended afterwards. OSError when it does not start."""
+        """Start the server's process, and end it with the block. OSError when it does not start."""
         config = self._config
         environment = {**get_default_environment(), **_expanded(config.env, "env")}
         command = [config.command or "", *config.args]
@@ -157,7 +163,7 @@ class McpConnection:
                 self._end = self._end or "closed its output"
 
         async def write() -> None:
-            with suppress(OSError, RuntimeError):  # a broken pipe, or one that `end` has closed
+            with suppress(OSError, RuntimeError):  # a broken pipe, or a pipe that `end` has closed
                 async with to_send:
                     async for message in to_send:
                         text = message.message.model_dump_json(by_alias=True, exclude_unset=True)
@@ -177,14 +183,14 @@ class McpConnection:
                 tasks.cancel_scope.cancel()
 
     async def usable(self) -> bool:
-        """Return whether it can be used; asks the server, if it left a call unanswered."""
+        """Return whether it can be used; ping the server if it left a call unanswered."""
         if self._failed or self._end or self._leaving.is_set() or self._owner.done():
             return False
         if self._doubtful:
             try:
                 async with deadline(_ALIVE_SECONDS, ""):
                     await self._request(mcp_types.PingRequest(), mcp_types.EmptyResult)
-            except McpError:  # an answer too, unless the connection failed
+            except McpError:  # an error is an answer too, unless the connection failed
                 pass
             except TurnwiseError:
                 return False
@@ -194,7 +200,7 @@ class McpConnection:
 
     async def list_tools(self) -> list[tuple[str, str, JsonObject]]:
         """Return name, description and parameters of all tools that the server lists; McpError when
-        it lists one of another form, or without an end."""
+        a tool has an invalid schema, or there are too many tools or pages."""
         tools: list[tuple[str, str, JsonObject]] = []
         cursor: str | None = None
         for _ in range(_MAX_PAGES):
@@ -205,7 +211,7 @@ class McpConnection:
                 about = f"{self._name} lists the tool {tool.name!r:.80}, whose schema"
                 if tool.input_schema.get("type") != "object":
                     raise McpError(f"{about} is of no object")
-                try:  # in a thread: this loop has all connections
+                try:  # in a thread, because this loop serves all connections
                     await run_in_thread(check_parameters, tool.input_schema, tool.name)
                 except InputError as error:
                     raise McpError(f"{self._name}: {error}") from None
@@ -218,10 +224,12 @@ class McpConnection:
 
     async def call(self, name: str, arguments: JsonObject, session: str) -> object:
         """Call a tool, and return its texts, one per line, or a list of texts and images if there
-        is an image; other parts are named as left out. McpError when the tool returns an error, or
-        the server fails.
+        is an image. For other parts the text has a note that they are left out.
 
         A shared server gets the trajectory's `session` as `_meta["turnwise/session"]`.
+
+        Raises:
+            McpError: when the tool returns an error, or the server fails.
         """
         meta: Any = {"turnwise/session": session} if self._config.shared else None
         params = mcp_types.CallToolRequestParams(name=name, arguments=arguments, _meta=meta)
@@ -249,13 +257,13 @@ class McpConnection:
         return text
 
     async def _request(self, request: Any, kind: type[Any]) -> Any:
-        """Send a request and wait for its answer; an ended connection answers with an error."""
+        """Send a request and return its answer; McpError if the connection has ended."""
         asking = asyncio.ensure_future(self._ready.result().send_request(request, kind))
         try:
             return await asyncio.shield(asking)
         except asyncio.CancelledError:
-            asking.cancel()  # which is not waited for: it tells the server
-            self._doubtful = True  # it may hang, or just be slow
+            asking.cancel()  # not awaited, because it sends a notice to the server
+            self._doubtful = True  # the server may hang, or just be slow
             raise
         except MCPError as error:
             if error.code == mcp_types.CONNECTION_CLOSED or error.message in _GONE:
@@ -272,8 +280,8 @@ class McpConnection:
         return McpError(f"{self._name} {why}; it can be called again")
 
     async def close(self) -> None:
-        """End the connection, and the server's process, in a few seconds at most; they end also if
-        this is cancelled, and it may be called again."""
+        """End the connection, and the server's process, in a few seconds at most. They end even if
+        this call is cancelled. It may be called again."""
         polite = _POLITE_SECONDS if self._ready.done() else 0.0
         if not self._leaving.is_set():
             self._leaving.set()
@@ -299,7 +307,7 @@ def _expanded(values: Mapping[str, str], key: str) -> dict[str, str]:
 async def _pass_on(
     child: Child, received: MemoryObjectSendStream[SessionMessage | Exception]
 ) -> str:
-    """Pass on the messages of a process until its output ends, and return why it did."""
+    """Pass on the messages of a process until its output ends; return the reason of the end."""
     unasked = 0
     while unasked <= _MAX_UNASKED:
         try:
@@ -324,7 +332,7 @@ async def _pass_on(
 
 
 class _Limited(httpx2.AsyncByteStream):
-    """A body that fails when it becomes too long."""
+    """A response's body that raises an error when it becomes too long."""
 
     def __init__(self, body: httpx2.AsyncByteStream) -> None:
         self._body = body

@@ -1,8 +1,9 @@
 """A function as a tool: its JSON schema, and the arguments of a call as the function's types.
 
-Pydantic reads the type hints, docstring_parser the docstring. A function of plain, described and
-required arguments gets the description that Transformers' `get_json_schema` and so TRL give it. In
-all other descriptions objects are closed, as OpenAI's strict mode asks.
+Pydantic reads the type hints, docstring_parser reads the docstring. If all arguments are required
+and have plain types and descriptions, a function gets the same description as from Transformers'
+`get_json_schema`, and so as from TRL. In all other descriptions objects are closed, as OpenAI's
+strict mode requires.
 """
 
 import inspect
@@ -29,7 +30,7 @@ _LOG = logging.getLogger(__name__)
 MAX_MISTAKES = 5
 """Maximum number of mistakes in a call's arguments that its error names."""
 _PLAIN_KEYS = {"type", "enum", "items", "additionalProperties", "description"}
-"""Keywords of the types that Transformers describes as fully as pydantic does."""
+"""Keywords of types that Transformers describes as completely as pydantic does."""
 
 
 class ArgumentsError(Exception):
@@ -38,7 +39,7 @@ class ArgumentsError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FunctionSchema:
-    """A function as the model knows it."""
+    """A function's description for the model, and the reading of its arguments."""
 
     description: JsonObject
     """Description in OpenAI's format: {"type": "function", "function": {...}}."""
@@ -47,12 +48,12 @@ class FunctionSchema:
     """The function's parameters, in the order of the model's fields."""
 
     def read(self, arguments_json: str) -> tuple[list[object], dict[str, object]]:
-        """Return a call's arguments as the function's types: by position, and by name.
+        """Return a call's positional and keyword arguments, as the function's types.
 
-        Runs user code, because types may have validators.
+        This runs user code, because types may have validators.
 
         Raises:
-            ArgumentsError: naming what is wrong, with its path.
+            ArgumentsError: with the mistakes and their paths.
         """
         try:
             model = self._model.model_validate_json(arguments_json)
@@ -72,13 +73,13 @@ class FunctionSchema:
 def function_schema(function: ToolFunction) -> FunctionSchema:
     """Describe a function to the model, by its type hints and its docstring.
 
-    Docstrings are read in Google's, NumPy's and Sphinx's style. A description in `Annotated`, as a
-    text or a `Field`, counts more. `*args` and `**kwargs` are left out, which is logged once, as is
-    what the model will miss: a description, or that of an argument of another name.
+    Docstrings are read in the styles of Google, NumPy and Sphinx. A description in `Annotated`, as
+    a text or a `Field`, takes precedence. `*args` and `**kwargs` are left out. A warning, once for
+    each function, names them, a missing docstring, and descriptions of unknown arguments.
 
     Raises:
-        InputError: naming the function, and the argument that has no type hint, or whose type is
-            none of JSON's, such as a function.
+        InputError: with the function and the argument, when it has no type hint, or its type is not
+            one of JSON's, for example a function.
     """
     several = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
     parameters = tuple(inspect.signature(function).parameters.values())
@@ -86,7 +87,7 @@ def function_schema(function: ToolFunction) -> FunctionSchema:
     if first and first.name in ("self", "cls") and first.annotation is Parameter.empty:
         parameters = parameters[1:]
     unfilled = [str(p).partition(":")[0] for p in parameters if p.kind in several]
-    parameters = tuple(p for p in parameters if p.kind not in several)  # what a model can fill
+    parameters = tuple(p for p in parameters if p.kind not in several)  # those a model can fill
     try:
         hints = get_type_hints(function, include_extras=True)
     except Exception as error:
@@ -102,17 +103,17 @@ def function_schema(function: ToolFunction) -> FunctionSchema:
         for name in line.arg_name.split(",")
     }
     _note_gaps(function.__name__, unfilled, read, {p.name for p in parameters} | {*hints})
-    fields: JsonObject = {}  # of a pydantic model: the type of each, or its type and default
-    annotated: Foreign = Annotated  # with metadata that a type checker cannot know
+    fields: JsonObject = {}  # pydantic's fields: the type of each, or its type and default
+    annotated: Foreign = Annotated  # its metadata here is not known to a type checker
     for number, parameter in enumerate(parameters):
         hint, default = hints[parameter.name], parameter.default
         kind, *extras = get_args(hint) if get_origin(hint) is Annotated else (hint,)
         texts = (extra for extra in extras if isinstance(extra, str))
         line = next(texts, lines.get(parameter.name))
-        # First, so that a `Field` of the user's own counts more.
+        # This `Field` comes first, so that a `Field` of the user takes precedence.
         known = Field(alias=parameter.name, description=line or None)
         field = annotated[(kind, known, *extras)]
-        # Not by its own name, which may be that of a model's attribute, such as `copy`.
+        # Not the parameter's name, which may be an attribute of pydantic's models, such as `copy`.
         name = f"argument_{number}"
         fields[name] = field if default is Parameter.empty else (field, default)
     try:
@@ -141,13 +142,13 @@ def function_schema(function: ToolFunction) -> FunctionSchema:
 
 
 def describe_mistakes(error: ValidationError, arguments_json: str) -> str:
-    """Return what is wrong with arguments in one line, with the path of each mistake."""
+    """Return the mistakes in a call's arguments as one line, each with its path."""
     given: Foreign = None
     with suppress(ValueError):
         given = from_json(arguments_json)
     found: dict[str, list[str]] = {}
     for mistake in error.errors(include_url=False, include_context=False, include_input=False):
-        # The keys and indices of the place, without pydantic's names of types.
+        # Keep the keys and indices of the path, but not pydantic's names of types.
         steps, at, location = list[str](), given, mistake["loc"]
         for number, step in enumerate(location):
             if isinstance(at, list):
@@ -161,7 +162,7 @@ def describe_mistakes(error: ValidationError, arguments_json: str) -> str:
         found.setdefault(".".join(steps) or "arguments", []).append(mistake["msg"])
     lines = []
     for path, messages in islice(found.items(), MAX_MISTAKES):
-        first, *others = dict.fromkeys(messages)  # what each member of a union says of one value
+        first, *others = dict.fromkeys(messages)  # several if a union's members all refuse a value
         more = (other.removeprefix("Input should be ") for other in others)
         lines.append(" or ".join([f"{path}: {first}", *more]))
     return "; ".join(lines)
@@ -170,7 +171,7 @@ def describe_mistakes(error: ValidationError, arguments_json: str) -> str:
 def _note_gaps(
     name: str, unfilled: list[str], read: docstring_parser.Docstring, known: set[str]
 ) -> None:
-    """Log what a description lacks, of which the user may not know."""
+    """Log gaps in a description that the user may not know of."""
     gaps = [f"{argument} is not offered to the model" for argument in unfilled]
     if not (read.description or "").strip():
         gaps.append("it has no docstring, so the model reads its name and arguments only")
@@ -190,7 +191,7 @@ def _refused(function: ToolFunction, why: str) -> InputError:
 
 
 def _untypable(parameters: tuple[Parameter, ...], hints: Mapping[str, Foreign]) -> str | None:
-    """Return which argument has a type that pydantic cannot read; None if each can be read."""
+    """Describe the first argument whose type pydantic cannot read; None if it reads all types."""
     for parameter in parameters:
         try:
             TypeAdapter(hints[parameter.name]).json_schema(schema_generator=_JsonSchema)
@@ -209,7 +210,8 @@ def _one_line(text: str | None) -> str:
 
 
 class _JsonSchema(GenerateJsonSchema):
-    """Pydantic's JSON schema: keys as they come, anything for types that have none, no warnings."""
+    """Pydantic's JSON schema with keys in the given order, without warnings. A type without a JSON
+    schema allows any value."""
 
     def emit_warning(self, kind: object, detail: str) -> None:
         pass
@@ -232,12 +234,12 @@ def _is_plain(schema: JsonObject) -> bool:
 def _returned(
     hints: Mapping[str, Foreign], line: docstring_parser.DocstringReturns | None
 ) -> JsonObject | None:
-    """Return the schema of a plain result, which Transformers adds too; None for any other."""
+    """Return the schema of a plain result, as Transformers does; None for any other result."""
     if "return" not in hints:
         return None
     try:
         described = TypeAdapter(hints["return"]).json_schema(schema_generator=_JsonSchema)
-    except Exception:  # a type of the user's own, of which the model reads nothing
+    except Exception:  # a type of the user; the description then omits it
         return None
     returned, _ = _tidied(described)
     if not _is_plain(returned):
@@ -247,20 +249,20 @@ def _returned(
 
 
 def _tidied(described: JsonObject) -> tuple[JsonObject, JsonObject]:
-    """Return a schema of pydantic's in the words of chat templates and of OpenAI's strict mode, and
-    the definitions that its references need.
+    """Return a schema of pydantic in the form of chat templates and OpenAI's strict mode, and the
+    definitions that its references need.
 
-    No titles, no references except to types that contain themselves, `anyOf` for all unions,
-    `enum` for all choices, and objects with fields closed.
+    It has no titles, and references only to types that contain themselves. It uses `anyOf` for all
+    unions and `enum` for all choices, and closes objects with fields.
     """
     given: JsonObject = described.get("$defs", {})
     recursive: dict[str, None] = {}
 
     def tidy(schema: object, within: tuple[str, ...] = ()) -> Foreign:
-        """Return a schema tidied, which is `within` the definitions of these names."""
+        """Return a tidied copy of a schema inside the definitions whose names are `within`."""
         if not isinstance(schema, dict):
             return schema  # true or false
-        if "$ref" in schema:  # what it means, or the reference inside that schema itself
+        if "$ref" in schema:  # replace it by its definition, except inside that definition
             name = schema["$ref"].removeprefix("#/$defs/")
             if name in within:
                 recursive[name] = None
@@ -287,15 +289,15 @@ def _tidied(described: JsonObject) -> tuple[JsonObject, JsonObject]:
                     tidied[key] = value
         first, *others = tidied.get("prefixItems", [None])
         if first is not None and all(other == first for other in others) and "items" not in tidied:
-            del tidied["prefixItems"]  # more servers take an array
+            del tidied["prefixItems"]  # more servers understand `items`
             tidied["items"] = first
         if "properties" in tidied:  # closed, unless its type takes other fields
             tidied.setdefault("additionalProperties", False)
-        elif tidied.get("additionalProperties") in (True, {}):  # this says nothing
+        elif tidied.get("additionalProperties") in (True, {}):  # the default
             del tidied["additionalProperties"]
         if tidied.get("items") in (True, {}):
             del tidied["items"]
-        places = {"type": 0, "description": 2, "default": 3}  # as people write it
+        places = {"type": 0, "description": 2, "default": 3}  # the usual order
         return dict(sorted(tidied.items(), key=lambda item: places.get(item[0], 1)))
 
     whole = tidy(described)

@@ -9,12 +9,12 @@ from turnwise.errors import TurnwiseError
 
 ToolFunction = Callable[..., object]
 """A function that the model may call, sync or async, with type hints. It returns a text, a value
-that JSON holds, or images: a PIL image, or a list of images, texts and parts of a message."""
+that JSON can hold, or images: a PIL image, or a list of images, texts and parts of a message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A tool with its own JSON schema, where a function's type hints cannot describe it.
+    """A tool with its own JSON schema, for arguments that type hints cannot describe.
 
     Example:
         Tool(
@@ -34,28 +34,29 @@ class Tool:
     parameters: JsonObject
     """JSON schema of the arguments, of type object."""
     call: Callable[[JsonObject], object]
-    """Function of the arguments, sync or async, which returns what a `ToolFunction` does."""
+    """Function of the arguments, sync or async. It may return the same values as a
+    `ToolFunction`."""
     in_order: bool = False
-    """Run its calls one after another, as the model wrote them, instead of together; also those of
-    a trajectory's other tools with this."""
+    """Run its calls one after another, in the order in which the model wrote them, instead of
+    together. All tools of a trajectory with this option share one order."""
     hidden: bool = False
-    """Leave it out of the descriptions that the chat template shows: the environment tells the
-    model of it later."""
+    """Leave it out of the descriptions that the chat template shows, because the environment
+    describes it to the model later."""
 
 
 class McpError(TurnwiseError):
-    """An MCP server that failed, or the error that its tool returned."""
+    """Failure of an MCP server, or an error that its tool returned."""
 
 
 class Toolset(Protocol):
     """Tools that are opened with an environment and closed with it, such as an MCP server's."""
 
     async def open(self) -> Sequence[Tool]:
-        """Start what the tools need, and return them."""
+        """Start the tools' connections or processes, and return the tools."""
         ...
 
     async def close(self) -> None:
-        """Stop it; called once, also after a failed `open`."""
+        """Stop everything that `open` started; called once, also after a failed `open`."""
         ...
 
 
@@ -75,8 +76,8 @@ class ForeignTool(Protocol):
 
 
 AnyTool = ToolFunction | Tool | Toolset | ToolsetFactory | ForeignTool | Mapping[str, Any]
-"""A tool in any form; a mapping is a description in OpenAI's format, answered by
-the environment's `call_tool`."""
+"""A tool in any form. A mapping is a description in OpenAI's format; the environment's `call_tool`
+answers its calls."""
 
 
 def is_toolset(tool: object) -> TypeGuard[Toolset]:

@@ -2,8 +2,8 @@
 
 A call does not raise for mistakes of the model or errors of the tool: an unknown name, wrong
 arguments, an exception and a missed deadline become a text for the model and an outcome to count.
-Every text is limited in length and can be encoded, whatever the tool returns or raises; images are
-checked as `core.images` says, and one that is broken is an error of its call.
+Every text is limited in length and can be encoded, whatever the tool returns or raises. Images are
+checked by `core.images`; a broken image is an error of its call.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from turnwise.tools.tool import Tool, ToolFunction
 _T = TypeVar("_T")
 ToolOutcome = Literal["ok", "unknown", "bad_arguments", "error", "timeout", "truncated"]
 _MAX_COUNTED = 1_000_000
-"""Maximum number of characters of a result's JSON that are generated only to count them."""
+"""Maximum number of characters of a result's JSON that are made only to count them."""
 _ARRAYS = ("numpy", "torch", "jaxlib")
 _PLAIN = (str, int, float, bool, type(None))
 
@@ -43,27 +43,27 @@ class ToolResult:
     """The result of one call: the text for the model, and the outcome."""
 
     text: str
-    """The text, with `[image left out]` in the place of each image."""
+    """The text, with `[image left out]` in place of each image."""
     outcome: ToolOutcome
     error: Exception | None = None
-    """The tool's exception, for people and not for the model; None if there was none."""
+    """The tool's exception, for people and not for the model; None if the tool raised none."""
     parts: list[JsonObject] | None = None
     """The result as parts of a message, `{"type": "image", "image": Image}` and texts, for a model
-    that takes images; None if it has none."""
+    that takes images; None if the result has no image."""
 
 
 class _Callable(NamedTuple):
-    """A tool as the toolbox calls it."""
+    """A tool in the form in which the toolbox calls it."""
 
     schema: JsonObject
     """Description in OpenAI's format: {"type": "function", "function": {...}}."""
     call: Callable[[str], object]
-    """Calls the tool with its arguments, given as JSON; raises `ArgumentsError`. The types of the
-    arguments may be the user's own, so this is user code from the beginning."""
+    """Calls the tool with its arguments, given as JSON; raises `ArgumentsError`. The whole call
+    counts as user code, because the user's own types may read the arguments."""
     in_order: bool = False
     hidden: bool = False
     own: bool = False
-    """Whether it is called in the environment's thread; see `is_plain`."""
+    """Whether the toolbox calls it in the environment's thread; see `is_plain`."""
 
 
 class Toolbox:
@@ -73,12 +73,13 @@ class Toolbox:
         tools: Plain functions, bound methods, `Tool` objects, or tools of other frameworks.
         timeout: Seconds for one call.
         max_chars: Maximum number of characters of one result that the model reads.
-        thread: The environment's, in which those of its `own` tools are called, one after another,
-            that may use its objects (`is_plain`).
+        thread: The environment's thread. It runs calls of the environment's `own` tools one after
+            another, except plain tools (`is_plain`), which cannot use the environment's objects.
+        own: The tools among `tools` that are the environment's own.
 
     Raises:
-        InputError: when an entry is no tool, an argument lacks a type hint or has a type that JSON
-            cannot hold, or two tools have one name.
+        InputError: when an entry is not a tool, an argument lacks a type hint or has a type that
+            JSON cannot hold, or two tools have the same name.
     """
 
     def __init__(
@@ -106,18 +107,19 @@ class Toolbox:
 
     @property
     def names(self) -> list[str]:
-        """Names of the tools, hidden ones left out."""
+        """Names of the tools, without hidden tools."""
         return [name for name, tool in self._tools.items() if not tool.hidden]
 
     @property
     def schemas(self) -> list[JsonObject]:
-        """Descriptions of the tools in OpenAI's format, for the chat template."""
+        """Descriptions of the tools in OpenAI's format, without hidden tools, for the chat
+        template."""
         return [tool.schema for tool in self._tools.values() if not tool.hidden]
 
     async def call(self, name: str, arguments_json: str) -> ToolResult:
         """Call a tool by name with its arguments as a JSON object.
 
-        Returns its result; what is raised is cancellation, and a TrajectoryError of the tool.
+        Return its result. The call raises only cancellation, and a TrajectoryError of the tool.
         """
         if (tool := self._tools.get(name)) is None:
             names = ", ".join(self.names) or "none"
@@ -140,11 +142,11 @@ class Toolbox:
                 value = await run(tool.call, arguments_json)
                 if type(value) in _PLAIN:
                     result = read_result(value, self._max_chars)
-                else:  # off the event loop: it may be long, and its __str__ may be user code
+                else:  # off the event loop: this may take long, and call a __str__ of the user
                     result = await run(read_result, value, self._max_chars)
             except DeadlineError:
                 return self._failed(f"{name} did not answer within {self._timeout:g} s", "timeout")
-            except TrajectoryError:  # not the model's affair
+            except TrajectoryError:  # it ends the trajectory; the model cannot correct it
                 raise
             except ArgumentsError as error:
                 text = f"{name} cannot take these arguments: {error}"
@@ -158,7 +160,7 @@ class Toolbox:
     def _failed(
         self, text: str, outcome: ToolOutcome, error: Exception | None = None, unseen: int = 0
     ) -> ToolResult:
-        """Return an error for the model to read; `unseen` characters of it are already left out."""
+        """Return an error for the model, from which `unseen` characters are left out already."""
         text = f"Error: {text}"
         left_out = max(0, len(text) - self._max_chars) + unseen
         more = f"\n[{left_out} more characters left out]" if left_out else ""
@@ -182,8 +184,8 @@ def make_toolbox(
 
 
 def is_plain(tool: ToolFunction | Tool) -> bool:
-    """Return whether calls of a tool may run at the same time, in any threads: coroutines, and
-    functions of a module, which hold nothing of an environment."""
+    """Return whether calls of a tool may run at the same time, in any thread. This holds for
+    coroutines, and for functions of a module, because they hold no objects of an environment."""
     function = tool.call if isinstance(tool, Tool) else tool
     if inspect.iscoroutinefunction(function):
         return True
@@ -192,7 +194,7 @@ def is_plain(tool: ToolFunction | Tool) -> bool:
 
 
 def encodable(text: str) -> str:
-    """Return the text with its surrogates paired, and lone ones replaced by U+FFFD."""
+    """Return the text with surrogate pairs joined, and lone surrogates replaced by U+FFFD."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -201,8 +203,8 @@ def encodable(text: str) -> str:
 
 
 async def _message(error: Exception, longest: int) -> tuple[str, int]:
-    """Return the beginning of an error's message, and the number of remaining characters; its
-    `__str__` may be user code and take any time."""
+    """Return the beginning of an error's message, and the number of remaining characters. The
+    error's `__str__` may be user code that takes any time."""
     if isinstance(error, TurnwiseError):
         return str(error), 0
 
@@ -221,7 +223,7 @@ async def _message(error: Exception, longest: int) -> tuple[str, int]:
 
 def read_result(value: object, longest: int) -> ToolResult:
     """Return a tool's value as its result, with at most `longest` characters of text and a note of
-    those left out; InputError when it has an image that cannot be read."""
+    the number left out; InputError when it has an image that cannot be read."""
     given = None if type(value) in _PLAIN else parts_of(value)
     if given is None:
         text, left_out = _shown(value, longest)
@@ -245,7 +247,7 @@ def _shown(value: object, longest: int) -> tuple[str, str]:
     """Return a tool's value as text of at most `longest` characters, and the number left out."""
     parts: Iterable[str] = [value] if isinstance(value, str) else _JSON.iterencode(value)
     text, length = "", 0
-    # In parts: a single call would block the interpreter, and so the event loop, until its end.
+    # In parts, because a single call would hold the GIL, and so block the event loop, to its end.
     for part in parts:
         text += part[: max(0, longest - length)]
         length += len(part)
@@ -255,12 +257,12 @@ def _shown(value: object, longest: int) -> tuple[str, str]:
 
 
 def _jsonable(value: object) -> object:
-    """Return a value of a type that JSON lacks: objects with fields as objects, numbers and arrays
-    of numpy and torch as JSON's, others as text."""
+    """Convert a value of a type that JSON lacks: objects with fields to objects, numbers and arrays
+    of numpy and torch to JSON's, other values to text."""
     if (package := type(value).__module__.partition(".")[0]) in _ARRAYS:
         array: Foreign = value
         if package == "numpy" and array.dtype.kind == "f" and array.dtype.itemsize < 8:
-            array = array.astype(str).astype(float)  # 0.1, and not 0.10000000149011612
+            array = array.astype(str).astype(float)  # 0.1 instead of 0.10000000149011612
         return array.tolist() if hasattr(array, "tolist") else str(array)
     fielded = is_dataclass(value) and not isinstance(value, type)
     if fielded or isinstance(value, BaseModel | Enum):
@@ -272,14 +274,14 @@ _JSON = json.JSONEncoder(ensure_ascii=False, default=_jsonable)
 
 
 def _prepare(tool: ToolFunction | Tool) -> tuple[str, _Callable]:
-    """Return a tool's name, and the tool as the toolbox calls it; the arguments of a `Tool` are
-    validated against its own JSON schema."""
+    """Return a tool's name, and the tool in the form in which the toolbox calls it. The arguments
+    of a `Tool` are validated against its own JSON schema."""
     tool = adopted(tool)
     if isinstance(tool, Tool):
         parameters, own = check_parameters(tool.parameters, tool.name), tool.call
 
         def checked(arguments_json: str) -> object:
-            """Validate and call, in a thread: the schema is foreign, and may take its time."""
+            """Validate and call, in a thread: a schema from outside can take long."""
             return own(parameters.read(arguments_json))
 
         names = ("name", "description", "parameters")

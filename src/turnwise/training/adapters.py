@@ -1,8 +1,8 @@
 """The adapters that are added to a trainer while it runs, each with its gradient and optimizer.
 
-Every rank holds them whole, and averages their gradients before a step. Those that were not used
-for the longest time are offloaded where the device has no room for all. Methods raise `InputError`
-where their caller is wrong.
+Every rank holds them whole, and averages their gradients before a step. The least recently used
+adapters are offloaded if the device has no room for all. Methods raise `InputError` for mistakes of
+their caller.
 """
 
 import itertools
@@ -29,16 +29,16 @@ from turnwise.training.offload import Offload
 from turnwise.training.optimizer import TrainableModule
 
 ALPHA = 32.0
-"""The `lora_alpha` of adapters of every rank, unless `model.lora.alpha` is set: that of Tinker, so
-that learning rates mean the same."""
+"""`lora_alpha` of adapters, whatever their rank, unless `model.lora.alpha` is set. It is Tinker's
+value, so that learning rates have the same effect."""
 _BYTES = 16
 """Bytes of each parameter of an adapter: value, gradient and two moments in float32."""
 _NEAR, _FAR = 0.25, 0.5
-"""Shares of the memory that is free when the base model is loaded: of the device's for adapters
-that compute at once, and of the host's for all others."""
+"""Shares of the memory that is free once the base model is loaded: of the device's memory for
+adapters that are not offloaded, and of the host's memory for all others."""
 _OPTIMIZER = "optimizer.pt"
 _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
-"""Names of the modules of a decoder layer that are its attention; others are its MLP."""
+"""Matches names of layers that are part of attention; all others count as part of the MLP."""
 
 
 class AdapterSpec(NamedTuple):
@@ -46,19 +46,19 @@ class AdapterSpec(NamedTuple):
 
     rank: int
     seed: int
-    """Seed of its first factor."""
+    """Seed of its initial values."""
     attention: bool = True
-    """Whether the layers of attention have it."""
+    """Whether the layers of attention have the adapter."""
     mlp: bool = True
-    """Whether the others have it."""
+    """Whether all other layers have the adapter."""
 
 
 @dataclass(slots=True, eq=False)
 class Adapter:
-    """One of them."""
+    """An added adapter with its optimizer."""
 
     label: str
-    """PEFT's name of it; other names may have dots."""
+    """PEFT's name of the adapter; the caller's name may have dots, which PEFT refuses."""
     learner: TrainableModule
     offloaded: bool = False
 
@@ -78,7 +78,7 @@ class Adapter:
             yield from self.learner.optimizer.state[parameter].values()
 
     def average(self) -> None:
-        """Replace the gradient by the mean of all ranks'."""
+        """Replace the gradient by its mean over all ranks."""
         if not dist.is_initialized():
             return
         for parameter in self.parameters:
@@ -89,7 +89,7 @@ class Adapter:
 
 
 class Adapters:
-    """All adapters on one rank, of a model whose layers PEFT has wrapped."""
+    """All added adapters on one rank, of a model whose layers PEFT has wrapped."""
 
     def __init__(
         self,
@@ -104,7 +104,7 @@ class Adapters:
         self._model, self._device = model, device
         self._layers = lora.adapted_layers(model)
         self._held: dict[str, Adapter] = {}
-        """By name, the least recently used first."""
+        """Adapters by name, the least recently used first."""
         self._numbers = itertools.count(1)
         self._tensors: dict[str, Callable[[], Iterator[torch.Tensor]]] = {}
         self._offload = Offload(self._tensors, folder)
@@ -139,7 +139,7 @@ class Adapters:
         self._held[name], self._tensors[name] = made, made.tensors
 
     def _check_memory(self, rank: int, targets: Sequence[str]) -> None:
-        """Make room on the device for a new adapter; InputError when there is none for it."""
+        """Make room on the device for a new adapter; raise InputError if memory is too small."""
         layers = [self._layers[name].base_layer for name in targets]
         needed = _BYTES * rank * sum(each.in_features + each.out_features for each in layers)
         taken = sum(each.nbytes for each in self._held.values())
@@ -153,7 +153,7 @@ class Adapters:
         self._make_room(needed)
 
     def _make_room(self, needed: int) -> None:
-        """Offload the adapters that were not used for the longest time."""
+        """Offload the least recently used adapters until `needed` bytes fit on the device."""
         near = {name: each for name, each in self._held.items() if not each.offloaded}
         taken = sum(each.nbytes for each in near.values())
         for name, each in near.items():
@@ -164,7 +164,8 @@ class Adapters:
             taken -= each.nbytes
 
     def use(self, name: str) -> Adapter:
-        """Return an adapter, which is on the device from now on."""
+        """Return an adapter after moving it to the device, if needed. It becomes the most recently
+        used one."""
         if (adapter := self._held.pop(name, None)) is None:
             raise InputError(f"the trainer holds no model {name}: it was not saved before it left")
         self._held[name] = adapter
@@ -175,7 +176,8 @@ class Adapters:
         return adapter
 
     def write(self, name: str, folder: Path, optimizer: bool = False) -> None:
-        """Write an adapter in PEFT's format into a folder, and what its optimizer remembers."""
+        """Write an adapter in PEFT's format into a folder; with `optimizer`, also the optimizer's
+        state."""
         adapter, base = self.use(name), path_of(self._settings)
         found = lora.adapter_parameters(self._model, adapter.label)
         tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in found}
@@ -186,8 +188,8 @@ class Adapters:
             torch.save(adapter.learner.optimizer.state_dict(), folder / _OPTIMIZER)
 
     def read(self, name: str, folder: Path, optimizer: bool) -> None:
-        """Load a saved adapter into one, with the state of its optimizer, or none; a gradient that
-        has been added up is dropped."""
+        """Load the values of a saved adapter into the adapter `name`, and the saved state of its
+        optimizer, or an empty state. Gradients that were added are dropped."""
         adapter, moments = self.use(name), folder / _OPTIMIZER
         own = adapter.learner.optimizer
         state = own.state_dict() | {"state": {}}
@@ -212,12 +214,12 @@ class Adapters:
             for key, tensor in parameters.items():
                 tensor.copy_(found[key])
         own.load_state_dict(state)
-        for values in own.state.values():  # those of a file cannot be offloaded
+        for values in own.state.values():  # tensors from a file cannot be offloaded
             values.update({key: value.clone() for key, value in values.items()})
         own.zero_grad()
 
     def remove(self, name: str) -> None:
-        """Forget an adapter; one that is unknown is forgotten already."""
+        """Remove an adapter; do nothing if it is unknown."""
         if (adapter := self._held.pop(name, None)) is not None:
             del self._tensors[name]
             self._offload.forget(name)

@@ -15,13 +15,13 @@ class Allowed:
     """Sets of ids, and the set of each of `N` targets."""
 
     sets_MB: torch.Tensor
-    """Bits of `M` sets, eight ids to a byte, the lowest first; set 0 is every id."""
+    """Bits of `M` sets, eight ids to a byte, the lowest first; set 0 stands for all ids."""
     number_N: torch.Tensor
     """The number of each target's set."""
 
     @classmethod
     def of(cls, samples: Sequence[Sample], own_N: np.ndarray, device: torch.device) -> "Allowed":
-        """Return the sets of those targets of all samples that `own_N` counts."""
+        """Return the sets of some of the samples' targets; `own_N` has the indices of these."""
         numbers: dict[bytes, int] = {b"": 0}
         found: list[np.ndarray] = [np.zeros(0, np.int64)]
         for sample in samples:

@@ -21,20 +21,20 @@ from turnwise.training.batching import Columns, Costs
 from turnwise.training.vision import decoder_layers
 
 CONTEXT_KEY = "training.context_parallel"
-_NAME = "turnwise_packed"  # name of the function in Transformers
+_NAME = "turnwise_packed"  # name of `packed_attention` in Transformers
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Keys of the number of experts in a model's configuration."""
-_MASK_ROWS = 1024  # queries for which one mask is made, where one is needed
+_MASK_ROWS = 1024  # maximum number of queries of a mask, where masks are needed
 _expected: ContextVar[Columns | None] = ContextVar("_expected", default=None)
-"""Columns that the layers of a forward pass must pass on; None: none."""
+"""Columns that a model's layers must pass on to attention in this forward pass, if any."""
 
 
 def use_packed_attention(model: PreTrainedModel, name: str = "auto") -> bool:
-    """Make a model's layers attend within sequences, if torch's attention computes them; return
-    whether they do.
+    """Make a model's layers attend within sequences if they use torch's attention; return whether
+    they now do.
 
-    Models with attention of their own (soft caps, for instance) keep it, and any with a `name`
-    (`training.attention`) gets Transformers' implementation of this name.
+    Models with attention of their own (soft caps, for instance) keep it. With any `name` other than
+    "auto" (`training.attention`), a model gets Transformers' implementation of this name instead.
     """
     if name != "auto":
         try:
@@ -49,8 +49,8 @@ def use_packed_attention(model: PreTrainedModel, name: str = "auto") -> bool:
 
 
 def check_attention_name(name: str) -> None:
-    """Raise an `InputError` for a `training.attention` that Transformers does not know. One with a
-    slash names a kernel of the Hub."""
+    """Raise an `InputError` for a `training.attention` that Transformers does not know. A name with
+    a slash is a kernel of the Hub, and is not checked."""
     others = (key for key in AttentionInterface().valid_keys() if key != _NAME and "|" not in key)
     known = ["auto", "eager", *others]
     if name not in known and "/" not in name:
@@ -65,26 +65,27 @@ def is_packed(model: PreTrainedModel) -> bool:
 
 
 def set_packed(model: PreTrainedModel, packed: bool) -> None:
-    """Make a model attend within sequences, or by a mask, unless its attention is its own."""
+    """Make a model attend within sequences or with a mask, unless it has attention of its own."""
     if attention_of(model) in (_NAME, "sdpa"):
         set_text_attention(model, _NAME if packed else "sdpa")
 
 
 def attention_costs(model: PreTrainedModel, device: torch.device) -> Costs:
-    """Return what a model's attention costs in micro-batches, for the choice of their layout.
+    """Return the costs of a model's attention, for the choice of the layout of micro-batches.
 
         a pair of a query and a key in a layer    4 * heads * head_dim operations
-        a token in a layer                        2 * parameters, those of experts that it meets
+        a token in a layer                        2 * parameters, of experts only the token's
 
-    On a CPU, torch's attention takes as long for an operation as torch's products of matrices, and
-    computes the pairs above the diagonal too, with a mask or without; the calls for a sequence take
-    as long as two tokens. On a GPU a causal kernel leaves these pairs out, and a kernel with a mask
-    took 3 times as long for a pair (one measurement on an H100: two thirds more time for the second
-    sequence of each pair). That the calls take as long as 16 tokens there is an estimate.
+    On a CPU, an operation of torch's attention takes as long as one of its matrix products. The
+    pairs above the diagonal are computed too, with a mask or without, and the calls for a sequence
+    take as long as two tokens. On a GPU, a causal kernel skips the pairs above the diagonal, and a
+    kernel with a mask took 3 times as long for a pair (one measurement on an H100: two thirds more
+    time for the second sequence of each pair). The calls for a sequence count there as 16 tokens,
+    which is an estimate.
     """
     text = model.config.get_text_config()
 
-    def first(*names: str) -> int:  # a few models have a list, or none
+    def first(*names: str) -> int:  # a few models have a list in its place, or no such key
         values = (getattr(text, name, None) for name in names)
         return next((value for value in values if isinstance(value, int) and value), 0)
 
@@ -99,15 +100,15 @@ def attention_costs(model: PreTrainedModel, device: torch.device) -> Costs:
         for name, parameter in layer.named_parameters()
     )
     each = 2 * width * len(layers) / max(1.0, parameters)
-    rows = attention_of(model) in ("sdpa", "eager")  # not within sequences
+    rows = attention_of(model) in ("sdpa", "eager")  # with a mask, over the whole row
     if device.type == "cuda":
         return Costs(each / 2, 3 * each, 16.0, rows)
     return Costs(each, each, 2.0, rows)
 
 
 def check_divisible(model: PreTrainedModel, size: int, exchanges: bool) -> None:
-    """Check that the ranks of a context group can share a model's sequences, by an attention that
-    exchanges columns for heads."""
+    """Raise an `InputError` if the `size` ranks of a context group cannot share a model's
+    sequences; `exchanges` says whether its attention exchanges columns for heads."""
     if size == 1:
         return
     text, name = model.config.get_text_config(), model.config.model_type
@@ -130,8 +131,8 @@ def check_divisible(model: PreTrainedModel, size: int, exchanges: bool) -> None:
 
 @contextmanager
 def attending(model: PreTrainedModel, columns: Columns) -> Iterator[dict[str, Columns]]:
-    """Yield the argument that tells a model's layers the sequences of a packed row, and the ranks
-    that share it; empty where neither matters, and for a model that separates them by a mask."""
+    """Yield the argument that gives a model's layers the sequences of a packed row and the ranks
+    that share it. It is empty if there are neither, or if the model's attention is not packed."""
     if (columns.lengths is None and columns.group is None) or not is_packed(model):
         yield {}
         return
@@ -156,7 +157,7 @@ def packed_attention(
 ) -> tuple[torch.Tensor, None]:
     """Compute the attention of one layer, as Transformers' layers call it.
 
-    Without `columns`, each row is a sequence, and whole. The outputs are [B, T, H, D].
+    Without `columns`, each row is one whole sequence. The outputs are [B, T, H, D].
     """
     if columns is None and _expected.get() is not None:
         raise InputError("its layers do not tell attention where sequences begin")
@@ -191,7 +192,7 @@ def _attention(
     window: int | None,
     causal: bool,
 ) -> torch.Tensor:
-    """Attend within one sequence, of whose tokens the queries are the last."""
+    """Attend within one sequence; the queries are its last tokens."""
     length = key.shape[2]
     before = length - query.shape[2]
     if not before and (window is None or length <= window):

@@ -30,31 +30,31 @@ Layout = Literal["padded", "packed", "shared"]
 samples with a common beginning compute it once (`_placed`)."""
 _Ids = npt.NDArray[np.int64]
 _Key = npt.NDArray[np.integer]
-"""Numbers that are equal where samples compute the same: `Prompt.key`."""
+"""`Prompt.key`: a number for each position; equal where samples have the same token or image."""
 
 
 class Costs(NamedTuple):
     """Time of attention in a run's micro-batches. The unit is the time that the rest of the model
     takes for one token."""
 
-    pair: float = 0.0  # a query with a key, in a sequence that is computed as a whole
-    ending: float = 0.0  # a query with a key and a mask: only the end of the sequence is computed
+    pair: float = 0.0  # a query-key pair, if all tokens of its sequence are computed
+    ending: float = 0.0  # a query-key pair under a mask, if only the sequence's end is computed
     sequence: float = 0.0  # the calls for one more sequence in a row
-    rows: bool = False  # whether a mask separates packed sequences, so that all pairs are computed
+    rows: bool = False  # whether a mask separates packed sequences: all pairs of a row are computed
 
 
 class Layouts(NamedTuple):
-    """Layouts of a run's micro-batches, and what decides among them."""
+    """Layouts that a run's micro-batches may have, and the costs that decide among them."""
 
     allowed: tuple[Layout, ...] = ("padded",)
-    """Those of which an optimizer step takes the one that costs least; of equal ones the first."""
-    patches: float = 0.0  # those of an image for each of its tokens
+    """Each optimizer step takes the layout that costs least, or the first of several such."""
+    patches: float = 0.0  # number of patches for each token of an image
     costs: Costs = Costs()
 
 
-_BEGINS = 512  # tokens in whose time a micro-batch begins and ends
+_BEGINS = 512  # fixed cost of a micro-batch, in tokens that take the same time
 _COPIED = 12
-"""Tokens whose keys and values, copied for another sequence, take the memory of one more token."""
+"""Copying the keys and values of 12 shared tokens takes as much memory as computing one token."""
 
 
 class _Unit(NamedTuple):
@@ -63,7 +63,7 @@ class _Unit(NamedTuple):
     samples: list[Sample]
     tokens_first: int  # if it is the first of its micro-batch
     tokens_after: int  # if it follows the unit before it
-    patches: dict[Image, float]  # of its images, each of which a micro-batch reads once
+    patches: dict[Image, float]  # of each of its images; a micro-batch reads each image once
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +72,8 @@ class RankBatches:
 
     micro_batches: list[list[Sample]]
     trajectory_tokens: dict[int, int]
-    """Trained tokens of each trajectory, on all ranks, including those that are only counted; 0 of
-    one that is left out."""
+    """Number of trained tokens of each trajectory on all ranks, `counted_only` samples included; 0
+    if the trajectory is left out."""
     layout: Layout = "padded"
     images: bool = False
     """Whether any sample of the optimizer step, on any rank, has an image."""
@@ -88,13 +88,13 @@ class RankBatches:
 
 
 def micro_batch_tokens(training: TrainingConfig, on_gpu: bool) -> int:
-    """Return `training.micro_batch_tokens`, or what null stands for on such a device."""
-    # A CPU's cores have enough to do with few tokens: more of them only take memory.
+    """Return `training.micro_batch_tokens`, or the device's default if it is null."""
+    # A few tokens keep a CPU's cores busy: more would only take memory.
     return training.micro_batch_tokens or (16_384 if on_gpu else 2048)
 
 
 def threads_of(training: TrainingConfig) -> int:
-    """Return the threads of a rank: `training.threads`, or its share of the cores."""
+    """Return a rank's number of threads: `training.threads`, or its share of the cores if null."""
     return training.threads or max(1, (os.cpu_count() or 1) // training.ranks)
 
 
@@ -107,15 +107,15 @@ def plan_micro_batches(
 ) -> list[list[RankBatches]]:
     """Return, for each rank, its share of each optimizer step.
 
-    An optimizer step takes one layout, which the samples decide alone: the one in which all of its
-    micro-batches cost least (`_time`).
+    All micro-batches of an optimizer step, on all ranks, have the same layout: the allowed layout
+    in which they cost least in total (`_time`).
 
     Args:
         samples: At least one of them is not `counted_only`.
         updates: Optimizer steps; fewer if there are fewer trajectories.
         max_tokens: Maximum size of a micro-batch, padding included; a longer pair or sequence gets
             its own. Patches of images count as tokens.
-        layouts: Those of the run, or the only one.
+        layouts: The run's layouts, or the only one.
     """
     known = Layouts((layouts,)) if isinstance(layouts, str) else layouts
     computed: dict[int, list[Sample]] = {}
@@ -141,7 +141,7 @@ def plan_micro_batches(
             for layout in known.allowed
         ]
         layout, buckets = min(found, key=lambda each: _time(each[1], each[0], known.costs))
-        # By the tokens without padding, whatever the layout: ranks compute similar ones together.
+        # By tokens without padding, in every layout: ranks then compute similar buckets together.
         buckets.sort(key=lambda bucket: -_cost(bucket, "packed"))
         dealt: list[list[list[Sample]]] = [[] for _ in range(ranks)]
         for number, start in enumerate(range(0, len(buckets), ranks)):  # of similar size
@@ -159,13 +159,13 @@ def plan_micro_batches(
 def _buckets(
     members: Sequence[list[Sample]], max_tokens: int, ranks: int, layout: Layout, patches: float
 ) -> list[list[_Unit]]:
-    """Put pairs and sequences, each given by its samples, in buckets of at most `max_tokens`; their
-    number is a multiple of the ranks if possible."""
+    """Divide pairs and sequences, each given by its samples, into buckets of at most `max_tokens`;
+    the number of buckets is a multiple of `ranks` if possible."""
 
     def read(samples: Sequence[Sample]) -> dict[Image, float]:
         return {one.image: patches * one.length for sample in samples for one in sample.images}
 
-    units = list[_Unit]()  # in an order in which neighbours go well together
+    units = list[_Unit]()  # sorted so that neighbours share tokens or have similar lengths
     if layout == "shared":
         before: _Key | None = None
         keys = [[sample.ids.key for sample in samples] for samples in members]
@@ -194,9 +194,9 @@ def _buckets(
 
 def _divided(units: Sequence[_Unit], max_tokens: int, layout: Layout) -> list[list[_Unit]]:
     """Divide units into buckets of neighbours, so that the fewest tokens are computed."""
-    best = [(0, 0)]  # for each number of units: the least cost, and where the last bucket begins
+    best = [(0, 0)]  # for the first n units: the lowest cost, and the start of the last bucket
     for end in range(1, len(units) + 1):
-        longest = max(sample.length for sample in units[end - 1].samples)  # if sorted by length
+        longest = max(sample.length for sample in units[end - 1].samples)  # padded: sorted by it
         found = list[tuple[int, int]]()
         rows = others = 0
         patches: dict[Image, float] = {}
@@ -218,7 +218,7 @@ def _divided(units: Sequence[_Unit], max_tokens: int, layout: Layout) -> list[li
 
 
 def _cost(bucket: Sequence[_Unit], layout: Layout) -> int:
-    """Return the tokens that are computed, padding included, and the patches of images."""
+    """Return the number of computed tokens, padding included, plus the patches of images."""
     looks = _patches(bucket)
     if layout == "padded":
         lengths = [sample.length for unit in bucket for sample in unit.samples]
@@ -233,8 +233,8 @@ def _patches(bucket: Sequence[_Unit]) -> int:
 
 
 def _time(buckets: Sequence[Sequence[_Unit]], layout: Layout, costs: Costs) -> float:
-    """Return what micro-batches cost, in tokens: those that are computed, padding included, patches
-    of images, and attention."""
+    """Return the cost of micro-batches in tokens: computed tokens with padding, patches of images,
+    and the time of attention."""
     total = 0.0
     for bucket in buckets:
         samples = [sample for unit in bucket for sample in unit.samples]
@@ -270,29 +270,29 @@ class Columns:
     lengths: list[int] | None
     """Number of tokens of each sequence of the whole packed row; None if it is not packed."""
     group: ContextGroup | None
-    number_N: torch.Tensor  # number of each target among those of all columns
+    number_N: torch.Tensor  # index of each target among the targets of all columns
     total: int  # number of targets in all columns
     experts_BTR: torch.Tensor | None = None
-    """Recorded choice of experts of each token: rows of `Turn.experts`, after a byte that is 1
-    where there is one; None if no token has one."""
+    """Recorded experts of each token: a byte that is 1 if the token has a record, then its row of
+    `Turn.experts`; None if no token has a record."""
     column_S: torch.Tensor | None = None
-    """The column of each token of each sequence, if sequences share columns; None: in order."""
+    """Column of each token, sequence by sequence, if sequences share columns; None: in order."""
     own: list[int] | None = None
-    """If they do, the number of tokens at the end of each sequence that are computed for it."""
+    """If sequences share columns: the number of last tokens of each that no earlier one has."""
     images: tuple[Image, ...] = ()
     """Images of all rows, in the order of their columns."""
     image_BT: torch.Tensor | None = None
-    """1 + the index of the image that each token stands for, 0 for others, on the CPU; None without
-    any."""
+    """1 + the index of the image that a token stands for, 0 at other tokens, on the CPU; None
+    without images."""
     distributions: tuple[tuple[Distribution, torch.Tensor], ...] = ()
-    """Distributions that targets of this rank were drawn from, each with the numbers of its
-    targets, counted from 0; the others were drawn under the run's `sampling`."""
+    """Distributions that targets of this rank were drawn from, each with the indices of its
+    targets; all other targets were drawn under the run's `sampling`."""
     allowed: Allowed | None = None
     """Ids that grammars allowed at the targets of this rank; None without a grammar."""
     learns_N: torch.Tensor | None = None
     """Whether each target of this rank has a gradient; None: all have."""
     others_see: bool = False
-    """Whether columns of the same optimizer step, maybe on other ranks, have images."""
+    """Whether any columns of the same optimizer step have images, on this rank or another."""
 
     @classmethod
     def of(
@@ -303,9 +303,9 @@ class Columns:
         group: ContextGroup | None = None,
         others_see: bool = False,
     ) -> "Columns":
-        """Lay samples out; return this rank's columns, without a group all of them.
+        """Lay samples out and return this rank's columns: all of them if there is no group.
 
-        Without samples, it is a row of one token that is no target.
+        Without samples, return a row of one token that is not a target.
         """
         order, columns, own = _placed([sample.ids.key for sample in samples], layout)
         padded = layout == "padded" or not samples
@@ -314,7 +314,7 @@ class Columns:
         lengths = None if padded else [len(columns[number]) for number in order]
         size, rank = (1, 0) if group is None else (group.size, group.number)
         missing = -width % size
-        # The padding has position 0: a larger one may be beyond those that the model has.
+        # The padding has position 0: a larger position may exceed the model's maximum.
         positions = np.tile(np.pad(np.arange(width), (0, missing)), rows)
         width += missing
         if lengths is not None:
@@ -381,21 +381,21 @@ class Columns:
         return [(0, part) for part in torch.split(columns_S, self.lengths)]
 
     def whole(self, values_N: torch.Tensor) -> torch.Tensor:
-        """Return the values of all columns' targets, row by row, from those of this rank's."""
+        """Return the values of the targets of all columns, row by row, given this rank's values."""
         if self.group is None:
             return values_N
         return self.group.union(values_N, self.number_N, self.total)
 
 
 def _placed(tokens: Sequence[_Key], layout: Layout) -> tuple[list[int], list[_Ids], list[int]]:
-    """Return the numbers of sequences in the order of the row, the column of each token of each
-    sequence, and, in the row's order, the tokens at a sequence's end that are computed for it.
+    """Return the order of the sequences in the row, the columns of each sequence's tokens, and, in
+    the row's order, the number of last tokens of each sequence that no earlier sequence has.
 
-    Padded sequences have a row each. Shared ones compute a common beginning once: a group's prompt,
-    the history of a trajectory's branches. They are sorted by their tokens, so that each begins
-    like the one before it as far as any does. Each token attends to its own sequence's tokens
-    alone, so log-probs are those of sequences computed one by one, and gradients of a common
-    beginning add up.
+    Padded sequences have a row each. In the shared layout, a common prefix is computed once, such
+    as a group's prompt or the history of a trajectory's branches. Sequences are sorted by their
+    tokens: the sequence just before has the longest prefix in common, of all earlier ones. Each
+    token attends only to tokens of its own sequence. So log-probs are the same as for sequences
+    computed one by one, and the gradients of a common prefix add up.
 
         tokens of two sequences    1 2 3 4    1 2 5
         the row                    1 2 3 4 5
@@ -434,7 +434,7 @@ def _images(
 
 
 def _experts(samples: Sequence[Sample], columns: Sequence[_Ids], count: int) -> Array | None:
-    """Return `Columns.experts_BTR` of all columns; the last token of a sample has none."""
+    """Return `Columns.experts_BTR` of all columns; a sample's last token never has a record."""
     sizes = {len(s.experts) // (s.length - 1) for s in samples if s.experts}
     if not sizes:
         return None
@@ -448,8 +448,8 @@ def _experts(samples: Sequence[Sample], columns: Sequence[_Ids], count: int) -> 
 
 
 def _distributions(samples: Sequence[Sample], targets: int) -> tuple[list[Distribution], _Ids]:
-    """Return what targets were drawn from, and of each target 1 + the index of its own; 0 of one
-    that was drawn under the run's `sampling`."""
+    """Return the distributions of targets, and for each target 1 + the index of its distribution;
+    0 for a target that was drawn under the run's `sampling`."""
     numbers: dict[Distribution, int] = {}
     kind_N = np.zeros(targets, np.int64)
     start = 0
@@ -464,13 +464,13 @@ def _distributions(samples: Sequence[Sample], targets: int) -> tuple[list[Distri
 
 
 def _none(sample: Sample) -> npt.NDArray[np.float32]:
-    """Return the values of a stream that a sample does not have."""
+    """Return zeros: the values of a stream that a sample does not have."""
     return np.zeros_like(sample.advantages_T)
 
 
 def joined_rows(parts: Iterable[Array]) -> Array:
-    """Return values of all tokens, one after another: [N], or [N, K] if any part has several
-    columns; rows that have fewer are filled up with 0."""
+    """Concatenate parts: [N], or [N, K] if any part has columns; narrower rows are padded with
+    0."""
     listed = list(parts)
     wide = max((part.shape[1] for part in listed if part.ndim > 1), default=0)
     if wide:
@@ -484,8 +484,8 @@ def _concatenated(parts: Iterable[_Ids]) -> _Ids:
 
 
 def _in_order(tokens: Sequence[_Key]) -> list[int]:
-    """Return the numbers of token sequences, sorted by their tokens; images are after all ids, in
-    the order of their first sequences."""
+    """Return the indices of the sequences, sorted by their tokens. Images are after all ids, in the
+    order of their first occurrence."""
     numbers, keys = dict[int, int](), list[bytes]()
     for key_T in tokens:
         order_T = key_T.astype(np.int64)
@@ -502,8 +502,8 @@ class MicroBatch:
 
     columns: Columns
     tokens: Tokens
-    """The input of the loss. Until the policy has scored them, all log-probs are the engine's.
-    With a value model, `advantages_N` are rewards until `TrainerRank` makes advantages of them."""
+    """The input of the loss. All log-probs are the engine's until the policy has scored the tokens.
+    With a value model, `advantages_N` are rewards until advantages are computed from them."""
     call_N: torch.Tensor  # number of the engine's call that sampled each token
     size: int  # tokens without padding, trained or not
     old_logprobs_N: torch.Tensor | None = None
@@ -531,10 +531,10 @@ def make_micro_batch(
     group: ContextGroup | None = None,
     others_see: bool = False,
 ) -> MicroBatch:
-    """Return the tensors of samples, of which a group's ranks have a share of the columns each.
+    """Return the tensors of samples; with a group, this rank's share of the columns.
 
-    `trajectory_tokens` are those of the rank's share, and `version` is the weight version at the
-    start of the step.
+    `trajectory_tokens` is `RankBatches.trajectory_tokens`, and `version` is the weight version at
+    the start of the step.
     """
     numbers: dict[int, int] = {}
     for sample in samples:
@@ -550,7 +550,7 @@ def make_micro_batch(
         return torch.from_numpy(repeated).to(device, dtype)
 
     engine_N = picked((s.logprobs_T for s in samples), np.float32)
-    streams = defaultdict[str, torch.Tensor](lambda: engine_N)  # of no token, without samples
+    streams = defaultdict[str, torch.Tensor](lambda: engine_N)  # empty if there are no samples
     for name in sorted({name for sample in samples for name in sample.streams}):
         streams[name] = picked((s.streams.get(name, _none(s)) for s in samples), np.float32)
     tokens = Tokens(

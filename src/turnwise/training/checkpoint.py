@@ -93,8 +93,8 @@ def to_go_on_from(folder: str | Path) -> Path:
 
 
 def to_write(folder: Path) -> Path:
-    """Return the absolute path of a new checkpoint; InputError if it holds anything but an earlier
-    one."""
+    """Return the absolute path of a new checkpoint; InputError if there already is something other
+    than a complete checkpoint or an empty folder."""
     place = folder.expanduser().resolve()
     taken = place.exists() and (not place.is_dir() or any(place.iterdir()))
     if taken and (flaw := incomplete_reason(place)):
@@ -137,10 +137,10 @@ def newest_whole(checkpoints: Path) -> tuple[Path, list[str]]:
 def prune(
     checkpoints: Path, keep_last: int, best: int | None, committed: int | None = None
 ) -> None:
-    """Remove all but the last `keep_last` checkpoints and the best, and what crashes left.
+    """Remove all checkpoints except the last `keep_last` and the best, and remains of crashes.
 
-    Those of steps after the newest that is `committed` (None: the last), which a resumed run found
-    incomplete, are neither counted nor removed.
+    `committed` is the step of the newest complete checkpoint; None: the last one in the folder.
+    Later checkpoints, which a resumed run found incomplete, are neither counted nor removed.
     """
     folders = list_checkpoints(checkpoints)
     if committed is None:
@@ -166,7 +166,7 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 
 @contextmanager
 def translate_disk_full(path: Path) -> Iterator[None]:
-    """Translate the errors that a full disk causes in any library into one sentence."""
+    """Turn errors that a full disk causes, in any library, into a TurnwiseError that says so."""
     try:
         yield
     except Exception as error:

@@ -1,10 +1,10 @@
-"""The state of a checkpoint: weights, optimizers and what each rank remembers.
+"""The state of a checkpoint: weights, optimizers and each rank's own values.
 
 A rank writes its shards with torch's distributed checkpoint (.metadata, *.distcp), which any number
-of ranks can read, and its schedule, version and random numbers to rank-N.pt. Moments of 8 bits are
-in rank-N.pt, too: their blocks do not divide over another number of ranks.
-What the configuration decides (rates, decay, betas, the schedule) is not in it: a resumed run has
-what its configuration says. Loading never runs code stored in a checkpoint.
+of ranks can read. It writes its position in the schedule, version and random state to rank-N.pt.
+8-bit moments are in rank-N.pt, too: their blocks cannot be divided over another number of ranks.
+Rates, decay, betas and the schedule are not saved: a resumed run takes them from its configuration.
+Loading never runs code stored in a checkpoint.
 """
 
 import io
@@ -35,10 +35,10 @@ _METADATA = ".metadata"
 _REFERENCE = "reference"
 _ALONE = "torch.distributed is disabled"  # beginning of torch's warning to a single rank
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")
-"""State of a parameter, by AdamW or by Muon; the first is a number."""
+"""Keys of a parameter's state in AdamW and Muon; `step` is a scalar."""
 _UNREADABLE = (OSError, RuntimeError, KeyError, ValueError, UnpicklingError, CheckpointException)
 _Moments = dict[str, dict[str, torch.Tensor]]
-"""State of the optimizer by the parameter's name; a parameter that was never updated has none."""
+"""State of the optimizer by the parameter's name, without parameters that were never updated."""
 
 
 def save_state(
@@ -48,8 +48,8 @@ def save_state(
     extra: JsonObject,
     reference: nn.Module | None = None,
 ) -> None:
-    """Write this rank's part of the weights and optimizers, of a reference model that moves, and
-    `extra`; called on all ranks."""
+    """Write this rank's part of the weights and optimizers, and of a reference model that moves,
+    and `extra`; every rank must call this."""
     state = folder / "state"
     states: dict[str, object] = {
         name: _state(learner.module, {} if learner.in_8_bits else _moments_of(learner))
@@ -101,7 +101,7 @@ def load_state(
                     f"it has no state of the {name}: algorithm.advantage.name cannot change to one "
                     "with a value model, nor rollout.policies, when a run is resumed"
                 )
-            moments[name] = {  # room for those that the checkpoint has
+            moments[name] = {  # room for the moments that the checkpoint has
                 own: room
                 for own, parameter in learner.module.named_parameters()
                 if (
@@ -169,8 +169,8 @@ def _ranks() -> int:
 
 
 def load_moved(folder: Path, name: str, module: nn.Module) -> None:
-    """Load a module without an optimizer that `save_state` wrote, in a process of its own; it keeps
-    its weights if the checkpoint has none."""
+    """Load the weights that `save_state` wrote of a module without an optimizer, in a process of
+    its own. The module keeps its weights if the checkpoint has none for it."""
     try:
         reader = _Reader(folder / "state")
         if _has(reader.read_metadata().state_dict_metadata, name):
@@ -191,7 +191,7 @@ def _load(states: dict[str, object], reader: "_Reader") -> None:
 
 
 def _state(module: nn.Module, moments: _Moments | None = None) -> dict[str, object]:
-    # The optimizer's own state_dict would take a step, to have something to describe.
+    # Not torch's function for optimizers: it would take a step if there is no state yet.
     state: dict[str, object] = {"model": get_model_state_dict(module)}
     return state if moments is None else {**state, "optimizer": {"state": moments}}
 
@@ -238,7 +238,7 @@ class _MetadataUnpickler(Unpickler):
 
 
 class _Planner(DefaultLoadPlanner):
-    """Reads tensors only: torch would run the code of anything else."""
+    """Reads only tensors: torch would unpickle anything else, which can run code."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         raise UnpicklingError(f"{read_item.dest_index.fqn} is no tensor")

@@ -10,12 +10,13 @@ import torch.distributed as dist
 
 @dataclass(frozen=True, slots=True)
 class ContextGroup:
-    """The ranks that share the sequences of this one; all make the same calls in the same order.
+    """The ranks that share this rank's sequences; all make the same calls in the same order.
 
-    Each computes an equal share of the columns. Only attention needs the others': there the group
-    exchanges columns for heads, so that each rank attends with some heads over all columns, and
-    back (DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509). All compute the same loss from the
-    log-probs of all, and the gradients of the ranks add up to those of one that has all columns.
+    Each rank computes an equal share of the columns. Only attention needs all columns: there the
+    ranks exchange columns for heads, each attends with some heads over all columns, and they
+    exchange back (DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509). Each rank computes the same
+    loss from all log-probs, and the ranks' gradients add up to the gradient of a single rank with
+    all columns.
     """
 
     ranks: dist.ProcessGroup
@@ -24,15 +25,16 @@ class ContextGroup:
 
     @classmethod
     def of_this_rank(cls, size: int, limit: timedelta) -> "ContextGroup":
-        """Divide all ranks into groups of consecutive ones, whose exchanges have this deadline;
-        every rank must call this."""
+        """Divide all ranks into groups of `size` consecutive ranks, and return this rank's group.
+        `limit` is the timeout of an exchange. Every rank must call this."""
         ranks, _ = dist.new_subgroups(size, timeout=limit)  # type: ignore[no-untyped-call]
         assert ranks is not None
         return cls(ranks, size, dist.get_rank(ranks))
 
     def heads(self, tensor_BHTD: torch.Tensor) -> torch.Tensor:
-        """Return this rank's share of the heads, of all columns, from all heads of its columns:
-        [B, H / C, T * C, D]. If there are fewer heads than ranks, several get the same one."""
+        """Exchange all heads of this rank's columns for its share of the heads over all columns:
+        [B, H / C, T * C, D]. If there are fewer heads than ranks, several ranks get the same
+        head."""
         repeats = max(1, self.size // tensor_BHTD.shape[1])
         tensor_BHTD = tensor_BHTD.repeat_interleave(repeats, dim=1) if repeats > 1 else tensor_BHTD
         parts_CBHTD = torch.stack(tensor_BHTD.chunk(self.size, dim=1))
@@ -48,18 +50,18 @@ class ContextGroup:
         return own_BHTD
 
     def union(self, values_N: torch.Tensor, number_N: torch.Tensor, total: int) -> torch.Tensor:
-        """Return the values of all ranks, each at its number among the total: [total], or
+        """Return the values of all ranks, each at its index among all targets: [total], or
         [total, K]."""
         own_N = values_N.new_zeros(total, *values_N.shape[1:]).index_copy(0, number_N, values_N)
         whole_N = own_N.detach().clone()
         dist.all_reduce(whole_N, group=self.ranks)
-        # All ranks compute the same from them, so the gradient of own values is complete.
+        # All ranks compute the same loss from the union, so no gradient of own values is missing.
         is_own_N = torch.zeros_like(whole_N, dtype=torch.bool).index_fill(0, number_N, True)
         return torch.where(is_own_N, own_N, whole_N)
 
 
 class _Exchange(torch.autograd.Function):
-    """The exchange of equal parts, part i to rank i; its gradient is the same exchange."""
+    """An exchange of equal parts: part i goes to rank i. Its gradient is the same exchange."""
 
     @staticmethod
     def forward(ctx: Any, parts_CBHTD: torch.Tensor, ranks: dist.ProcessGroup) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Trained models and adapters as files that other programs load.
 
 A checkpoint contains the model in Hugging Face's format, or the adapter in PEFT's; `merge_adapter`
-makes a plain model of an adapter and the model that it belongs to.
+makes a plain model from an adapter and its base model.
 """
 
 import json
@@ -46,7 +46,7 @@ FILE_BYTES = 4 * 2**30
 """Maximum size of a file, unless a tensor is larger."""
 
 _OF_IMAGES = ("preprocessor_config", "processor_config", "video_preprocessor_config")
-"""Files of the settings of a model's processor of images; it may lack any."""
+"""Names of the settings files of a model's image processor; a model may lack any of them."""
 
 
 def export_model(
@@ -97,8 +97,8 @@ def export_adapters(
     policies: Sequence[str],
     model: PreTrainedModel,
 ) -> None:
-    """Write the policy's adapter in PEFT's format, in float32, with the tokenizer, on rank 0; of
-    several policies each in a folder of its name in `POLICIES`."""
+    """Write the policy's adapter in PEFT's format, in float32, with the tokenizer, on rank 0. Each
+    of several policies has a folder of its name in `POLICIES`."""
     sent = adapter_tensors(model, policies)
     whole = by_policy((name, tensor.cpu().contiguous()) for name, tensor in sent)
     if rank:
@@ -112,8 +112,8 @@ def export_adapters(
 
 
 def _save_rest(folder: Path, settings: ModelConfig) -> None:
-    """Add the tokenizer, and the model's settings: of generation, such as the ids of its stops, and
-    of its processor of images."""
+    """Add the tokenizer, and the settings of generation, such as stop ids, and of the model's image
+    processor."""
     read_tokenizer(settings).save_pretrained(folder)
     path = path_of(settings)
     for name in (GENERATION_CONFIG_NAME, *(f"{name}.json" for name in _OF_IMAGES)):
@@ -128,7 +128,7 @@ def merge_adapter(adapter: Path, folder: Path, settings: ModelConfig) -> None:
     form = json.loads((adapter / ADAPTER_CONFIG).read_text())
     rank = form["r"]
     scale = form["lora_alpha"] / (math.sqrt(rank) if form["use_rslora"] else rank)
-    # By the defaults of training, which need no GPU.
+    # With the default training settings, which need no GPU.
     model = load_model(settings, TrainingConfig(), dtype=dtype_of(settings))
     weights = dict(model.named_parameters())
     factors = load_file(adapter / ADAPTER_TENSORS)
@@ -141,7 +141,7 @@ def merge_adapter(adapter: Path, folder: Path, settings: ModelConfig) -> None:
         if weight is None or weight.shape != (len(second), first.shape[1]):
             raise InputError(f"{adapter}: {settings.path} has no layer {layer} of this shape")
         weight.copy_(add_product(weight, first, second, scale))
-    # Its own settings are copied; Transformers refuses to write some that it reads.
+    # `_save_rest` copies the model's own settings, as Transformers refuses to write some of them.
     model.generation_config = GenerationConfig.from_model_config(model.config)
     with translate_disk_full(folder):
         model.save_pretrained(folder)

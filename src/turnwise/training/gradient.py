@@ -20,8 +20,8 @@ from turnwise.training.reports import UpdateReport
 
 _T = TypeVar("_T")
 _GIVE_BACK_SECONDS = 10.0
-"""Seconds after which a rank on a CPU gives freed memory back again, which costs it new pages:
-holes between the blocks of different micro-batches add up."""
+"""Seconds until a rank on a CPU gives freed memory back again: holes between the blocks of
+different micro-batches add up. More often would cost time, as the rank then needs new pages."""
 
 
 class How(NamedTuple):
@@ -32,7 +32,7 @@ class How(NamedTuple):
     model: str = "policy"
     """A policy, or an adapter that was added, by PEFT's name."""
     sampling: SamplingConfig | None = None
-    """Distribution of all tokens; None: that which each was drawn from."""
+    """Distribution to score all tokens under; None: each token's own, which it was drawn from."""
     learns: bool = True
 
 
@@ -71,8 +71,8 @@ class Gradients:
         recorded: list[torch.Tensor],
         warming: bool = False,
     ) -> UpdateReport:
-        """Add the gradient of the loss, the sum over all trained tokens of all ranks, and the
-        tokens' `RECORDED` values; `warming` trains the value model alone."""
+        """Add the gradient of the loss, which is a sum over the trained tokens of all ranks, and
+        the tokens' `RECORDED` values. `warming` trains only the value model."""
         report = UpdateReport()
         counted = share.total_tokens
         if not warming:
@@ -183,8 +183,8 @@ class Gradients:
             learns_N = advantages_N.reshape(len(advantages_N), -1).any(dim=1)
             columns = replace(columns, learns_N=learns_N[columns.number_N])
         logprobs_N, entropy_N = self._models.score(how.model, columns, how.sampling)
-        # The old log-probs, which ratios are taken against, are the engine's or, with a correction,
-        # the policy's own from before the step.
+        # Ratios are relative to the old log-probs: the engine's or, with a correction, the policy's
+        # own from before the step.
         if algorithm.correction.name == "none":
             old_N = engine_N
         elif batch.old_logprobs_N is not None:
@@ -231,7 +231,7 @@ class Gradients:
 
 
 def like(values_N: torch.Tensor, others_N: torch.Tensor) -> torch.Tensor:
-    """Return values of each token, once for each of its targets if `others_N` is [N, K]."""
+    """Return the values of tokens, repeated for each target if `others_N` is [N, K]."""
     values_N = values_N.detach().float()
     if values_N.dim() < others_N.dim():
         values_N = values_N[:, None].expand_as(others_N)

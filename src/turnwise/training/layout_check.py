@@ -1,9 +1,9 @@
 """The check before training: the trainer's log-probs are the model's own, in the run's layout.
 
 A few random sequences are scored one by one, with the attention that Transformers chose, and one of
-them is compared with the model's own logits. Then all are scored in the layout of the run. States
-that leak into the next sequence of a row, masks that ignore where sequences begin, windows that
-nothing applies: all show as a difference, whatever the architecture is.
+them is compared with the model's own logits. Then all are scored in the layout of the run. Three
+errors show as a difference, in any architecture: states that leak into the next sequence of a row,
+masks that ignore where sequences begin, and sliding windows that are not applied.
 """
 
 import inspect
@@ -39,37 +39,39 @@ from turnwise.trajectory import Prompt
 
 _PLAIN = SamplingConfig()
 _LENGTHS = (25, 22, 17)
-"""Least tokens of the sequences; the second begins as the first does. In a packed row they begin at
-odd columns, where no chunk of a model does."""
-_COMMON = 11  # tokens of that beginning
+"""Minimum numbers of tokens of the sequences; the first two have a common prefix. In a packed row,
+sequences begin at odd columns, where no chunk of a model begins."""
+_COMMON = 11  # tokens of the common prefix
 _LONGEST = 16384
 _BLOCK = 8
-"""Tokens over which differences are averaged. Where another sequence is seen, all tokens of a block
-differ; where rounding makes a router choose otherwise, single ones."""
+"""Number of tokens over which differences are averaged. If tokens see another sequence, all tokens
+of a block differ; if rounding makes a router choose another expert, only single tokens differ."""
 _ROUNDING = {torch.float32: (3e-5, 0.02), torch.bfloat16: (0.03, 0.25)}
-"""Bounds of the difference that counts as rounding, relative to the spread of the log-probs. Where
-another sequence is seen, it is 0.29 at the least in 100 architectures (and less where weights are
-as small as before any training); rounding is 1e-6 in float32 and 0.03 in bfloat16. Between the
-bounds it is `_TIMES` what sequences differ by in a batch of another shape: sums are rounded in
-another order there, and routers of a mixture of experts make much of that."""
+"""Limits, low and high, of the largest difference that counts as rounding, relative to the spread
+of the log-probs. In 100 architectures, tokens that saw another sequence differed by at least 0.29
+(less if weights are as small as before training); rounding was 1e-6 in float32 and 0.03 in
+bfloat16. Between the limits, the largest difference is `_TIMES` what another batch shape makes:
+it rounds sums in another order, which the routers of a mixture of experts amplify."""
 _TIMES = 3
 _LEAST_SPREAD = 1e-3
-"""Spread, in nats, below which a model tells no tokens apart, as one without training."""
+"""Minimum spread of log-probs in nats that differences are divided by: the spread of an untrained
+model, which hardly tells tokens apart, may be smaller."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A difference of log-probs from those of the model itself."""
+    """The difference between computed log-probs and the expected ones."""
 
     nats: float
-    """Largest mean over a block of tokens; inf where they cannot be computed, or are not finite."""
-    relative: float  # the same relative to the spread of the model's log-probs
-    rounding: float  # most of it that counts as rounding
-    error: str = ""  # the reason where they cannot be computed
+    """Largest mean over a block of tokens; inf if log-probs are not finite, or cannot be
+    computed."""
+    relative: float  # `nats` relative to the spread of the model's log-probs
+    rounding: float  # maximum of `relative` that counts as rounding
+    error: str = ""  # the reason why log-probs cannot be computed
 
     @property
     def small(self) -> bool:
-        """Whether it is rounding."""
+        """Whether the difference counts as rounding."""
         return self.relative <= self.rounding
 
     def __str__(self) -> str:
@@ -101,9 +103,9 @@ class ModelCheck:
         # Judged by the strict bound, as both have the same shape.
         by_logits = _attempt(self._by_logits) if self._alone else ([], why)
         self.own = self._difference(by_logits, self._alone[-1:])
-        """Difference of the log-probs of one sequence from those by the model's own logits."""
-        # With tokens after them, which are not scored: what a batch of another shape changes widens
-        # the bound from here on.
+        """Difference between one sequence's log-probs and those from the model's own logits."""
+        # Score them again with more tokens at the end, which are not scored: the difference that
+        # another batch shape makes widens the bound from here on.
         followed = [_followed(sample) for sample in samples[1:]]
         found = _attempt(lambda: self._values(followed, "padded"))
         again = self._difference(found, self._alone[1:])
@@ -113,8 +115,8 @@ class ModelCheck:
 
     @torch.no_grad()
     def compare_and_choose_attention(self, layout: Layout) -> Difference:
-        """Return the difference of a layout from the sequences one by one; where it is due to the
-        trainer's attention, the model gets its own back."""
+        """Return the difference between log-probs in a layout and those one by one. If the
+        trainer's attention causes it, switch the model back to its own attention."""
         found = self._compared(layout)
         if found.small or not is_packed(self._model):
             return found
@@ -135,7 +137,7 @@ class ModelCheck:
         tokens = {sample.trajectory: sample.trained for sample in samples}
         batch = make_micro_batch(samples, tokens, 0, layout, self._models.device, self._group)
         if isinstance(self._module, Critic):
-            # With a head that tells hidden states apart: a new one predicts 0 of all.
+            # With a head that tells hidden states apart: a new head predicts 0 for all of them.
             weight = self._module.head.weight.detach()
             own = weight.to_local() if isinstance(weight, DTensor) else weight
             before = own.clone()
@@ -150,7 +152,7 @@ class ModelCheck:
         return list(torch.split(values_N.float().cpu(), [sample.trained for sample in samples]))
 
     def _by_logits(self) -> list[torch.Tensor]:
-        """Return the last sample's log-probs by the model's own logits."""
+        """Return the last sample's log-probs from the model's own logits."""
         if isinstance(self._module, Critic):
             return self._alone[-1:]  # it has no logits
         sample, device = self._samples[-1], self._models.device
@@ -191,8 +193,8 @@ class ModelCheck:
 
 
 def possible_layouts(training: TrainingConfig, *, replays_routing: bool) -> tuple[Layout, ...]:
-    """Return the layouts that a run may take where they change no log-probs: the one that is
-    configured, or all that its other keys allow."""
+    """Return the layouts that a run may have if they change no log-probs: the configured layout, or
+    all layouts that the run's other keys allow."""
     if training.packing != "auto":
         return (training.packing,)
     refused = training.context_parallel > 1 or training.attention != "auto"
@@ -203,15 +205,19 @@ def possible_layouts(training: TrainingConfig, *, replays_routing: bool) -> tupl
 def agreed_layouts(
     checks: Sequence[ModelCheck], training: TrainingConfig, possible: Sequence[Layout]
 ) -> tuple[tuple[Layout, ...], list[str]]:
-    """Return those of the possible layouts, one or several with the padded one first, in which no
-    model computes something else, and why each other is left out; InputError if all are."""
+    """Return the possible layouts that change no model's log-probs, and a sentence about each other
+    layout.
+
+    Raises:
+        InputError: if no layout is left, or if log-probs differ from a model's own logits.
+    """
     for check in checks:
         if not check.own.small:
             raise InputError(
                 f"a {check.kind} model cannot be trained: the trainer's log-probs are not those of "
                 f"the model's own logits ({check.own})"
             )
-    # The padded one decides which attention a model has.
+    # In order: the check of the first layout, if padded, decides which attention a model has.
     wrong = {layout: _wrong(checks, layout) for layout in possible}
     agreed = tuple(layout for layout in possible if not wrong[layout])
     layout, why = next(iter(wrong.items()))
@@ -231,8 +237,8 @@ def check_run(
     """Check all models of a run, with images if they can have any.
 
     Returns:
-        The layouts that change nothing, with images neither if there can be any; a sentence about
-        them; and the reason why no sample may have an image, or "".
+        The layouts that change no log-probs, neither of text nor, if samples can have images, of
+        images; a sentence about the layouts; and why no sample may have an image, or "".
     """
     patches, left = 0.0, list[str]()
     possible = possible_layouts(training, replays_routing=engine.routing_replay)
@@ -244,8 +250,8 @@ def check_run(
             possible, left = agreed_layouts(checks, training, possible)
     except (torch.OutOfMemoryError, dist.DistError):
         raise  # not the model's fault
-    except Exception as error:  # of code that knows only some models of images
-        for module in models.modules():  # as before these checks
+    except Exception as error:  # from code that supports only some models that read images
+        for module in models.modules():  # undo what these checks changed
             use_packed_attention(_checked(module), training.attention)
         why = str(error) if isinstance(error, InputError) else describe_error(error)
     checks = [ModelCheck(models, module, length) for module in models.modules()]
@@ -259,7 +265,7 @@ def check_run(
 def _without_images(
     models: Models, path: str, engine: EngineConfig, training: TrainingConfig
 ) -> str:
-    """Return the reason why a run is one of text alone, or ""."""
+    """Return the reason why no sample of a run may have an image, or ""."""
     if not sees(models.policy.get_submodule("model").config):
         return f"model.path: {path} is trained as a model of text alone"
     if not engine.images_per_prompt:
@@ -292,7 +298,7 @@ def check_policy(
 
 
 def _samples(shape: PretrainedConfig, max_length: int) -> list[Sample]:
-    """Return three sequences of random tokens, the first twice as long as the model's windows."""
+    """Return three sequences of random tokens; the first is twice as long as the longest window."""
     text = shape.get_text_config()
     values = text.to_dict()
     positions = getattr(text, "max_position_embeddings", None) or max_length
@@ -316,8 +322,8 @@ def _samples(shape: PretrainedConfig, max_length: int) -> list[Sample]:
 
 
 def _with_images(samples: Sequence[Sample], images: ModelImages) -> list[Sample]:
-    """Return the last two samples with an image each after the beginning that all then share, and
-    one more that differs from the last in nothing but the pixels of its image."""
+    """Return the last two samples, each with an image after the common prefix, and a copy of the
+    last one in which only the image's pixels differ."""
     text, others = samples[0].ids[:_COMMON], samples[1:]
     made = []
     for number, (sample, picture) in enumerate(zip((*others, others[-1]), (0, 0, 1), strict=True)):
@@ -335,7 +341,7 @@ def _followed(sample: Sample) -> Sample:
 
 
 def _attempt(compute: Callable[[], list[torch.Tensor]]) -> tuple[list[torch.Tensor], str]:
-    """Return what a call computes, or nothing and the reason why it cannot."""
+    """Return the result of a call and "", or no result and the reason."""
     try:
         return compute(), ""
     except (torch.OutOfMemoryError, dist.DistError):

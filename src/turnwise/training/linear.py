@@ -1,8 +1,8 @@
-"""Linear layers of models on a CPU, whose float32 matrices oneDNN multiplies.
+"""Linear layers on a CPU that multiply float32 matrices with oneDNN.
 
-torch multiplies them by MKL, which on AMD's processors takes twice as long, forwards and backwards;
-the results differ by their rounding alone. oneDNN compiles kernels for every number of tokens, so
-that small layers gain nothing; these, and layers of other types, are torch's own.
+torch uses MKL, which takes twice as long on AMD's processors, both forwards and backwards; the
+results differ only by rounding. oneDNN compiles kernels for every number of tokens, so small layers
+would gain nothing. They, and layers of other types, stay torch's own.
 """
 
 import os
@@ -17,17 +17,18 @@ ENVIRONMENT = {
     name: os.environ.get(name, "64")
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 }
-"""Variables of a process with such layers: the kernels that oneDNN keeps, and torch beside it. A
-micro-batch needs about 15; of 1,024, the default, memory would grow for hundreds of steps."""
+"""Environment variables of a process with such layers: the number of kernels in oneDNN's cache, and
+in torch's own cache of them. A micro-batch needs about 15 kernels. With the default of 1,024,
+memory would grow for hundreds of steps."""
 _SMALLEST = 2**16
-"""Values of a matrix from which oneDNN multiplies it."""
+"""Minimum number of values of a matrix that oneDNN multiplies."""
 _COPIED = 2**24
-"""Values of a gradient up to which it is turned for the gradient of a matrix: 64 MiB. Larger ones
-are those of logits, whose copies would raise the peak of memory."""
+"""Maximum number of values of an output's gradient that oneDNN transposes, by a copy, for the
+gradient of a matrix: 64 MiB. Larger ones are of logits; their copies would raise peak memory."""
 
 
 def use_onednn(module: nn.Module, device: torch.device) -> None:
-    """Let oneDNN compute a module's linear layers, where it can."""
+    """Let oneDNN compute a module's linear layers where that is possible and pays off."""
     if device.type == "cpu" and HAS_ONEDNN:
         for layer in module.modules():
             if type(layer) is nn.Linear and layer.weight.numel() >= _SMALLEST:

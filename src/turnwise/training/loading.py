@@ -1,7 +1,7 @@
 """The trainer's models: their roles, their data types, their parts, and how they are loaded.
 
-Forward passes use `model.dtype`. Weights that learn are float32 beside it, since steps with a small
-learning rate vanish in bfloat16, or bfloat16 with steps that are rounded at random
+Forward passes use `model.dtype`. Weights that learn are kept in float32, since steps with a small
+learning rate vanish in bfloat16; or they are kept in bfloat16, and steps are rounded at random
 (`training.weights_dtype`).
 """
 
@@ -86,8 +86,8 @@ def models_beside(
 def shared_roles(
     model: ModelConfig, policies: Sequence[str], beside: Mapping[ModelName, OtherModel]
 ) -> tuple[str, ...]:
-    """Return the roles that the policy's backbone plays with adapters: those of all policies, and
-    of models without a path or a precision of their own; none without LoRA."""
+    """Return the roles that the policy's backbone plays with adapters: all policies, and the other
+    models that have the policy's path and precision. Without LoRA there are none."""
     if not model.lora.rank:
         return ()
     shared = (
@@ -99,7 +99,7 @@ def shared_roles(
 
 
 def path_of(model: ModelConfig, other: OtherModel = POLICY) -> str:
-    """Return from where a model is loaded: its own path, or the policy's."""
+    """Return the path that a model is loaded from: its own, or the policy's."""
     return resolve_model(other.path or model.path)
 
 
@@ -113,7 +113,7 @@ def dtype_of(model: ModelConfig, other: OtherModel = POLICY) -> torch.dtype:
 def learning_dtype(
     model: ModelConfig, training: TrainingConfig, other: OtherModel = POLICY
 ) -> torch.dtype:
-    """Return the type in which the weights of a model that learns are kept, and of a reference."""
+    """Return the type that keeps the weights of a model that learns, or of a loaded reference."""
     kept: torch.dtype = getattr(torch, training.weights_dtype)
     return kept if dtype_of(model, other) == kept else torch.float32
 
@@ -124,15 +124,15 @@ def load_model(
     other: OtherModel = POLICY,
     dtype: torch.dtype = torch.float32,
 ) -> PreTrainedModel:
-    """Load a language model, with the part that reads images if it has one; with several ranks,
-    without weights that `distribute` can read."""
+    """Load a language model, with the part that reads images if it has one. With several ranks,
+    weights that `distribute` can read from the files are not loaded yet."""
     path, trust = path_of(model, other), model.trust_remote_code
     return _loaded(language_model_class(_shape_of(path, trust)), training, path, dtype, trust)
 
 
 def language_model_class(shape: PretrainedConfig) -> Any:
-    """Return Transformers' class of language models of a configuration, those that read images
-    included."""
+    """Return Transformers' auto class for a language model with this configuration, which may read
+    images."""
     text = type(shape) in MODEL_FOR_CAUSAL_LM_MAPPING
     if not text and type(shape) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         return AutoModelForImageTextToText
@@ -174,7 +174,7 @@ def _loaded(kind: Any, training: TrainingConfig, path: str, dtype: torch.dtype, 
             with torch.device("meta"):
                 model = kind.from_config(shape, dtype=dtype, trust_remote_code=trust)
             if can_be_sliced(model):
-                if hasattr(model, "score"):  # the head of a reward model, for the value model's
+                if hasattr(model, "score"):  # a reward model's head, which `Critic` copies
                     model.score.weight = nn.Parameter(read_tensor(files, "score.weight").float())
                 return prepared(model)
         model = kind.from_pretrained(path, dtype=dtype, trust_remote_code=trust)
@@ -190,7 +190,7 @@ def is_classifier(shape: PretrainedConfig) -> bool:
 
 @contextmanager
 def translate_unreadable(path: str) -> Iterator[None]:
-    """Raise an InputError that names the model, for errors of what reads it."""
+    """Turn errors of reading a model into an InputError that names the model."""
     try:
         yield
     except (OSError, ValueError) as error:
@@ -199,7 +199,7 @@ def translate_unreadable(path: str) -> Iterator[None]:
 
 def recompute(model: nn.Module, every: bool | int) -> list[nn.Module]:
     """Make all layers, none, or every N-th (`training.activation_checkpointing`) keep only their
-    input, and compute their activations again in backward passes; return them."""
+    input, and compute their activations again in backward passes; return these layers."""
     chosen = decoder_layers(model)[:: int(every)] if every else []
     for layer in chosen:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
@@ -212,7 +212,7 @@ def load_models(
     device: torch.device,
     group: ContextGroup | None = None,
 ) -> Models:
-    """Load the policy and the models `beside` it, and distribute them."""
+    """Load the policy and the other models `beside` it, and distribute them."""
     settings, training = config.model, config.training
     if training.attention == "flex_attention" and device.type == "cpu":
         raise InputError("training.attention: flex_attention has no gradients on a CPU: set auto")
@@ -272,10 +272,10 @@ def distribute(
 ) -> _Module:
     """Move a module to its device, and shard it if there are several ranks.
 
-    Each decoder layer is gathered only for its own computation; the part that reads images with the
-    embeddings, as ranks that have no image do not compute it. The files at `path`, which the module
-    was made of, hold the weights that it still lacks. `recomputed` is
-    `training.activation_checkpointing`; without `images`, no rank ever reads one.
+    Each decoder layer is gathered only for its own computation. The part that reads images is
+    gathered with the embeddings, because ranks that have no image do not compute it. The files at
+    `path`, from which the module was made, hold the weights that it still lacks. `recomputed` is
+    `training.activation_checkpointing`. Without `images`, no rank ever reads an image.
     """
     use_onednn(module, device)
     recompute(module, recomputed)

@@ -1,8 +1,9 @@
-"""LoRA with PEFT: adapters of low rank in a model's linear layers, which alone are trained.
+"""LoRA with PEFT: low-rank adapters in a model's linear layers; only the adapters are trained.
 
 One backbone plays all roles: the policy and PPO's value model are the backbone with an adapter of
-their own, the reference model is the backbone without one. Weights reach engines added up, layer by
-layer; only PEFT's layers and its file formats are used, not its own model class.
+their own, the reference model is the backbone without an adapter. Engines get the adapters
+themselves, or weights with the policy's adapter merged in, layer by layer. Only PEFT's layers and
+file formats are used, not its model class.
 """
 
 import inspect
@@ -31,17 +32,17 @@ from turnwise.weights.manifest import NamedTensors
 ModelName = Literal["policy", "reference", "value"]
 """The models of the trainer, by the role that they play in training."""
 _POLICY = "default"
-"""PEFT's name of the policy's adapter. Those of other roles, of several policies, and of adapters
-that were added have their own names; the reference model has none."""
+"""PEFT's name of the policy's adapter. The adapters of the value model, of several policies, and
+those added later have names of their own. The reference model has no adapter."""
 PREFIX = "base_model.model."  # beginning of the names of tensors in PEFT's files
 ADAPTER_TENSORS = "adapter_model.safetensors"
-"""PEFT's file of an adapter's tensors, beside `ADAPTER_CONFIG`."""
+"""PEFT's file of an adapter's tensors, next to `ADAPTER_CONFIG`."""
 POLICIES = "policies"
-"""Folder in a checkpoint of several policies, with a folder for each."""
+"""Folder in a checkpoint of several policies, with a subfolder for each policy."""
 
 
 def add_adapters(model: Foreign, lora: LoraConfig, roles: Sequence[str]) -> None:
-    """Freeze a model and give its layers of text an adapter for each role, in float32.
+    """Freeze a model, and give its layers that read text an adapter for each role, in float32.
 
     An adapter changes nothing before its first update: its second factor starts at 0.
     """
@@ -49,7 +50,7 @@ def add_adapters(model: Foreign, lora: LoraConfig, roles: Sequence[str]) -> None
     if targets == "all-linear":
         targets = _all_linear(model, lora)
     names = [_adapter_of(role) for role in roles if role != "reference"]
-    state = torch.get_rng_state()  # what is drawn until then depends on where the model is
+    state = torch.get_rng_state()  # the number of draws depends on the model's device
     for name in names:
         targets = _inject(model, lora, name, targets)
     torch.set_rng_state(state)
@@ -69,7 +70,7 @@ def add_adapters(model: Foreign, lora: LoraConfig, roles: Sequence[str]) -> None
 
 
 def _all_linear(model: Foreign, lora: LoraConfig) -> list[str]:
-    """Return the names of the layers that all-linear stands for."""
+    """Return the names of the layers that `all-linear` selects."""
     peft = optional("peft", "lora", "model.lora")
     able = [name for name, parent, layer in _parts(model) if _can_adapt(layer, parent, name)]
     settings = peft.LoraConfig(**peft_settings(lora), target_modules=able, task_type="CAUSAL_LM")
@@ -103,7 +104,7 @@ def said_without_adapter(model: Foreign, lora: LoraConfig) -> str:
 
 
 def _parts(model: Foreign) -> Iterator[tuple[str, nn.Module, Foreign]]:
-    """Yield the modules of the part that reads text, but the output head: name, parent, module."""
+    """Yield (name, parent, module) of the part that reads text, except the output head."""
     modules, head, text = dict(model.named_modules()), model.get_output_embeddings(), ""
     if sees(model.config):
         text = f"{_text_part(model)}."
@@ -119,8 +120,8 @@ def _is_stack(module: nn.Module) -> bool:
 
 
 def _can_adapt(layer: Foreign, parent: nn.Module, name: str) -> bool:
-    """Return whether a model calls a layer as it does a linear one, to which PEFT's can add its
-    product."""
+    """Return whether a model calls a layer as a plain linear layer, to whose output PEFT's layer
+    can add its product."""
     if not isinstance(layer, nn.Linear):
         return False
     if type(layer).forward is not nn.Linear.forward and not _is_plain(layer):
@@ -129,14 +130,14 @@ def _can_adapt(layer: Foreign, parent: nn.Module, name: str) -> bool:
         source = inspect.getsource(type(parent))
     except (OSError, TypeError):
         return True
-    # Its parent may compute with the weights themselves, as fused kernels of states do.
+    # Its parent may compute with the weights directly, as fused kernels of state-space models do.
     child = re.escape(name.rpartition(".")[2])
     return re.search(rf"\bself\.{child}\.(weight|bias)\b(?!\.dtype|\.device|\[)", source) is None
 
 
 @torch.no_grad()
 def _is_plain(layer: nn.Linear) -> bool:
-    """Return whether a layer of another class computes what a linear one does."""
+    """Return whether a subclass with its own forward pass computes the same as `nn.Linear`."""
     state = torch.Generator().manual_seed(0)
     made = {n: torch.randn(p.shape, generator=state) for n, p in layer.named_parameters()}
     given_1I = torch.randn((1, layer.in_features), generator=state)
@@ -159,12 +160,12 @@ def _text_part(model: Foreign) -> str:
 def add_adapter(
     model: Foreign, lora: LoraConfig, name: str, targets: Sequence[str], seed: int
 ) -> None:
-    """Give some of the layers that have adapters one more, of its own rank and scaling.
+    """Add an adapter, with its own rank and scaling, to some of the layers that have adapters.
 
     Args:
-        name: PEFT's name of it, without dots.
+        name: PEFT's name of the new adapter, without dots.
         targets: Names of the layers in the model.
-        seed: Seed of its first factor.
+        seed: Seed of the adapter's initial values.
     """
     with torch.random.fork_rng():
         _inject(model, lora, name, list(targets))
@@ -174,7 +175,8 @@ def add_adapter(
 
 
 def remove_adapter(model: Foreign, name: str) -> None:
-    """Remove an adapter, and activate no other; the others stay as they are."""
+    """Remove an adapter; its layers then have no active adapter. Other adapters keep their
+    values."""
     for layer in adapted_layers(model).values():
         if name in layer.lora_A:
             activate([layer], [])
@@ -200,7 +202,7 @@ def _inject(model: Foreign, lora: LoraConfig, name: str, targets: Foreign) -> Fo
 
 
 def _draw(layers: Mapping[str, Foreign], name: str) -> None:
-    """Draw an adapter's first values, the same with the model's weights and without."""
+    """Draw an adapter's initial values; they are the same if the model is on the meta device."""
     for layer in layers.values():
         factors = [f[name] for f in (layer.lora_A, layer.lora_B) if name in f]
         if any(factor.weight.is_meta for factor in factors):
@@ -225,8 +227,8 @@ def adapted_layers(model: nn.Module) -> dict[str, Foreign]:
 
 
 def take_role(model: nn.Module, role: str) -> None:
-    """Make the adapter of a role, or one by PEFT's name, the active one, for the next forward and
-    backward pass."""
+    """Activate the adapter of a role, or the adapter with this name in PEFT, for the next forward
+    and backward pass; "reference" activates none."""
     activate(adapted_layers(model).values(), [] if role == "reference" else [_adapter_of(role)])
 
 
@@ -235,15 +237,16 @@ def _adapter_of(role: str) -> str:
 
 
 def _adapter_in(parameter: str) -> str:
-    """Return PEFT's name of the adapter that a parameter is of, by the parameter's name; "" if it
-    is of none."""
+    """Return PEFT's name of the adapter from the name of one of its parameters; "" for a parameter
+    of no adapter."""
     _, _, factor = parameter.partition(".lora_")
     return factor.split(".")[1] if factor else ""
 
 
 def trained_part(module: nn.Module, role: str) -> nn.Module:
-    """Return a module of the parameters that one role, or an adapter by PEFT's name, trains: the
-    adapter's, and those of the value model's head. Their names have slashes for dots."""
+    """Return a module of the parameters to train for a role, or for the adapter with this name in
+    PEFT: the adapter's and, in the role of the value model, the head's. In their names, slashes
+    replace dots."""
     part = nn.Module()
     for name, parameter in module.named_parameters():
         own = _adapter_in(name) == _adapter_of(role)
@@ -253,10 +256,10 @@ def trained_part(module: nn.Module, role: str) -> nn.Module:
 
 
 def changed_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Foreign]]:
-    """Yield the parameters that an update of the engines must contain: their names in the plain
-    model, and PEFT's layers of those with an adapter."""
-    # Linear layers beside an adapted one, too: an engine may have fused these into one (query, key
-    # and value), which it can only load whole.
+    """Yield the parameters that an update of the engines must contain, each with its name in the
+    plain model, and with PEFT's layer if it has an adapter, else None."""
+    # Also the linear layers next to an adapted layer: an engine may have fused them into one layer
+    # (query, key and value), and can only load the fused layer as a whole.
     adapted = adapted_layers(model)
     blocks = {name.rpartition(".")[0] for name in adapted}
     for block, module in model.named_modules():
@@ -272,12 +275,13 @@ def changed_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Fo
 
 @torch.no_grad()
 def merged_tensors(model: nn.Module) -> NamedTensors:
-    """Yield each of these whole, with the policy's adapter added; every rank iterates over all."""
+    """Yield the tensors of `changed_parameters` whole, with the policy's adapter added; every rank
+    must iterate over all."""
     for name, parameter, layer in changed_parameters(model):
         tensor = parameter.detach()
         if layer is not None:
             first, second = layer.lora_A[_POLICY].weight, layer.lora_B[_POLICY].weight
-            if isinstance(first, DTensor):  # each rank adds up its own rows
+            if isinstance(first, DTensor):  # each rank adds the product to its own rows
                 first = first.redistribute(placements=[Replicate()] * first.device_mesh.ndim)
             merged = add_product(tensor, first, second, layer.scaling[_POLICY])
             tensor = merged.to(tensor.dtype)
@@ -304,8 +308,8 @@ def adapter_parameters(
 
 
 def adapter_tensors(model: nn.Module, policies: Sequence[str] = ("policy",)) -> NamedTensors:
-    """Yield the adapters of policies whole, under PEFT's names, as `engine.adapters` tells several
-    apart; every rank must iterate over all."""
+    """Yield the whole tensors of policies' adapters under PEFT's names; `name_of_tensor` adds the
+    policy's name if there are several. Every rank must iterate over all."""
     for policy in policies:
         for name, parameter in adapter_parameters(model, _adapter_of(policy)):
             yield name_of_tensor(POLICY if policy == "policy" else policy, name), whole(parameter)

@@ -1,9 +1,9 @@
-"""Memory of a rank, without loading or computing anything: `turnwise plan`, and the check of a run.
+"""Estimates of a rank's memory before anything is loaded, for `turnwise plan` and a run's check.
 
-What stays between steps is a sum of sizes (`held_bytes`). What passes is traced: the model's own
-code in Transformers computes a micro-batch forward and backward on torch's fake tensors, while the
-bytes of all that are alive are counted. Attention and experts are replaced by functions whose
-results have the same sizes: their kernels differ between devices.
+Memory that is held between steps is a sum of sizes (`held_bytes`). Temporary memory is traced
+(`activation_bytes`): the model's own code in Transformers computes a micro-batch forward and
+backward on torch's fake tensors, and the bytes of live tensors are counted. Attention and experts
+have kernels that differ between devices; functions with results of the same sizes replace them.
 """
 
 import weakref
@@ -59,12 +59,12 @@ _PLAIN = "turnwise_memory"  # name of the attention and experts functions in Tra
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """Numbers of a model's parameters, and its vocabulary."""
+    """Numbers of a model's parameters, and the size of its vocabulary."""
 
     parameters: int
-    learning: int  # those that are trained: all, or the adapters'
-    largest_layer: int  # those of the largest decoder layer
-    outside: int  # those outside of decoder layers: embeddings and head
+    learning: int  # trained parameters: all, or the adapters'
+    largest_layer: int  # parameters of the largest decoder layer
+    outside: int  # parameters outside of decoder layers: embeddings and head
     largest_tensor: int
     vocabulary: int
 
@@ -81,12 +81,12 @@ def model_size(
 def _size(
     path: str, trust: bool, roles: tuple[str, ...], lora: str, train_vision: bool
 ) -> ModelSize:
-    unseeded = torch.random.fork_rng(devices=[])  # adapters draw values, here for nothing
+    unseeded = torch.random.fork_rng(devices=[])  # adapters draw values that nothing uses
     with unseeded, translate_unreadable(path), torch.device("meta"):
         shape = AutoConfig.from_pretrained(path, trust_remote_code=trust)
         classifies = is_classifier(shape)
         kind = AutoModelForSequenceClassification if classifies else language_model_class(shape)
-        with no_init_weights():  # some ways to draw them need values
+        with no_init_weights():  # some initializations need real tensors
             model = kind.from_config(shape, trust_remote_code=trust)
         model.tie_weights()  # part of the initialization
         if roles:
@@ -128,7 +128,7 @@ def held_bytes(
     moments = 2 * learning
     if training.optimizer == "adamw_8bit":
         moments //= 4
-    elif training.optimizer == "muon":  # one of a matrix in the layers
+    elif training.optimizer == "muon":  # one moment for matrices in layers, else two
         moments = learning if model.lora.rank else learning + 4 * size.outside
     return {
         "weights": weights,
@@ -146,7 +146,8 @@ def check_room(
     device: torch.device,
     ranks: int,
 ) -> None:
-    """Check that a rank has memory for all models and their optimizers; ignores activations."""
+    """Raise InputError if a rank lacks memory for all models and their optimizers (activations are
+    ignored), or if another model's vocabulary is smaller than the policy's tokenizer."""
     keys = {
         "reference": "algorithm.kl.model, or algorithm.teacher",
         "value": "algorithm.advantage.model",
@@ -189,9 +190,9 @@ def activation_bytes(
 ) -> int:
     """Return the peak memory of one micro-batch's forward and backward pass, beyond the weights.
 
-    Gradients of weights count only while they are computed. All weights learn: with LoRA, it is
-    somewhat less. Images are tokens of text here, as many as they count as in a micro-batch. If
-    `sharded`, FSDP casts the weights, not autocast; `every` is as in `recompute`.
+    Gradients of weights count only while they are computed. All weights learn here; with LoRA, the
+    peak is somewhat lower. Images count as tokens of text: as many as in the size of a micro-batch.
+    If `sharded`, FSDP casts the weights in place of autocast; `every` is as in `recompute`.
     """
     shape = AutoConfig.from_pretrained(path, trust_remote_code=trust)
     weights = getattr(torch, dtype) if sharded else torch.float32
@@ -204,7 +205,7 @@ def activation_bytes(
         parameter.grad = None
 
     with FakeTensorMode():
-        with no_init_weights():  # some ways to draw them need values
+        with no_init_weights():  # some initializations need real tensors
             model: PreTrainedModel = language_model_class(shape).from_config(
                 shape, dtype=weights, trust_remote_code=trust, **more
             )
@@ -218,7 +219,7 @@ def activation_bytes(
             with torch.autocast("cpu", torch.bfloat16) if cast else nullcontext():
                 hidden_BTH = backbone_of(model)(input_ids=ids_BT, use_cache=False).last_hidden_state
                 hidden_NH = hidden_BTH[:, :-1].flatten(0, 1)
-                # Chunks of logits are alike: a fourth adds nothing but a few bytes a token.
+                # All chunks of logits need the same: a fourth adds only a few bytes per token.
                 targets_N = ids_BT[:, 1:].flatten()[: 3 * chunk_rows(model)]
                 logprobs_N, entropy_N = score_hidden(
                     model, hidden_NH, targets_N, SamplingConfig(), entropy_gradient
@@ -266,7 +267,7 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Attention(torch.autograd.Function):
-    """A fused attention's sizes: it keeps its inputs, its output, and a number for each row."""
+    """Sizes of a fused attention: it keeps its inputs, its output, and one number for each row."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, *inputs: torch.Tensor) -> torch.Tensor:
@@ -299,7 +300,7 @@ def _experts(
     chosen_NK: torch.Tensor,
     weights_NK: torch.Tensor,
 ) -> torch.Tensor:
-    """Send every token through the first expert, as often as it has experts."""
+    """Send every token through the first expert, once for each expert that it chose."""
     inputs = hidden_NH.repeat_interleave(chosen_NK.shape[1], dim=0)
     turned = getattr(module, "is_transposed", False)
     up, down = module.gate_up_proj[0], module.down_proj[0]

@@ -2,8 +2,9 @@
 from, and the value model's estimates.
 
 Temperature, min-p, top-k and top-p are applied as vLLM applies them: a temperature between 0 and
-0.01 is 0.01, and temperature 0, greedy, reports plain log-probs without the others. Restrictions
-by `min_tokens` and custom logits processors are not applied; they show in `logprob_diff_max`.
+0.01 counts as 0.01, and at temperature 0 (greedy) log-probs are plain, with none of the four
+applied. Restrictions by `min_tokens` and custom logits processors are not applied; they show in
+`logprob_diff_max`.
 """
 
 import re
@@ -45,11 +46,12 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 
 class RoutingReplay(TorchFunctionMode):
-    """The routers of a model, which repeat the engine's choice of experts (R3).
+    """A model's routers, made to repeat the engine's choice of experts (R3).
 
-    Where two experts are almost equally likely, rounding may decide, and the log-probs differ at
-    once. Each router computes its own probabilities and takes them at the recorded experts, so that
-    its gradient is that of this choice (https://arxiv.org/abs/2510.11370).
+    If two experts are almost equally likely, rounding decides between them, and another choice
+    changes log-probs a lot. Each router computes its own probabilities and takes them at the
+    recorded experts, so that its gradient belongs to this choice
+    (https://arxiv.org/abs/2510.11370).
     """
 
     def __init__(self, model: Foreign) -> None:
@@ -57,8 +59,8 @@ class RoutingReplay(TorchFunctionMode):
         text = model.config.get_text_config()
         self._layers: int = text.num_hidden_layers
         self._recorded: tuple[torch.Tensor, torch.Tensor] | None = None
-        """The choices of each token, layer and rank among its experts [N, L, K], and whether the
-        token has any [N, 1]."""
+        """The experts of each token and layer in the order of the top-k [N, L, K], and whether the
+        token has a record [N, 1]."""
         self._experts = self._each = self._layer = self._made = 0
         for name, module in model.named_modules():
             layer = _LAYER.search(f".{name}.")
@@ -69,7 +71,7 @@ class RoutingReplay(TorchFunctionMode):
             raise InputError(f"{_KEY}: a {text.model_type} model has no routers that are known")
 
     def use(self, experts_BTR: torch.Tensor | None) -> None:
-        """Set the choices of the next forward and backward pass; None: none are recorded."""
+        """Set the choices of the next forward and backward pass; None if nothing is recorded."""
         self._recorded = None
         if experts_BTR is None:
             return
@@ -86,7 +88,7 @@ class RoutingReplay(TorchFunctionMode):
         self._recorded = chosen_NLK, rows_NR[:, :1].bool()
 
     def _route(self, layer: int, route: Foreign, *arguments: Foreign) -> Foreign:
-        """Compute one router, with the recorded choice in the place of its own."""
+        """Compute one router, with the recorded choice in place of its own."""
         if self._recorded is None:
             return route(*arguments)
         self._layer, self._made = layer, 0
@@ -103,7 +105,7 @@ class RoutingReplay(TorchFunctionMode):
         args: Foreign = (),
         kwargs: dict[str, Foreign] | None = None,
     ) -> Foreign:
-        """Give the recorded experts as the result of a router's top-k over all experts."""
+        """Replace the result of a router's top-k over all experts by the recorded experts."""
         result = func(*args, **(kwargs or {}))
         if func not in (torch.topk, torch.Tensor.topk) or args[0].shape[-1] != self._experts:
             return result
@@ -118,16 +120,16 @@ class RoutingReplay(TorchFunctionMode):
 
 
 Scores = tuple[torch.Tensor, torch.Tensor]
-"""Log-probs of targets, and the entropy of the distribution that each was drawn from, in nats; its
-gradient only where asked for: [N] each."""
+"""Log-probs of targets, and the entropy in nats of the distribution that each was drawn from: [N]
+each. Entropies have a gradient only on request."""
 
 
 class Scorer(nn.Module):
     """A causal language model whose forward pass scores tokens, in `dtype`.
 
-    It plays its only role, or several (LoRA) with an adapter each. In the role of the policy, its
-    routers repeat the engine's choices if there is a `replay`, and entropies have a gradient with
-    `entropy_gradient`. `images` is its processor, which samples with images need.
+    It plays one role, or several with a LoRA adapter for each. In a policy's role, its routers
+    repeat the engine's choices if there is a `replay`. Entropies have a gradient if
+    `entropy_gradient`. Samples with images need `images`, the model's processor.
     """
 
     def __init__(
@@ -153,8 +155,10 @@ class Scorer(nn.Module):
     def forward(
         self, columns: Columns, sampling: SamplingConfig | None = None, role: str = "policy"
     ) -> Scores | torch.Tensor:
-        """Return the scores of the targets, under `sampling` or, if it is None, what each was drawn
-        from; in the role of the value model, values."""
+        """Return the targets' scores, or their values in the role of the value model.
+
+        If `sampling` is None, each target is scored under the distribution it was drawn from.
+        """
         if self.roles:
             take_role(self.model, role)
         if self._replay is not None:
@@ -173,7 +177,7 @@ class Scorer(nn.Module):
 class Critic(nn.Module):
     """PPO's value model: a backbone, and a head that predicts a number for each token.
 
-    The head is that of a reward model, or a new one that predicts 0.
+    The head comes from a reward model, or it is new and predicts 0.
     """
 
     def __init__(self, model: Any, dtype: torch.dtype, images: ModelImages | None = None) -> None:
@@ -207,18 +211,22 @@ class Models:
 
     policy: Scorer
     reference: Scorer | None
-    """Frozen model of the KL penalty: the policy itself if an adapter can be left out; None if
-    nothing needs it."""
+    """Frozen model of the KL penalty: the policy's module if it can compute without its adapter;
+    None if nothing needs a reference model."""
     value: Critic | Scorer | None
-    """Value model: the policy itself if it has an adapter for it; None if the advantages need
-    none."""
+    """Value model: the policy's module if it has an adapter for this role; None if the advantages
+    need no value model."""
     device: torch.device
     group: ContextGroup | None = None
     """Ranks that share each sequence; None: each rank computes its own."""
 
     def score(self, name: str, columns: Columns, sampling: SamplingConfig | None = None) -> Scores:
-        """Return the scores of targets by a model, one of `ModelName`, of several policies, or an
-        adapter by PEFT's name, under `sampling`; None: what each was drawn from."""
+        """Return a model's scores of the targets.
+
+        Args:
+            name: A `ModelName`, one of several policies, or PEFT's name of an adapter.
+            sampling: Distribution to score all targets under; None: what each was drawn from.
+        """
         module = self.reference if name == "reference" else self.policy
         assert module is not None, f"there is no {name} model"
         with self.computing(module):
@@ -234,8 +242,8 @@ class Models:
         return values_N
 
     def trained(self, role: str) -> nn.Module | None:
-        """Return the module whose parameters learn in a role, of the value model or a policy; None
-        if there is no such model."""
+        """Return the module whose parameters are trained in a role, "value" or a policy's name;
+        None if there is no such model."""
         module = self.value if role == "value" else self.policy
         if isinstance(module, Scorer) and module.roles:
             return trained_part(module, role)
@@ -243,7 +251,7 @@ class Models:
 
     @contextmanager
     def computing(self, module: Scorer | Critic) -> Iterator[None]:
-        """Compute with one of the models in its precision, for a `with` block."""
+        """Compute in the precision of a model, in a `with` block."""
         # FSDP itself computes in the module's dtype.
         lower = not isinstance(module, FSDPModule) and any(
             parameter.dtype != module.dtype for parameter in module.parameters()
@@ -291,8 +299,10 @@ def score_columns(
     entropy_gradient: bool = False,
     images: ModelImages | None = None,
 ) -> Scores:
-    """Score the targets of all columns, of which this rank computes some: those without a
-    distribution of their own under `sampling`."""
+    """Score the targets of all columns; this rank computes its share.
+
+    Targets without a distribution of their own are scored under `sampling`.
+    """
     # Padding needs no attention mask: it is on the right, and attention is causal.
     hidden_NH = hidden_before(backbone_of(model), columns, images)
     targets_N, drawn, allowed = columns.targets_N, columns.distributions, columns.allowed
@@ -306,7 +316,7 @@ def score_columns(
     rest_K = other_N.nonzero()[:, 0]
     parts: list[tuple[SamplingConfig | Distribution, torch.Tensor]] = [*drawn]
     parts += [(sampling, rest_K)] if len(rest_K) else []
-    if learns_N is not None:  # a head's backward pass is much of the work
+    if learns_N is not None:  # the head's backward pass is much of the work: skip it if possible
         parts = [(s, at_K[learns_N[at_K] == own]) for s, at_K in parts for own in (True, False)]
     found = []
     for own, at_K in parts:
@@ -332,11 +342,11 @@ def score_hidden(
     entropy_gradient: bool = False,
     allowed: Allowed | None = None,
 ) -> Scores:
-    """Score tokens by the last hidden states at the positions before them; targets [N, K] are K
-    tokens for each position, which were drawn from the ids that `allowed` has, if it is given.
+    """Score targets from the last hidden states at the positions before them.
 
-    Where they are many, the logits are computed in chunks, and again for the backward pass, so that
-    no [B, T, V] tensor exists.
+    Targets are [N], or [N, K] for K tokens at each position. If `allowed` is given, they were drawn
+    from these ids only. The logits of many targets are computed in chunks, and again in the
+    backward pass, so that no [B, T, V] tensor exists.
     """
     rows = chunk_rows(model)
     compute: Callable[..., Scores] = _score
@@ -367,11 +377,11 @@ def hidden_before(
     given: dict[str, Any] = {"input_ids": columns.token_ids_BT, "use_cache": False}
     if columns.position_ids_BT is not None:
         given["position_ids"] = columns.position_ids_BT
-    # Images first: their part of the model knows nothing of sequences.
+    # Outside `attending`: the part of the model that reads images knows nothing about sequences.
     with seeing(backbone, columns, images) as seen, attending(backbone, columns) as more:
         hidden_BTH = backbone(**given | more | seen).last_hidden_state
     hidden_NH: torch.Tensor = hidden_BTH.flatten(0, 1)[columns.before_N]
-    if columns.others_see and not columns.images:  # FSDP adds up gradients of the same parameters
+    if columns.others_see and not columns.images:  # FSDP needs the same gradients on all ranks
         unused = [p.flatten()[0] for p in vision_parameters(backbone) if p.requires_grad]
         hidden_NH = hidden_NH + 0 * sum(unused)
     return hidden_NH
@@ -379,7 +389,7 @@ def hidden_before(
 
 @dataclass
 class _Output(BaseModelOutput):  # type: ignore[misc]
-    """A backbone's output of nothing but the last hidden states."""
+    """A backbone's output with only the last hidden states."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
@@ -387,10 +397,10 @@ class _Output(BaseModelOutput):  # type: ignore[misc]
 
 
 def logits_of(model: PreTrainedModel, hidden_NH: torch.Tensor) -> torch.Tensor:
-    """Return the logits that a model makes of last hidden states, in float32: [N, V].
+    """Return a model's logits for last hidden states, in float32: [N, V].
 
-    The model's own forward pass makes them, with these states in the place of its backbone's:
-    models scale or cap logits after the head, each in its way.
+    The model's own forward pass computes them, with these states in place of its backbone's output:
+    each model may scale or cap logits after the head in its own way.
     """
     given: list[bool] = []
 
@@ -418,7 +428,7 @@ def logits_of(model: PreTrainedModel, hidden_NH: torch.Tensor) -> torch.Tensor:
         raise InputError(
             f"a {model.config.model_type} model computes logits in a way that is not known"
         )
-    # Not by an index, whose gradient is another tensor of this size.
+    # Not `logits_1NV[0]`: the gradient of an index is another tensor of this size.
     return logits_1NV.flatten(0, 1).float()
 
 
@@ -432,7 +442,7 @@ def _score(
 ) -> Scores:
     targets_NK = targets_N if targets_N.dim() == 2 else targets_N[:, None]
     logits_NV = logits_of(model, hidden_NH)
-    if allowed is not None:  # the engine applies a grammar before all else
+    if allowed is not None:  # the engine applies a grammar before everything else
         outside_NV = allowed.outside_NV(targets_NK, logits_NV.shape[-1])
         logits_NV = logits_NV.masked_fill(outside_NV, float("-inf"))
     logits_NV = _processed(logits_NV, targets_NK, sampling)
@@ -450,9 +460,9 @@ def _score(
 
 
 class _LogProbs(torch.autograd.Function):
-    """Log-probs of targets, [N, K], and the logarithm of the sum of all exponentials.
+    """Log-probs of targets [N, K], and the log-sum-exp of the logits [N].
 
-    The gradient takes one tensor of the logits' size beside them, where autograd's takes three.
+    The backward pass takes one more tensor of the logits' size; autograd's would take three.
     """
 
     @staticmethod
@@ -497,6 +507,6 @@ def _processed(
         outside_NV = sorted_NV.softmax(dim=-1).cumsum(dim=-1) <= 1 - sampling.top_p
         outside_NV[:, -1] = False
         dropped_NV |= torch.zeros_like(dropped_NV).scatter(-1, order_NV, outside_NV)
-    # A target that has fallen out under newer weights stays: its ratio is small but not zero.
+    # A target that newer weights would drop stays: its ratio is small but not zero.
     dropped_NV.scatter_(-1, targets_NK, False)
     return logits_NV.masked_fill(dropped_NV, float("-inf"))

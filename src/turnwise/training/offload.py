@@ -22,13 +22,14 @@ _PART_BYTES = 16 * 2**20
 
 
 _Away = tuple[Any, int, torch.Tensor | None]
-"""A storage, its size in bytes, and its values in host memory; None: in the file of its kind."""
+"""A storage, its size in bytes, and its values in host memory, or None if they are in the file."""
 
 
 class Offload:
-    """Offloads tensors and brings them back, by kind: a function that lists the tensors there are.
+    """Offloads tensors and brings them back, by kind; each kind has a function that lists them.
 
-    Files in the folder hold values of a CPU, without names: a process never leaves them behind.
+    Values of tensors on a CPU are in files in the folder. The files have no names, so that they
+    disappear with the process.
     """
 
     def __init__(
@@ -37,11 +38,12 @@ class Offload:
         self._tensors = tensors
         self._folder = folder
         self._away: dict[str, tuple[list[_Away], IO[bytes]]] = {}
-        """By kind; the file has the values that are not in host memory, one after the other."""
+        """Offloaded storages by kind, and a file with all values that are not in host memory, one
+        after the other."""
 
     def put_away(self, kinds: Iterable[str]) -> int:
-        """Empty the storages of these kinds; returns the bytes of all kinds that are away. If
-        values cannot be written, all tensors are as they were."""
+        """Empty the storages of these kinds; return the bytes of all kinds that are away. If the
+        values of a kind cannot be written, its tensors stay as they were."""
         for kind in kinds:
             if kind in self._away:
                 continue

@@ -3,7 +3,7 @@
 Weights that are kept in bfloat16 have an AdamW of their own. Its steps are computed in float32 and
 rounded at random: up or down, with a probability that makes the mean of the results the exact
 value. Rounding to the nearest value would lose every step below half of the distance between two
-values, at least 1/512 of a weight, and steps of RL are mostly smaller.
+values. This is at least 1/512 of a weight, and most steps of RL are smaller.
 """
 
 import math
@@ -32,7 +32,7 @@ PART = 2**22
 """Values of a weight that a step of `RoundingAdamW` computes at once."""
 PART_BYTES = 26
 """Bytes of temporary memory for each of these values."""
-_LOW_BITS = 2**16  # values of the bits of a float32 that a bfloat16 lacks
+_LOW_BITS = 2**16  # number of values of the 16 low bits that bfloat16 lacks
 
 
 class TrainableModule:
@@ -48,7 +48,7 @@ class TrainableModule:
         self.updates = 0
         """Optimizer steps taken so far; the position in the schedule."""
         self.in_8_bits = training.optimizer == "adamw_8bit"
-        """Whether moments are torchao's."""
+        """Whether the moments are torchao's 8-bit tensors."""
         self._training = training
         self._rate = rate
         self._total = total_updates
@@ -60,7 +60,7 @@ class TrainableModule:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def resume(self, moments: Mapping[str, Mapping[str, torch.Tensor]], updates: int) -> None:
-        """Continue after some updates; rates and decay stay those of the configuration."""
+        """Continue after `updates` steps; rates and decay still come from the configuration."""
         self.optimizer.state.clear()
         for name, parameter in self.module.named_parameters():
             if name in moments:
@@ -69,7 +69,7 @@ class TrainableModule:
         self._set_rate()
 
     def step(self, own: OptimSettings = CONFIGURED) -> tuple[float, bool]:
-        """Take a step, unless the gradient's norm is not finite; return it, and whether it was."""
+        """Take a step if the gradient's norm is finite; return the norm, and whether it is."""
         limit = self._training.max_grad_norm if own.max_grad_norm is None else own.max_grad_norm
         norm: torch.Tensor = nn.utils.clip_grad_norm_(self.module.parameters(), limit)
         if isinstance(norm, DTensor):
@@ -85,7 +85,7 @@ class TrainableModule:
 
     @contextmanager
     def _with(self, own: OptimSettings) -> Iterator[None]:
-        """Give the optimizer other values for a `with` block."""
+        """Override the optimizer's values in a `with` block."""
         groups = self.optimizer.param_groups
         before = [dict(group) for group in groups]
         names = {"betas": own.betas, "eps": own.eps}
@@ -139,7 +139,7 @@ def make_optimizer(
         _check_shards(module)
     more: dict[str, Foreign] = {}
     if kind is torch.optim.AdamW and all(map(_is_whole_on_cpu, module.parameters())):
-        more["fused"] = True  # one pass over the weights, in a quarter of the time of ten
+        more["fused"] = True  # one pass over the weights in place of ten, in a quarter of the time
     optimizer: torch.optim.Optimizer = kind(
         groups, lr=rate, weight_decay=0, betas=_ADAM_BETAS, **more
     )
@@ -151,7 +151,7 @@ def _is_whole_on_cpu(parameter: nn.Parameter) -> bool:
 
 
 def _check_shards(module: nn.Module) -> None:
-    """Refuse shards of different sizes, for which torch compiles one step."""
+    """Refuse shards of different sizes: torch compiles one step for all shards."""
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor) and len(parameter) % parameter.device_mesh.size():
             raise InputError(
@@ -162,8 +162,8 @@ def _check_shards(module: nn.Module) -> None:
 
 
 def plain_tensors(value: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the tensors that this rank holds of a value of an optimizer's state: the value itself,
-    or the codes and scales of torchao's."""
+    """Yield this rank's tensors of a value in an optimizer's state: the value itself, or the codes
+    and scales of a value of torchao."""
     local = value.to_local() if isinstance(value, DTensor) else value
     parts = getattr(local, "__tensor_flatten__", None)
     yield from [local] if parts is None else [getattr(local, name) for name in parts()[0]]
@@ -186,8 +186,8 @@ def decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Forei
 
 
 def matrices_of(module: nn.Module) -> set[int]:
-    """Return the `id` of each parameter that Muon trains: matrices other than those of embeddings
-    and heads. Experts that a model keeps in one tensor of three dimensions are none."""
+    """Return the `id` of each parameter that Muon trains: matrices outside of embeddings and heads.
+    Experts in one tensor of three dimensions are left to AdamW."""
     parts: list[nn.Module] = [m for m in module.modules() if isinstance(m, nn.Embedding)]
     models = [part for part in module.modules() if isinstance(part, PreTrainedModel)]
     parts += [head for model in models if (head := model.get_output_embeddings()) is not None]
@@ -202,17 +202,17 @@ def matrices_of(module: nn.Module) -> set[int]:
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
-    """Muon for the groups of parameters that are matrices, AdamW for the others; one state.
+    """Muon for the groups of parameters that are matrices, AdamW for the others, in one state.
 
         B_t = 0.95 B_{t-1} + 0.05 g_t            momentum
         O_t = orthogonalised(g_t + 0.95 (B_t - g_t))
         W_t = (1 - rate * decay) W_{t-1} - rate * 0.2 sqrt(max(rows, columns)) O_t
 
     Jordan, "Muon: An optimizer for hidden layers in neural networks" (2024,
-    kellerjordan.github.io/posts/muon); the factor, by which steps have the size of AdamW's, and
-    rates can be AdamW's: Liu et al., "Muon is Scalable for LLM Training" (arXiv 2502.16982). Both
+    kellerjordan.github.io/posts/muon). The factor 0.2 sqrt(...) gives steps the size of AdamW's, so
+    that AdamW's rates fit: Liu et al., "Muon is Scalable for LLM Training" (arXiv 2502.16982). Both
     as in `torch.optim.Muon`. As O_t does not depend on the size of the momentum,
-    `training.max_grad_norm` changes only how much a gradient counts beside earlier ones.
+    `training.max_grad_norm` changes only the share of a gradient relative to earlier ones.
     """
 
     def __init__(
@@ -270,7 +270,7 @@ class RoundingAdamW(torch.optim.AdamW):
                     generators[weight.device] = torch.Generator(weight.device).manual_seed(seed)
                 generator = generators[weight.device]
                 gradient = weight.grad.contiguous()
-                parts = [  # of this rank's values, which bound the memory of a step
+                parts = [  # of this rank's values: parts bound the memory of a step
                     torch.split((t.to_local() if isinstance(t, DTensor) else t).view(-1), PART)
                     for t in (weight, gradient, state["exp_avg"], state["exp_avg_sq"])
                 ]

@@ -66,11 +66,11 @@ _ALL = ("params", "optimizer")
 
 
 class TrainerRank:
-    """A rank of the model in training; several rendezvous before the model is loaded.
+    """One rank of the trainer. If there are several, they rendezvous before they load the model.
 
     Args:
         folder: The run's folder.
-        rank: Its number, from 0.
+        rank: Number of this rank, from 0.
         ranks: Number of ranks.
         address: host:port of rank 0; "" makes no process group, for one rank alone.
     """
@@ -158,7 +158,7 @@ class TrainerRank:
         """Updates in a row without a finite gradient, by learner."""
         self.version = 0
         self._whole = True
-        """Whether the weights are those after a whole step; False from a step's first update to its
+        """Whether the weights are from the end of a step; False from a step's first update to its
         end."""
 
     def train(
@@ -167,7 +167,8 @@ class TrainerRank:
         """Take an optimizer step of a policy on each share, in each pass over them.
 
         Args:
-            version: Version at the start of the step, of several policies; None: the present one.
+            version: Weight version at the start of the step, if several policies take turns in it;
+                None: the present one.
 
         Raises:
             TurnwiseError: when `training.max_skipped` updates in a row had no finite gradient.
@@ -182,7 +183,7 @@ class TrainerRank:
         updates: list[UpdateReport] = []
         for _ in range(passes):
             for step, share in zip(steps, shares, strict=True):
-                self.drop(name)  # of an update that failed
+                self.drop(name)  # gradients that a failed update left
                 self._added[name].append(
                     self._gradients.add(step, share, how, recorded, self._warming)
                 )
@@ -202,9 +203,9 @@ class TrainerRank:
         them.
 
         Args:
-            algorithm: Loss, penalties and reduction, in the place of the configured ones.
-            loss: Loss in the place of the one that this names.
-            name: A policy, or an adapter that was added, whose tokens are scored at temperature 1.
+            algorithm: Loss, penalties and reduction, in place of the configured ones.
+            loss: Loss in place of the loss of `algorithm`.
+            name: A policy or an added adapter; an adapter's tokens are scored at temperature 1.
             learns: Whether to add the gradient; if not, only the report is made.
         """
         started = time.perf_counter()
@@ -234,9 +235,9 @@ class TrainerRank:
     def optim_step(
         self, settings: OptimSettings, name: str | None = None
     ) -> tuple[int, dict[str, UpdateReport]]:
-        """Take an optimizer step with the gradients that were added since the last one, of an added
-        adapter or of all policies that have some; return the weights' version, and a report of
-        each."""
+        """Take an optimizer step with the gradients that were added since the last step, of an
+        added adapter or of all policies. Return the weight version, and a report for each name
+        that had gradients (for an adapter always)."""
         if name is not None:
             adapter, added = self._added_adapters.use(name), self._added.pop(name, [])
             if added:
@@ -275,7 +276,8 @@ class TrainerRank:
         getattr(self._added_adapters, method)(name, *arguments)
 
     def remove_policy(self) -> None:
-        """Free the memory of the policy's own adapter, for a trainer of added adapters alone."""
+        """Free the memory of the policy's own adapter, in a trainer that trains only added
+        adapters."""
         remove_adapter(self._model, "default")
         self._learners.clear()
 
@@ -331,12 +333,12 @@ class TrainerRank:
 
     @property
     def _warming(self) -> bool:
-        """Whether the value model alone is trained."""
+        """Whether only the value model is trained."""
         return self._steps < self._warmup
 
     def _update(self, name: str, settings: OptimSettings) -> UpdateReport:
-        """Take one optimizer step of a policy; return the last report of its gradients, and of the
-        step."""
+        """Take one optimizer step of a policy; return the report of its last gradient, with the
+        values of the step added."""
         added, warming, learner = self._added.pop(name), self._warming, self._learners[name]
         report, critic, self._whole = added[-1], self._learners.get("critic"), False
         if not warming:
@@ -371,7 +373,7 @@ class TrainerRank:
             )
 
     def forward(self, name: str, share: RankBatches) -> list[tuple[int, list[float]]]:
-        """Return the number of each sequence of this rank's share, and the values of its masked
+        """Return, for each sequence of this rank's share, its number and the values of its trained
         tokens: log-probs or, from the value model, expected returns."""
         if why := missing_model(self._config.algorithm, name):
             raise InputError(why)
@@ -404,7 +406,8 @@ class TrainerRank:
         return replace(manifest, prompt=canary, logprobs=expected.tolist(), adapter=by)
 
     def _canary(self) -> Prompt:
-        """Return the prompt that engines and the policy score: with an image, if they read it."""
+        """Return the prompt that engines and the policy score, with an image if they read images
+        and it fits."""
         canary = Prompt(canary_prompt(self._scorer.model.config.get_text_config().vocab_size))
         if self._no_images or self._scorer.images is None:
             return canary
@@ -422,7 +425,7 @@ class TrainerRank:
         return adapter_tensors(self._model, self._policies)
 
     def _sent(self) -> NamedTensors:
-        """Yield tensors with the names and shapes of those of an update."""
+        """Yield tensors with the names and shapes of an update's tensors."""
         if self._config.model.lora.rank and self._config.weights.lora == "merged":
             return ((name, parameter) for name, parameter, _ in changed_parameters(self._model))
         return self._tensors() if self._config.model.lora.rank else tensor_shapes(self._model)
@@ -459,9 +462,9 @@ class TrainerRank:
         return self.version if self._whole else None
 
     def save(self, folder: Path) -> None:
-        """Write this rank's part of a checkpoint: the state to resume from, and, on rank 0,
-        the model in Hugging Face's format, or the adapter in PEFT's, of each of several policies
-        in a folder of `POLICIES`.
+        """Write this rank's part of a checkpoint: the state to resume from, and, on rank 0, the
+        model in Hugging Face's format or the adapter in PEFT's. Each of several policies has its
+        adapter in a subfolder of `POLICIES`.
         """
         rank, lora = self._rank, self._config.model.lora.rank
         state = {
@@ -497,7 +500,8 @@ class TrainerRank:
 
 
 def begin_process(training: TrainingConfig, rank: int, ranks: int, address: str) -> torch.device:
-    """Set up torch in a rank's process, and the process group of several; return its device."""
+    """Set up torch in a rank's process, and its process group if there is an address; return the
+    rank's device."""
     torch.set_num_threads(threads_of(training))
     device = torch.device("cpu")
     if torch.cuda.is_available():

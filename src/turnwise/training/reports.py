@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from turnwise.training.batching import RankBatches
 
 OF_STEPS = ("grad_norm", "learning_rate", "skipped_updates", "entropy_coef")
-"""Metrics of optimizer steps, which a gradient alone has not."""
+"""Metrics of optimizer steps; a gradient alone does not have them."""
 RECORDED = ("trainer_logprob", "entropy", "advantage", "weight", "ratio", "clipped", "loss")
-"""Values of each trained token that a rank reports, in the order of the rows of `tokens_KN`; all of
-the update that trained it, before its optimizer step."""
+"""Values of each trained token that a rank reports, in the order of the rows of `tokens_KN`. They
+are from the update that trained the token, before its optimizer step."""
 _Always = Literal["ratio", "clip_fraction", "entropy", "correction", "logprob_diff_mean"]
 _Masked = Literal["off_policy_masked", "low_entropy_masked", "correction_below", "correction_above"]
 SumName = Literal[_Always, _Masked, "kl", "teacher_kl", "value_loss"]
@@ -29,15 +29,15 @@ SumName = Literal[_Always, _Masked, "kl", "teacher_kl", "value_loss"]
 
 
 class OptimSettings(NamedTuple):
-    """Values of one optimizer step, in the place of the configured ones; None keeps these."""
+    """Values of one optimizer step in place of the configured ones; None keeps a configured one."""
 
     learning_rate: float | None = None
     betas: tuple[float, float] | None = None
-    """Coefficients of AdamW's moments; other optimizers have neither these nor `eps`."""
+    """Coefficients of AdamW's moments; other optimizers have neither `betas` nor `eps`."""
     eps: float | None = None
     weight_decay: float | None = None
-    """Decay of all parameters but norms and biases; of these too if `training.weight_decay` is
-    0."""
+    """Decay of all parameters except norms and biases; of norms and biases too if
+    `training.weight_decay` is 0."""
     max_grad_norm: float | None = None
 
 
@@ -102,9 +102,9 @@ class StepReport:
 def merge(reports: Sequence[StepReport], same: int = 1) -> JsonObject:
     """Return the trainer's part of a step's metrics, as `turnwise.observe.metrics` names them.
 
-    Means are over trained tokens, then over the step's updates; `logprob_diff_*` are those before
-    the first update, `learning_rate` is that of the last. As many consecutive ranks as `same`
-    report the same tokens.
+    Means are over trained tokens, then over the step's updates. `logprob_diff_*` are from before
+    the first update, and `learning_rate` is from the last. Each group of `same` consecutive ranks
+    reports the same tokens.
     """
     seconds = max(report.seconds for report in reports)
     memory_gib = max(report.memory_gib for report in reports)
@@ -124,7 +124,7 @@ def merge(reports: Sequence[StepReport], same: int = 1) -> JsonObject:
         metrics["policy_loss"] = _mean(sum(r.loss + r.bonus for r in ranks) for ranks in updates)
 
     def means(kind: str) -> dict[str, float]:
-        """Return the means of what a field of the updates has sums of, by name."""
+        """Return the means of the sums in a field of the updates, by name."""
         names = {name: None for ranks in updates for r in ranks for name in getattr(r, kind)}
         return {
             name: _mean(
@@ -198,8 +198,8 @@ def joined(parts: Sequence[JsonObject]) -> JsonObject:
 
 
 def of_policies(own: Mapping[str, JsonObject]) -> JsonObject:
-    """Return the metrics of a step of several policies: those of all together, and in `policies`
-    the numbers of each."""
+    """Return the metrics of a step of several policies: joined for all, and in `policies` the
+    numbers of each policy."""
     numbers = {
         policy: {name: value for name, value in each.items() if isinstance(value, int | float)}
         for policy, each in own.items()
@@ -218,8 +218,8 @@ TrainedSample = tuple[Sample, npt.NDArray[np.float32]]
 def own_columns(
     values_KN: npt.NDArray[np.float32], wide: int, width: int
 ) -> npt.NDArray[np.float32]:
-    """Return the values of a sample's own targets, of which its micro-batch has `wide` for each
-    token."""
+    """Return the values of a sample's own targets: `width` for each token, of the `wide` that its
+    micro-batch has."""
     if width == wide:
         return values_KN
     return values_KN.reshape(len(values_KN), -1, wide)[:, :, :width].reshape(len(values_KN), -1)
@@ -228,7 +228,7 @@ def own_columns(
 def by_sample(
     shares: Sequence[Sequence["RankBatches"]], reports: Sequence[StepReport]
 ) -> list[TrainedSample]:
-    """Return each sample's part of the ranks' token values, those of the first pass over it."""
+    """Return the token values of each sample, from the ranks' first pass over it."""
     found: list[TrainedSample] = []
     for share, report in zip(shares, reports, strict=True):
         start = 0

@@ -1,7 +1,7 @@
-"""Flags by which rows of several systems say that a message is context and not trained.
+"""Flags in data rows of several systems which say that a message is context and not trained.
 
-A flag is obeyed or refused, and never overlooked: what has the name of a mask and another meaning
-than "train this" or "do not" refuses its row.
+A flag is obeyed or refused, never ignored: a key that is named like a mask, but does not clearly
+mean "train this" or "do not train this", is an error of its row.
 """
 
 import re
@@ -12,21 +12,21 @@ from turnwise.core.optional import Foreign
 from turnwise.errors import TrajectoryError
 
 FLAGS = ("weight", "loss", "train", "training", "trainable", "loss_mask", "step_loss_mask")
-"""Keys whose value 1 or true trains a message or row, and 0 or false does not: those of OpenAI,
-Mistral, slime, ms-swift and axolotl."""
+"""Keys whose value 1 or true trains a message or row, and 0 or false does not. They are used by
+OpenAI, Mistral, slime, ms-swift and axolotl."""
 _LIKE_FLAGS = re.compile(
     r"(?i)(?:.*_)?(?:loss|train|training|trainable|masks?|masked|weights?)(_.*)?"
 )
-"""Names of keys in messages that tell what is trained."""
+"""Names of keys in messages that look like flags or masks."""
 _OF_ROWS = (*FLAGS, "mask", "masks", "loss_masks", "completion_mask", "assistant_masks")
-"""Names that do so in rows, where `weight_kg` may be a column."""
+"""Names of flags and masks in rows. A pattern would also match columns such as `weight_kg`."""
 
 
 def is_trained(message: JsonObject, where: str) -> bool:
-    """Return whether the flags of an assistant's message, or none, train it.
+    """Return whether an assistant's message is trained: True unless a flag says otherwise.
 
     Args:
-        where: The message in errors, such as "message 2".
+        where: Name of the message in errors, such as "message 2".
 
     Raises:
         TrajectoryError: `unclear_mask`, for a flag of unknown meaning, also in a part of the
@@ -40,15 +40,15 @@ def is_trained(message: JsonObject, where: str) -> bool:
 
 
 def check_row(row: JsonObject) -> None:
-    """Raise TrajectoryError for a row that says as a whole that it is not to be trained
-    (`nothing_to_train`), or that has a mask of unknown meaning (`unclear_mask`)."""
+    """Raise TrajectoryError if a flag of the row excludes the whole row from training
+    (`nothing_to_train`), or if the row has a mask of unknown meaning (`unclear_mask`)."""
     if not _all_true(row, [key for key in _OF_ROWS if key in row], "the row"):
         why = "the row says that it is not to be trained; data.filter leaves such rows out"
         raise TrajectoryError("nothing_to_train", why)
 
 
 def without_flags(message: JsonObject) -> JsonObject:
-    """Return a message as templates take it."""
+    """Return a message without its flags, for a chat template."""
     return {key: value for key, value in message.items() if key not in FLAGS}
 
 

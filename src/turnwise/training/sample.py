@@ -14,12 +14,12 @@ Array = npt.NDArray[np.generic]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """`T` tokens of one branch, of which the masked ones are trained."""
+    """`T` tokens of one branch, trained where `response_mask_T` is True."""
 
     ids: Prompt
     """Prompt, answers and tool results, as the engine saw them."""
     response_mask_T: npt.NDArray[np.bool_]
-    """True at trained tokens; never at the first, which nothing precedes."""
+    """True at trained tokens; never at the first token, which has no prefix."""
     logprobs_T: npt.NDArray[np.float32]
     """The engine's log-probs; 0.0 where the mask is False."""
     weight_versions_T: npt.NDArray[np.int64]
@@ -47,18 +47,18 @@ class Sample:
     teacher_weights: tuple[float, float] = (0.0, 0.0)
     """Factors of the divergence from the teacher, in the advantages and in the loss."""
     distributions: Mapping[int, Distribution] = field(default_factory=dict)
-    """Distributions that the tokens of calls were drawn from, by the call's index; those of other
-    calls were drawn under the run's `sampling`."""
+    """Distributions that the tokens of calls were drawn from, by the call's number; tokens of all
+    other calls were drawn under the run's `sampling`."""
     allowed: Mapping[int, bytes] = field(default_factory=dict)
-    """By position, the `Turn.allowed` of trained tokens that a grammar restricted."""
+    """`Turn.allowed` of the trained tokens that a grammar restricted, by position."""
     targets_T: npt.NDArray[np.int64] | None = None
-    """Ids that are scored in the place of the trained tokens: [T], or [T, K] with `K` for each;
-    advantages, log-probs and streams then have this shape. None: the tokens themselves."""
+    """Ids to score in place of the trained tokens: [T], or [T, K] for `K` ids at each token;
+    advantages, log-probs and streams then have this shape. None: score the tokens themselves."""
     policy: str = "policy"
-    """The policy that it trains."""
+    """Name of the policy that the sample trains."""
     streams: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict)
-    """Further values of each trained token, by name, for losses (`Tokens.streams`); those of a
-    teacher outside the ranks are `teacher`."""
+    """Further values of each trained token, by name, for losses (`Tokens.streams`); `teacher` has
+    the log-probs of a teacher outside the ranks."""
 
     @classmethod
     def of(
@@ -80,8 +80,9 @@ class Sample:
         policy: str = "policy",
         streams: Mapping[str, npt.NDArray[np.float32]] | None = None,
     ) -> "Sample":
-        """Make a sample of lists of one length, with the advantage of all tokens or of each; by
-        default it has one call, and its sequence is a pair and a trajectory by itself."""
+        """Make a sample from lists of equal length; `advantage` is one value for all tokens, or one
+        for each. By default all tokens are of one call, and the sequence is its own pair and
+        trajectory."""
         lengths = {len(x) for x in (ids, response_mask, logprobs, weight_versions)}
         assert len(lengths) == 1, f"a sample's lengths differ: {sorted(lengths)}"
         mask = np.asarray(response_mask, dtype=np.bool_)
@@ -108,7 +109,7 @@ class Sample:
 
     @classmethod
     def to_score(cls, ids: PromptLike, mask: Sequence[int], number: int = 0) -> "Sample":
-        """Make a sample of tokens of which the masked ones are scored, and none is trained."""
+        """Make a sample that is only scored, not trained: at the tokens where `mask` is 1."""
         none = [0] * len(ids)
         return cls.of(ids, mask, none, none, 0.0, number)
 

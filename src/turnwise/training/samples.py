@@ -1,7 +1,7 @@
 """From a step's groups to training samples: rewards -> advantages -> samples, each token audited.
 
-Without players, a group's trajectories are compared; in a game, each player's part of them with the
-same player's. The audit's report accounts for every trajectory: trained, or the reason why not.
+Without players, the trajectories of a group are compared with each other; in a game, the parts that
+the same player played. The audit's report has every trajectory: trained, or the reason why not.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,7 +30,8 @@ class SampleBatch:
     """The samples that a step trains on, and an account of the rest."""
 
     samples: list[Sample] = field(default_factory=list)
-    """Samples, each with trained tokens or `truncated`; empty if there is nothing to train on."""
+    """Each has trained tokens, or stands for a `truncated` trajectory; empty if there is nothing to
+    train on."""
     origins: dict[int, Trajectory] = field(default_factory=dict)
     """The trajectory that each sample with tokens is a branch of, by `id(sample)`."""
     report: ExactnessReport = field(default_factory=ExactnessReport)
@@ -40,7 +41,7 @@ class SampleBatch:
     stale_groups: int = 0
     """Groups dropped because a token in them was older than the bound."""
     stale_tokens: int = 0
-    """Tokens masked for the same reason."""
+    """Tokens masked because they were older than the bound."""
     overlong: int = 0
     """Trajectories that lost reward for their length."""
     truncated: int = 0
@@ -53,7 +54,7 @@ class SampleBatch:
 
 
 class RewardRules(NamedTuple):
-    """The parts of a configuration by which rewards are compared."""
+    """The parts of a configuration that decide how rewards are compared."""
 
     algorithm: AlgorithmConfig
     weights: dict[str, float]
@@ -78,16 +79,16 @@ def make_samples(
     """Make a step's samples with their advantages, and account for every token.
 
     A group with fewer than two finished trajectories gives no sample; see `Group.dropped`. A group
-    without signal counts in the batch's totals, and is computed only if there is more to train than
-    its advantages; it gives no sample with `algorithm.dynamic_sampling`, which replaces it by
-    another group, nor for a loss that compares pairs.
+    without signal counts in the batch's totals; it is computed only if it matters for more than its
+    advantages, as with penalties. It gives no sample with `algorithm.dynamic_sampling`, which
+    replaces the group by another one, nor for a loss that compares pairs.
 
     Args:
         version: Optimizer steps that the trainer has taken.
         algorithm: Built from `config.algorithm`; None builds it.
-        oldest: Oldest weight version whose tokens are trained, of `Config.recent_versions`; older
-            tokens are masked, or their groups dropped with `training.stale_policy: drop`. None
-            assumes that every step took `Config.versions_per_step` optimizer steps.
+        oldest: Oldest weight version whose tokens are trained, from `Config.recent_versions`.
+            Older tokens are masked; with `training.stale_policy: drop`, their groups are dropped.
+            None assumes that every step took `Config.versions_per_step` optimizer steps.
 
     Raises:
         InputError: when the user's `Advantage` does not fit its groups.
@@ -156,15 +157,15 @@ def _add_group(
         batch.drop(others, "unpaired")
         pair_id = len(batch.samples)
     parts = rules.algorithm
-    # Without penalties, advantages of 0 add nothing to the gradient; but their tokens' entropies
-    # decide which others train.
+    # Without penalties, advantages of 0 add nothing to the gradient. But with a quantile, the
+    # entropies of their tokens decide which other tokens train.
     needed = parts.has_penalties or parts.entropy.top_quantile < 1
     for index, advantage in advantages.items():
         trajectory = group.trajectories[index]
         if parts.mask_truncated and trajectory.status in ("length", "context_full"):
             batch.truncated += 1
             batch.drop([trajectory], "truncated")
-            for policy in rules.policies:  # without tokens, it counts in the batch's mean
+            for policy in rules.policies:  # a sample without tokens counts in the batch's mean
                 number, none = len(batch.samples), list[int]()
                 own = Sample.of(none, none, none, none, 0.0, number, counted_only=True)
                 batch.samples.append(replace(own, policy=policy))
@@ -193,12 +194,12 @@ def add_trajectory(
     teacher: TeacherConfig | None = None,
     as_sampled: bool = True,
 ) -> None:
-    """Add the branches of one trajectory, with the advantage of each turn; tokens of versions
-    before `oldest` are context. Log-probs are those of what each token was drawn from; without
-    `as_sampled`, under the run's `sampling`.
+    """Add the branches of a trajectory as samples, with the advantage of each turn.
 
-    A value model gets rewards in the place of advantages: the share of each turn is at its last
-    token, and the rest at the last token of each branch.
+    Tokens of versions before `oldest` are context. Each token is scored under the distribution it
+    was drawn from; without `as_sampled`, under the run's `sampling`. A value model gets rewards in
+    place of advantages: the share of each turn is at its last token, and the rest is at the last
+    token of each branch.
     """
     branches = trajectory.samples(oldest)
     if counted_only:
@@ -224,7 +225,7 @@ def add_trajectory(
         names -= {TEACHER}
     assert teacher is None or teacher.in_ranks or not branches or TEACHER in names, "not scored"
     for branch in branches:
-        # The two sides of a pair are whole trajectories; otherwise a branch is a sequence.
+        # In a pair, each whole trajectory is a sequence; otherwise each branch is one.
         sample = Sample.of(
             branch.ids,
             branch.response_mask,
@@ -287,7 +288,7 @@ class _Side:
     reward: float
     turn_rewards: list[float]  # reward of each turn; the last one's includes the rest of `reward`
     parts: dict[str, float]  # for `Advantage.of_objectives`
-    advantages: list[float] | None = None  # of each turn; None if it is not trained
+    advantages: list[float] | None = None  # of each turn; None if the side is not trained
 
 
 def _sides(group: Group, rules: RewardRules, *, by_part: bool) -> list[list[_Side]]:
@@ -319,7 +320,7 @@ def _parts(trajectory: Trajectory, penalty: float, rules: RewardRules) -> dict[s
     if not given:  # a program gave the reward, as a whole
         weights = {"reward": 1.0}
     parts = {name: value for name, value in given.items() if name in weights}
-    if len(weights) == 1:  # the parts that the only entry names, and the rest of it
+    if len(weights) == 1:  # the named parts of the only entry's reward, and the remainder
         ((label, weight),) = weights.items()
         total = given.get(label, trajectory.reward or 0.0)
         parts = {name: weight * value for name, value in given.items() if name != label}
@@ -330,9 +331,9 @@ def _parts(trajectory: Trajectory, penalty: float, rules: RewardRules) -> dict[s
 def _of_groups(
     groups: Sequence[Group], rules: RewardRules, algorithm: Algorithm
 ) -> list[_Advantages | None]:
-    """Return the advantages of each group, 0 without signal, or None if it is not trained.
+    """Return the advantages of each group: 0 without signal, None if the group is not trained.
 
-    Those of a loss that compares pairs are 1 for the chosen trajectory, then -1 for the rejected.
+    For a loss that compares pairs, they are 1 for the chosen trajectory, then -1 for the rejected.
     """
     if algorithm.loss.needs_pairs:
         pairs = [(group, choose_pairs(_rewards(group, rules))) for group in groups]
@@ -360,7 +361,7 @@ def _of_groups(
 
 
 def _compare(compared: Sequence[Sequence[_Side]], rules: RewardRules, algorithm: Algorithm) -> None:
-    """Give the sides that are trained the advantages of their turns."""
+    """Set the advantages of the sides that are trained."""
     advantage, name = algorithm.advantage, rules.algorithm.advantage.name
     if advantage.per_turn:
         for same in compared:
@@ -372,7 +373,7 @@ def _compare(compared: Sequence[Sequence[_Side]], rules: RewardRules, algorithm:
                     f"{turns} turns"
                 )
             for side, own in zip(same, [] if given is None else given, strict=False):
-                side.advantages = list(own)  # which may be an array
+                side.advantages = list(own)  # the user's `Advantage` may return an array
         return
     if advantage.multi_objective:
         weights = rules.weights
@@ -408,8 +409,8 @@ def _overlong(trajectory: Trajectory, rules: RewardRules) -> float:
 
 
 def gives_signal(group: Group, rules: RewardRules, algorithm: Algorithm) -> bool:
-    """Return whether what the algorithm compares differs within the group: the rewards of turns or
-    of trajectories. May call the user's `Advantage`."""
+    """Return whether the rewards that the algorithm compares, of turns or of trajectories, differ
+    within the group. May call the user's `Advantage`."""
     if algorithm.loss.needs_pairs:
         return choose_pairs(_rewards(group, rules)) is not None
     advantage = algorithm.advantage

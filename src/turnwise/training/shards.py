@@ -1,8 +1,9 @@
-"""Weights of a sharded model: each rank reads its own from the files; all gather them whole.
+"""Weights of a sharded model: each rank reads its shards from the files; all gather whole tensors.
 
 A model is built without memory for its weights (on the meta device) and sharded. Each shard is then
 read from the files, one parameter at a time, so no process ever holds the whole model. The experts
-of a layer may be one parameter and many tensors in the files, which engines and exports get.
+of a layer may be one parameter in the model and many tensors in the files. Engines and exports get
+the tensors as they are in the files.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -37,7 +38,7 @@ from turnwise.weights.delta import layer_of
 from turnwise.weights.manifest import NamedTensors
 
 Slices = dict[str, "_Slice"]
-"""Tensors of files by name, which are read where they are indexed."""
+"""Tensors of files by name; indexing one reads that part of it."""
 _ONE_AT_A_TIME = "HF_DEACTIVATE_ASYNC_LOAD"  # Transformers reads many tensors at once without it
 _ADAPTED = ".base_layer."  # part of the names of weights in a layer with an adapter
 
@@ -51,8 +52,8 @@ def weight_files(path: str) -> list[str]:
 
 
 def can_be_sliced(model: PreTrainedModel) -> bool:
-    """Return whether each rank's shards of a model's parameters are parts of tensors in its files:
-    not where these fuse parameters that the model keeps apart, or interleave them."""
+    """Return whether each rank's shards of a model's parameters are parts of tensors in its files;
+    False if the files fuse parameters that the model keeps apart, or interleave them."""
     converters = [c for c in get_model_conversion_mapping(model) if isinstance(c, WeightConverter)]
     return all(
         len(converter.target_patterns) == 1
@@ -108,7 +109,7 @@ def read_shards(module: nn.Module, files: list[str], device: torch.device) -> No
 
 class _Slice:
     """A tensor in a file. Parts of it are read into memory of their own, which offloading can
-    empty; safetensors' own parts are views of buffers of Python's."""
+    empty; safetensors itself returns views of Python's buffers."""
 
     def __init__(self, found: Any) -> None:
         self._found = found
@@ -123,7 +124,7 @@ class _Slice:
 
 @contextmanager
 def _slices(files: list[str]) -> Iterator[Slices]:
-    """Open files, and yield their tensors by name, none of them read."""
+    """Open files, and yield their tensors by name without reading any."""
     with ExitStack() as stack:
         slices: Slices = {}
         for path in files:
@@ -140,8 +141,8 @@ def whole(parameter: torch.Tensor) -> torch.Tensor:
         return tensor
     if tensor.device.type != "cpu":
         return tensor.full_tensor()
-    # gloo would gather into a buffer of its own, and copy: the whole tensor twice. Pages that are
-    # mapped for it go back to the system with it; the C library would keep them.
+    # gloo would gather into its own buffer and copy: memory for two whole tensors. Mapped pages go
+    # back to the system when the tensor is freed; the C library would keep them.
     local, number, count = tensor.to_local(), dist.get_rank(), tensor.shape.numel()
     if count:
         memory = mmap(-1, count * tensor.dtype.itemsize)
@@ -160,7 +161,7 @@ def full_tensors(
 ) -> NamedTensors:
     """Yield each tensor whole, under its name in the files; every rank must iterate over all.
 
-    One parameter is gathered at a time, or one layer's if the files fuse several in one tensor.
+    One parameter is gathered at a time, or a layer's if the files fuse several in one tensor.
     """
     transforms = _transforms(model)
     if not transforms:
@@ -176,7 +177,7 @@ def full_tensors(
     for _, group in groupby(model.named_parameters(), key=unit):
         tensors = {name: gathered(parameter) for name, parameter in group}
         tensors = revert_weight_conversion(model, tensors)
-        for name in list(tensors):  # none is kept once it is yielded
+        for name in list(tensors):  # keep no tensor once it is yielded
             yield name, tensors.pop(name)
 
 
@@ -186,7 +187,7 @@ def tensor_shapes(model: PreTrainedModel) -> NamedTensors:
 
 
 def saved_buffers(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the buffers that belong into a model's files, such as the bias of some routers."""
+    """Return the buffers that belong in a model's files, such as the bias of some routers."""
     kept = model.state_dict().keys()
     found = {name: buffer for name, buffer in model.named_buffers() if name in kept}
     return revert_weight_conversion(model, found) if found and _transforms(model) else found

@@ -1,8 +1,8 @@
-"""Conversations in the form of ShareGPT, as messages.
+"""Conversion of ShareGPT's conversations to messages.
 
 Such a row has `conversations`, a list of `{"from": "human", "value": "..."}`, perhaps a text
-`system`, and `tools` as a list of functions or its JSON text. Calls are the JSON text of an object
-with `name` and `arguments`, or of a list of them, `from` `function_call`.
+`system`, and `tools` as a list of functions or its JSON text. In a turn `from` `function_call`, the
+value is the JSON text of an object with `name` and `arguments`, or of a list of such objects.
 """
 
 import json
@@ -22,10 +22,11 @@ _ROLES = {
 
 
 def with_messages(row: JsonObject) -> JsonObject:
-    """Return a row with `messages` in the place of `conversations`; itself if it has messages.
+    """Return a row with `messages` in place of `conversations`; the row itself if it has `messages`
+    or no list of conversations.
 
     Raises:
-        TrajectoryError: `malformed`, for a turn of an unknown speaker, or a call that is none.
+        TrajectoryError: `malformed`, for a turn of an unknown speaker, or an invalid call.
     """
     if "messages" in row or not isinstance(turns := row.get("conversations"), list):
         return row
@@ -44,7 +45,7 @@ def _messages(turns: list[Foreign]) -> Iterator[Message]:
     calls: list[JsonObject] = []  # without a result so far
     for number, turn in enumerate(turns, start=1):
         if not isinstance(turn, dict) or "from" not in turn:
-            yield turn  # a message under another name
+            yield turn  # maybe a message already; the reader checks it
             continue
         speaker, said = turn["from"], turn.get("value")
         rest = {key: value for key, value in turn.items() if key not in ("from", "value")}

@@ -1,14 +1,13 @@
-"""Supervised training's samples: rows of data as trajectories, of which every sampled token is
+"""Samples for supervised training: rows of data as trajectories, in which every sampled token is
 trained with advantage 1.
 
 A row is a conversation (`messages`, or ShareGPT's `conversations`, and `tools` if it has some), a
-trajectory of Turnwise, or a training trace of OpenEnv. From stored ids nothing is rendered. A
-written conversation gets the ids
-that a rollout would have had: each assistant's turn is what the model would sample after the prompt
-of that turn, and prompts are continued by the bridge. So masks follow from the ids, with any chat
-template, and never from searching a rendered text; where the bridge begins a branch, so does the
-trajectory. A row that cannot be exact is refused, with a reason: one of which the template changes
-or hides something, for instance, or whose turns nothing ends.
+trajectory of Turnwise, or a training trace of OpenEnv. Rows that store ids are not rendered. A
+written conversation gets the ids that a rollout would have had: each assistant's turn is what the
+model would sample after the prompt of that turn, and the bridge continues prompts. So masks come
+from the ids, with any chat template, and never from a search in rendered text. The trajectory
+begins a branch where the bridge does. A row that cannot be exact is refused with a reason: for
+instance, the template changes or hides a part of it, or writes no token that ends its turns.
 """
 
 import json
@@ -42,11 +41,11 @@ _THINKS_NOTHING = re.compile(r"\s*(?:<think>)?\s*</think>")
 
 
 class RowReader:
-    """Makes trajectories of rows; safe to use from several threads at once.
+    """Makes trajectories from rows; safe to use from several threads at once.
 
     Args:
         max_length: Maximum number of tokens of a sequence (`model.max_length`).
-        warn: Says once, in a sentence, that rows teach the model to think nothing.
+        warn: Called once, with a sentence, if rows teach the model to think nothing.
     """
 
     def __init__(
@@ -124,7 +123,7 @@ def supervised_samples(trajectories: Sequence[Trajectory], version: int) -> Samp
     with an audit of each token.
 
     Args:
-        version: The trainer's, which the samples have, whatever sampled their tokens.
+        version: The trainer's weight version. The samples get it, whatever sampled their tokens.
     """
     batch = SampleBatch()
     for trajectory in trajectories:
@@ -142,13 +141,13 @@ def demonstrate(
     *,
     name: str = "demonstration",
 ) -> Trajectory:
-    """Return the trajectory of a written conversation, whose sampled tokens are the assistant's,
-    with log-probs of 0.0. TrajectoryError, with a reason, when it cannot be exact.
+    """Return the trajectory of a written conversation. The assistant's tokens count as sampled,
+    with log-probs of 0.0. Raise TrajectoryError with a reason if it cannot be exact.
 
     Args:
         messages: In OpenAI's format; arguments of calls are JSON texts or objects. An assistant's
             message with `weight` 0, or another flag of `row_flags`, is context; the others are
-            trained. What follows the last assistant's message is left out.
+            trained. Messages after the last trained one are left out of the ids.
     """
     between = template.between_parts
     said = [_with_reasoning(template, _checked(message, between)) for message in messages]
@@ -159,7 +158,7 @@ def demonstrate(
     trajectory = Trajectory(name, messages=said, status="completed")
     prompt, completion = Prompt(), list[int]()
     before = 0  # messages up to and including the last assistant's turn
-    reason: str | None = None  # for which a branch begins since the last trained turn
+    reason: str | None = None  # why a branch began since the last trained turn
     try:
         if tools:
             check_tools(template, said[: asked[0]], tools)
@@ -191,7 +190,7 @@ def demonstrate(
 
 
 def _checked(message: Foreign, between: str) -> Message:
-    """Return a message as templates take it, with `between` two parts of text, as in chats."""
+    """Return a message as templates expect it; `between` joins parts of text, as in chats."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise TrajectoryError("malformed", f"{repr(message)[:80]} is no message with a role")
     try:
@@ -214,7 +213,7 @@ def _checked(message: Foreign, between: str) -> Message:
 
 
 def _with_reasoning(template: ChatTemplate, message: Message) -> Message:
-    """Return a message whose reasoning has the key that the template reads, if it reads another."""
+    """Return a message with its reasoning at a key that the template shows, if there is one."""
     own = next((key for key in _REASONING if message.get(key)), None)
     if own is None or message["role"] != "assistant":
         return message
@@ -226,7 +225,7 @@ def _with_reasoning(template: ChatTemplate, message: Message) -> Message:
 
 
 def _shows(template: ChatTemplate, key: str) -> bool:
-    """Return whether the template shows what an assistant's message has at a key."""
+    """Return whether the template shows the value of a key of an assistant's message."""
     if (known := template.seams.get(("shows", key))) is None:
         asked: list[Message] = [{"role": "user", "content": "Why?"}]
         said: Message = {"role": "assistant", "content": "So.", key: _PROBE}
@@ -241,7 +240,7 @@ def _shows(template: ChatTemplate, key: str) -> bool:
 def _turn(
     template: ChatTemplate, messages: Sequence[Message], index: int, tools: Tools | None
 ) -> tuple[Prompt, list[int]]:
-    """Return the rendered prompt of an assistant's turn, and the ids that say the turn."""
+    """Return the rendered prompt of an assistant's turn, and the ids of the turn itself."""
     turn, where = messages[index], f"message {index + 1}"
     opening = template.render_text(messages[:index], tools=tools)
     ended = template.render_text(messages[: index + 1], tools=tools, add_generation_prompt=False)
@@ -268,7 +267,7 @@ def _turn(
             raise TrajectoryError(
                 "token_boundary", f"a token would reach from the prompt into {where}"
             )
-    # Where a base model learns a template, its own settings may not know the end of an answer.
+    # If a base model learns a template, its settings may lack the token that ends an answer.
     last = template.special_tokens.get(sampled[-1]) if sampled else None
     stops = sampled[-1:] and sampled[-1] in template.stop_token_ids
     if last is None or not (stops or last in answer_end(template, tools)):
@@ -287,7 +286,7 @@ def _turn(
 
 
 def _parts(turn: Message) -> Iterator[tuple[str, ...]]:
-    """Yield what a turn's text must show, each in the spellings that it may have."""
+    """Yield the parts that a turn's text must show, each with its possible spellings."""
     for text in str(turn["content"]).replace("<think>", "\0").replace("</think>", "\0").split("\0"):
         yield (text,)
     for key in _REASONING:
@@ -303,7 +302,7 @@ def _parts(turn: Message) -> Iterator[tuple[str, ...]]:
 
 
 def tools_of(row: JsonObject) -> list[JsonObject] | None:
-    """Return the tools of a row: a list, or its JSON text, as tables keep it; None without any."""
+    """Return the tools of a row, given as a list or as its JSON text; None if it has no tools."""
     tools = row.get("tools") or None
     tools = json.loads(tools) if isinstance(tools, str) else tools
     if not isinstance(tools, list | None):

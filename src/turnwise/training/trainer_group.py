@@ -1,7 +1,7 @@
 """The handle with which other processes call the trainer's ranks, which are Ray actors.
 
 Every call goes to all ranks at once. When a rank dies, the others fail or hang in their common
-computation, so the error that is raised is that of the dead rank.
+computation, so the dead rank's error is raised.
 """
 
 import asyncio
@@ -83,9 +83,9 @@ class TrainerActor:
     def start(
         self, config: Config, folder: str, kind: str, rank: int, ranks: int, address: str
     ) -> tuple[int, Layouts, str, str]:
-        """Build the rank; return its process's id, the ranks' layouts of micro-batches with a
-        sentence about them, and one about layers without adapter, or ""."""
-        made = load_object(kind, "the trainer")  # with Transformers' models
+        """Build the rank; return its process id, the layouts of micro-batches, a sentence about
+        them, and a sentence about layers without an adapter, or ""."""
+        made = load_object(kind, "the trainer")  # this imports Transformers' models
         self._policy = policy = made(config, Path(folder), rank=rank, ranks=ranks, address=address)
         return os.getpid(), policy.layouts, policy.layouts_said, policy.adapters_said
 
@@ -102,10 +102,10 @@ class ColocatedTrainerActor(TrainerActor, WorkerHost):
 
 
 class TrainerGroup:
-    """All ranks of the trainer; methods are those of `TrainerRank`, on all ranks.
+    """All ranks of the trainer; its methods call the same methods of `TrainerRank` on all ranks.
 
     Every call raises `TrainerError` naming the rank that died or failed, or `DeadlineError` naming
-    the one that did not answer within `training.step_timeout` seconds.
+    the rank that did not answer within `training.step_timeout` seconds.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class TrainerGroup:
 
     @classmethod
     async def start(cls, config: Config, folder: Path, *, num_gpus: float = 0) -> Self:
-        """Start all ranks, each in an actor with `training.resources` and a number of GPUs."""
+        """Start all ranks, each in an actor with `training.resources` and `num_gpus` GPUs."""
         training = config.training
         kind = ColocatedTrainerActor if training.colocated else TrainerActor
         # A wrong transport is an error before ranks start.
@@ -144,8 +144,8 @@ class TrainerGroup:
             config.engine.start_timeout,
         )
         environment = {
-            "OMP_WAIT_POLICY": "PASSIVE",  # idle trainer threads must not spin beside the engine
-            "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", SPIN_COUNT),  # but for a moment
+            "OMP_WAIT_POLICY": "PASSIVE",  # idle trainer threads must not take the engine's cores
+            "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", SPIN_COUNT),  # spin only briefly
             "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # required by deterministic algorithms
             **linear.ENVIRONMENT,
         }
@@ -166,7 +166,7 @@ class TrainerGroup:
         trainer = cls(config, ranks, num_gpus > 0, group)
         try:
             address = ""
-            if len(ranks) > 1:  # ranks of one node meet at an address that only it can reach
+            if len(ranks) > 1:  # ranks of one node meet at its loopback address
                 nodes = await trainer._each("report its address", "node")
                 host = LOOPBACK if len(set(nodes)) == 1 else nodes[0]
                 address = await trainer._first("open a rendezvous address", "open_store", host)
@@ -216,7 +216,7 @@ class TrainerGroup:
         return {n: own for n, own in parts.items() if alone or not all(s.counted_only for s in own)}
 
     def _together(self, made: dict[str, JsonObject]) -> JsonObject:
-        """Return the metrics of all policies, each of which has its own."""
+        """Join the policies' metrics; each policy's own are included if there are several."""
         return of_policies(made) if self._config.rollout.policies else joined([*made.values()])
 
     async def forward_backward(
@@ -266,8 +266,8 @@ class TrainerGroup:
         await call(f"{method} {name}", *given, method, name, *arguments)
 
     async def begin_adapters(self) -> int:
-        """Free the memory of the policy's own adapter, for a trainer of added adapters alone;
-        return the number of ids that the model knows."""
+        """Free the memory of the policy's own adapter, in a trainer of added adapters only; return
+        the number of ids that the model knows."""
         await self._same("make room for adapters", "remove_policy")
         return int(await self._first("report its vocabulary", "call", "vocabulary"))
 
@@ -286,12 +286,12 @@ class TrainerGroup:
         return [share for share in planned for _ in range(size)]
 
     async def forward(self, name: str, samples: Sequence[Sample]) -> list[list[float]]:
-        """Score the trained tokens of samples with a model of the trainer; `policy` is that of each
-        sample.
+        """Score the trained tokens of samples with a model of the trainer. The name "policy" stands
+        for each sample's own policy.
 
         Returns:
-            For each sample T floats, 0.0 where a token is not trained: the log-prob of the token
-            under what it was drawn from, or, from the value model, the expected return before it.
+            For each sample T floats, 0.0 where a token is not trained: the token's log-prob under
+            the distribution it was drawn from, or the value model's expected return before it.
         """
         numbered = [  # each may be in any micro-batch
             replace(each, sequence=n, pair_id=n, trajectory=n, counted_only=False)
@@ -317,7 +317,7 @@ class TrainerGroup:
     async def publish(self) -> Manifest:
         """Publish the weights; return rank 0's manifest, and the canary of this version."""
         published: list[Manifest] = await self._same("publish its weights", "publish")
-        self.version = published[0].version  # of a step that failed half-way, too
+        self.version = published[0].version  # may be newer, after a step that failed half-way
         return published[0]
 
     async def send(self, devices: Sequence[str]) -> None:
@@ -339,8 +339,8 @@ class TrainerGroup:
         await self._same(f"save {folder}", "save", folder)
 
     async def holds(self, version: int, seconds: float) -> bool:
-        """Return whether all ranks have the weights of a version, after a whole step; False where
-        one is dead, or busy for `seconds`."""
+        """Return whether all ranks have the weights of a version and have ended their step; False
+        if a rank is dead, or busy for `seconds`."""
         what = "report its version"
         asked = [
             rank.call("call", "whole_version", what=what, seconds=seconds) for rank in self._ranks
@@ -360,8 +360,8 @@ class TrainerGroup:
             await self._each("answer", "ping")
 
     async def close(self) -> None:
-        """Release what the weight transport keeps outside the ranks' processes, such as files; a
-        rank that is dead or busy keeps it. End the ranks if Ray goes on."""
+        """Release what the weight transport keeps outside the ranks' processes, such as files. A
+        dead or busy rank does not release it. End the ranks if Ray would keep them running."""
         calls = [
             rank.call("call", "close", what="release its weights", seconds=_PING_SECONDS)
             for rank in self._ranks
@@ -415,7 +415,7 @@ class TrainerGroup:
 
 
 def _rank_of_cause(error: BaseException | None) -> int:
-    """Return the rank of an error among possible causes: a death, 0, explains all others."""
+    """Return the priority of an error as the cause: a death has 0, as it explains other errors."""
     if is_death(error):
         return 0
     if isinstance(error, TurnwiseError) and not isinstance(error, TrainerError | DeadlineError):

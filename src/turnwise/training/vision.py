@@ -1,8 +1,8 @@
-"""Images in the trainer's forward passes: what the model reads of them, and at which columns.
+"""Images in the trainer's forward passes: their features, and the columns of their tokens.
 
-The tensors of an image are those of the model's own processor, made once for each image in each
-rank. Its features are computed once for each forward pass, however many samples have it, and apart
-from other images. Position ids of more than one dimension are made by the model's own code.
+The model's own processor makes the tensors of an image, once for each image in each rank. The
+features of an image are computed once for each forward pass, even if several samples have it, and
+separately from other images. The model's own code makes position ids of more than one dimension.
 """
 
 import inspect
@@ -34,22 +34,22 @@ def sees(shape: PretrainedConfig) -> bool:
 
 
 def _model_of(module: nn.Module) -> PreTrainedModel | None:
-    """Return the model of images in a module; None if it is of text."""
+    """Return the model in a module if it reads images; None if it reads only text."""
     model = next((part for part in module.modules() if isinstance(part, PreTrainedModel)), None)
     return model if model is not None and sees(model.config) else None
 
 
 def decoder_layers(module: nn.Module, *, of_images: bool = True) -> list[nn.Module]:
-    """Return a model's decoder layers, as Transformers' models declare them, in their order; with
-    the layers of the part that reads images if `of_images`."""
+    """Return a model's decoder layers in order, by the classes that Transformers' models declare.
+    With `of_images`, this includes the layers of the part that reads images."""
     names, model = layer_classes(module), _model_of(module)
     inside = module if model is None or of_images else model.get_decoder()
     return [part for part in inside.modules() if type(part).__name__ in names]
 
 
 def vision_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters with which a model reads images, those beside its language model; none
-    of a model of text."""
+    """Return the parameters that a model has in addition to its language model, to read images;
+    none if it reads only text."""
     if (model := _model_of(module)) is None:
         return []
     text = {id(parameter) for parameter in model.get_decoder().parameters()}
@@ -57,14 +57,15 @@ def vision_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 
 def probe(number: int) -> Image:
-    """Return a small image that is the same in every run; all of them have one size."""
+    """Return a small test image. It is the same in every run; images of all numbers have the same
+    size."""
     kind = optional("PIL.Image", "images", "an image")
     picture = kind.linear_gradient("L").rotate(90 * number).resize((84, 56)).convert("RGB")
     return read_image(picture, "an image")
 
 
 def patches_per_token(model: PreTrainedModel, made: Processed) -> float:
-    """Return the patches of an image for each of its tokens."""
+    """Return the number of patches of a processed image for each of its tokens."""
     vision = model.config.vision_config
     side, frames = vision.patch_size, getattr(vision, "temporal_patch_size", 1)
     side = side if isinstance(side, int) else side[0]
@@ -75,8 +76,8 @@ def patches_per_token(model: PreTrainedModel, made: Processed) -> float:
 def seeing(
     backbone: PreTrainedModel, columns: Columns, images: ModelImages | None
 ) -> Iterator[dict[str, Foreign]]:
-    """Yield the arguments of a forward pass that reads the images of all columns; none if there
-    are none."""
+    """Yield the arguments of a forward pass that reads the images of all columns; no arguments if
+    there are no images."""
     if columns.image_BT is None:
         yield {}
         return
@@ -99,8 +100,8 @@ def seeing(
     if not stray_BT.any():
         yield given
         return
-    # The model may sample the id of an image, which then is a token as any other: only its
-    # embeddings see the id.
+    # The model may sample the id of an image's tokens: such a token is a token like any other. The
+    # forward pass gets another id for it, and only the embedding layer gets the sampled id.
     given["input_ids"] = ids_BT.masked_fill(stray_BT, (token + 1) % 2)
     hook = backbone.get_input_embeddings().register_forward_pre_hook(
         lambda _, arguments: (arguments[0].masked_fill(stray_BT, token), *arguments[1:])
@@ -114,7 +115,7 @@ def seeing(
 def _features(
     backbone: PreTrainedModel, processed: Mapping[Image, Processed], columns: Columns
 ) -> Foreign:
-    """Return the features of all images, each computed once and alone by the model's own code."""
+    """Return the features of all images; the model's own code computes each image once, alone."""
     taken = inspect.signature(backbone.get_image_features).parameters
     found: dict[Image, Foreign] = {}
     for image, made in processed.items():
@@ -129,8 +130,8 @@ def _features(
 
 
 def _joined(values: Sequence[Foreign]) -> Foreign:
-    """Put the features of images together: tensors, lists of one for each image, or lists of such
-    for each layer."""
+    """Concatenate the features of images: tensors, lists with a tensor for each image, or lists
+    with one of these for each layer."""
     if isinstance(values[0], torch.Tensor):
         return torch.cat(list(values))
     if isinstance(values[0][0], torch.Tensor):
@@ -144,8 +145,8 @@ def _positions(
     processed: Mapping[Image, Processed],
     read_BT: torch.Tensor,
 ) -> torch.Tensor:
-    """Return position ids of several dimensions [3, B, T]; in a packed row after those of a text,
-    by which the model tells sequences apart [4, 1, T]."""
+    """Return position ids of three dimensions: [3, B, T]. If the columns have ids of one dimension,
+    by which the model separates packed sequences, these come first: [4, B, T]."""
     assert columns.image_BT is not None
     rows_3BT = [t.cpu() for t in (columns.token_ids_BT, read_BT.long(), columns.image_BT)]
     taken = inspect.signature(backbone.get_rope_index).parameters

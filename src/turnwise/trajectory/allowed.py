@@ -1,7 +1,7 @@
 """The ids that a grammar allowed at a sampled token, as bytes.
 
-They are a bit for each id of the vocabulary, id 0 in the lowest bit of the first byte, compressed
-by zlib; b"" is every id. Most of a completion's tokens share a few sets.
+A set has a bit for each id of the vocabulary, id 0 in the lowest bit of the first byte, compressed
+by zlib; b"" is the set of all ids. Most of a completion's tokens share a few sets.
 """
 
 import base64
@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from turnwise.core.json_types import JsonObject
 
 _MAX_BYTES = 2**20
-"""Largest set, so that a short one from a file cannot fill the memory: of 8 million ids."""
+"""Maximum size of an uncompressed set (8 million ids): a short one in a file must not fill memory.
+"""
 
 
 def pack_allowed(bits: bytes) -> bytes:
@@ -25,19 +26,20 @@ def pack_allowed(bits: bytes) -> bytes:
 
 
 def allowed_bits(allowed: bytes) -> bytes:
-    """Return the bits of a set that `pack_allowed` made of some."""
+    """Return the bits of a set that `pack_allowed` made; b"" if all ids are allowed."""
     return zlib.decompressobj().decompress(allowed, _MAX_BYTES)
 
 
 def described_sets(allowed: Sequence[bytes]) -> JsonObject:
-    """Return the sets of a completion as JSON: each once, and the index of each token's."""
+    """Return the sets of a completion as JSON: each different set once, and for each token the
+    index of its set."""
     numbers: dict[bytes, int] = {}
     tokens = [numbers.setdefault(each, len(numbers)) for each in allowed]
     return {"sets": [base64.b64encode(each).decode() for each in numbers], "tokens": tokens}
 
 
 def sets_of(described: JsonObject | None) -> tuple[bytes, ...]:
-    """Return the sets that `described_sets` describes; none for None."""
+    """Return the sets that `described_sets` describes, one per token; no sets for None."""
     if described is None:
         return ()
     sets = [base64.b64decode(each) for each in described["sets"]]

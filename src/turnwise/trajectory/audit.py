@@ -95,10 +95,10 @@ def audit(
 ) -> ExactnessReport:
     """Replay a trajectory and compare its training samples with it.
 
-    Checks that lengths agree; that each turn's ids are the recorded ones; that each trained token
-    was sampled, in the context that the engine had, its images included, is trained once, and as
-    one of its own turn; that no token of an `untrained` turn is trained, and none that a mask
-    leaves out; that log-probs are finite and versions are those of weights.
+    Lengths must agree, and each turn's ids must be the recorded ids. Each trained token must have
+    been sampled in the context that the engine had, including images. It must be trained only once,
+    and as a token of its own turn. No token of an `untrained` turn may be trained, and no token
+    that a mask leaves out. Log-probs must be finite, and weight versions valid.
 
     Args:
         samples: The training samples; None takes `trajectory.samples()`.
@@ -175,8 +175,9 @@ def _check_turns(turns: Sequence[Turn]) -> Iterator[str]:
 
 
 def _differences(turn: Turn, prompt: Prompt, total_before: int) -> list[str]:
-    """Compare a stored turn with what was recorded of it. `prompt` has its prompt's images, and it
-    takes over ids that sum to `total_before`."""
+    """Return the differences of a stored turn from its record. `prompt` has the images of the
+    turn's prompt; `total_before` is the sum of the ids that it takes over from its parent's path.
+    """
     added, sampled = turn.added.ids, Prompt(turn.completion_token_ids).ids
     ids_T = np.concatenate([added, sampled])
     total, weighted = checksums(ids_T)
@@ -240,8 +241,8 @@ def _path(turns: Sequence[Turn], leaf: int) -> Prompt:
 def _check_sample(
     turns: Sequence[Turn], sample: Branch, trained: dict[int, set[int]]
 ) -> tuple[int, list[str]]:
-    """Return the number of exact tokens, and a sentence about each difference; adds the sampled
-    tokens that it trains to those that earlier samples train, `trained`."""
+    """Return the number of exact tokens, and a sentence about each difference. Add the sampled
+    tokens that the sample trains to `trained`, the tokens that earlier samples train, by turn."""
     length = len(sample.ids)
     lists = (sample.response_mask, sample.logprobs, sample.weight_versions, sample.turns)
     if (lengths := {len(values) for values in lists}) != {length}:
@@ -290,8 +291,8 @@ def _check_token(
     trained: set[int],
 ) -> str | None:
     """Return a sentence about the first difference of one token; None if it is exact. `origin` is
-    its turn, its place among the turn's sampled tokens (negative in the prompt), and its id;
-    `place` its position in the sample, and the id there."""
+    its turn, its index among the turn's sampled tokens (negative in the prompt), and its id;
+    `place` is its position in the sample, and the id at that position."""
     (position, token), (index, sampled, recorded_id) = place, origin
     if token != recorded_id:
         source = "sampled" if sampled >= 0 else "had in its prompt"

@@ -20,10 +20,10 @@ other three. It reads them off a placeholder conversation that ends with the new
     generation prompt  "<|im_start|>assistant\n"
 
 After the sentinel the template writes the same text as after any assistant's turn. The completion
-already holds `<|im_end|>`, the beginning of that, so the rest is added; a completion that was cut
-off after `4` gets all of it. The work grows with the new messages and not with the history, and
-this works with any template. If the placeholder does not show how to continue, the bridge returns a
-reason, and the caller starts a new branch.
+already holds `<|im_end|>`, the beginning of that text, so the bridge adds the rest; behind a
+completion that was cut off after `4`, it adds the whole text. The work grows with the new messages
+and not with the history, and this works with any template. If the placeholder does not show how to
+continue, the bridge returns a reason, and the caller starts a new branch.
 
 The seam between an assistant's turn and the messages after it is read off such renderings: how the
 template ends a turn, which token may end it instead, and what comes before the first new message. A
@@ -140,7 +140,7 @@ def bridge(
             return fork(error.reason, str(error))
         except Exception as error:  # a template may raise anything
             if cached is not None:
-                continue  # it may require the placeholder's calls to have these messages' ids
+                continue  # probe again: the template may compare call ids with the placeholder's
             return fork("template_refuses", f"{type(error).__name__}: {error}")
         if len(template.seams) >= _MAX_SEAMS:
             template.seams.clear()
@@ -219,8 +219,8 @@ class Seam:
         return parts[self.sentinels] if len(parts) > self.sentinels else None
 
     def header(self, template: ChatTemplate) -> str | None:
-        """Return the special token with which the first new message begins, if that is what stops
-        the model, because the template gives the turn no end of its own."""
+        """Return the special token that begins the first new message, if that token stops the model
+        because the template gives the turn no end of its own; else None."""
         if self.turn_end:
             return None
         found = template.special_token_pattern.match(self.joint, len(self.sampled_end))
@@ -232,8 +232,8 @@ class Seam:
         last: str | None,
         completion: Sequence[int] | npt.NDArray[np.generic],
     ) -> int | None:
-        """Return how many of the joint's characters the completion, which ends with the special
-        token `last` or with text, holds; None if unknown."""
+        """Return how many of the joint's characters the completion already holds; None if unknown.
+        It ends with the special token `last`, or with text if that is None."""
         pattern = template.special_token_pattern
         if last is not None:
             # It is part of the call's or turn's end, as in "4<|im_end|>": all up to it was sampled.
@@ -258,25 +258,26 @@ class Seam:
         # Another stop token, such as <|endoftext|>, stands for the special token of the turn's end.
         if last in self.stop_tokens and token is not None:
             return len(self.call_end) + token.end()
-        # No special token ended the turn, or it has no end: all of its end is added.
+        # No special token ended the turn, or its end has no such token: all of its end is added.
         words = self.turn_end[: token.start()] if token else self.turn_end
         if not words or not len(completion):
             return len(self.call_end)
-        # If the end begins with ordinary text, the completion may hold some of that already.
+        # If the end begins with ordinary text, the completion may hold some of that text already.
         return len(self.call_end) + overlap(template.decode_all(completion[-len(words) :]), words)
 
 
 def overlap(text: str, following: str) -> int:
-    """Return the number of characters with which a text ends and another begins."""
+    """Return the length of the longest end of `text` that is also a beginning of `following`."""
     return next(n for n in range(len(following), -1, -1) if text.endswith(following[:n]))
 
 
 def find_seam(template: ChatTemplate, messages: Sequence[Message], tools: Tools | None) -> Seam:
-    """Probe the template with the first placeholder conversation that it accepts, before new
-    messages, of which tool messages have a name and a call id.
+    """Probe the template with placeholder conversations in front of the new messages, and return
+    the seam of the first one that it accepts. Tool messages must have a name and a call id.
 
-    Raises the template's error for the first placeholder with calls, or for the answer, and
-    TrajectoryError with a fork reason when it hides the assistant's turn or a new message.
+    If it accepts none, raise its error for the first placeholder with calls, or for the placeholder
+    with an answer. Raise TrajectoryError, with a fork reason, when the template hides the
+    assistant's turn or a new message.
     """
     as_parts = _has_content_parts(messages)
     new = [
@@ -316,15 +317,16 @@ def find_seam(template: ChatTemplate, messages: Sequence[Message], tools: Tools 
 def sampled_text(
     template: ChatTemplate, opening: str, ended: str, turn: Message, tools: Tools | None
 ) -> str | None:
-    """Return what the model samples after a prompt to say a turn, the token that ends it included.
+    """Return the text that the model samples after a prompt to say a turn, up to and including the
+    token that ends the turn.
 
     Args:
         opening: Text of the prompt, which ends with the generation prompt.
         ended: Text of the conversation that ends with the turn, without generation prompt.
 
     Returns:
-        The text; None if the template writes a finished turn otherwise than behind its generation
-        prompt.
+        The text; None if the template writes a finished turn in another way than behind its
+        generation prompt.
     """
     content = str(turn.get("content") or "")
     if THOUGHT_END in content and (opened := overlap(opening, content)):
@@ -340,7 +342,7 @@ def sampled_text(
 
 
 def _stopping_header(template: ChatTemplate, turn: Message, tools: Tools | None) -> str:
-    """Return the header of the next message, a result's behind calls and otherwise a user's, where
+    """Return the header of the next message (a tool result after calls, else a user's message), if
     sampling stops at it because the template gives the turn no end of its own; else ""."""
     following: Message = {"role": "user", "content": ""}
     if calls := turn.get("tool_calls"):
@@ -373,21 +375,21 @@ def answer_end(template: ChatTemplate, tools: Tools | None) -> str:
 
 
 def up_to_end(template: ChatTemplate, text: str, tools: Tools | None) -> str:
-    """Return a turn's text up to the special token that ends it, if one does; of "", what the
-    template writes behind an answer."""
+    """Return a turn's text up to the special token that ends it, if one does. An empty text stands
+    for the text that the template writes behind an answer."""
     ending, pattern = answer_end(template, tools), template.special_token_pattern
     text = text or ending
     if text.endswith(ending):  # what was said may quote special tokens
         end = pattern.search(text, len(text) - len(ending))
-    else:  # a call may end otherwise
+    else:  # a turn with a call may end in another way
         end = next(reversed([*pattern.finditer(text)]), None)
     return text[: end.end()] if end else text
 
 
 _Rendering = tuple[str, str, str, int]
 """A rendered placeholder conversation: its text before the question; the text behind the last
-sentinel if it ends with that turn; the text from there to the first new message's content, or to
-the end of the generation prompt if there is none (the joint); and the number of sentinels."""
+sentinel if the conversation ends with that turn; the joint, from the last sentinel to the first new
+message's content, or to the end of the generation prompt; and the number of sentinels."""
 
 
 def _seam(
@@ -402,14 +404,14 @@ def _seam(
         header, ending, joint, _ = plain
         pattern = template.special_token_pattern
         last, inner = pattern.search(ending), pattern.search(joint)
-        # Usually the same text ends a turn that other messages follow, and a conversation's last
-        # one. If not, the first special token ends it if both renderings agree up to that token.
+        # Usually the same text ends a turn within a conversation and the last turn. If not, the
+        # first special token ends the turn if both renderings agree up to that token.
         if joint.startswith(ending):
             turn_end = ending
         elif last and inner and ending[: last.start()] == joint[: inner.start()]:
             turn_end = joint[: inner.end()]
         token = pattern.search(turn_end or "")
-        # If it is the next message's header, nothing may replace it.
+        # If that token is the next message's header, no other token may replace it.
         if token is None or not header.endswith(token.group()):
             stops = {template.special_tokens.get(index) for index in template.stop_token_ids}
             stops.add(last.group() if last else None)
@@ -444,7 +446,7 @@ def _probe(
     new: Sequence[Message],
     tools: Tools | None,
 ) -> _Rendering | Exception:
-    """Render a placeholder conversation; a failure is returned, because another may succeed."""
+    """Render a placeholder conversation; return an error, because another one may succeed."""
     try:
         alone = template.render_text(placeholder, tools=tools, add_generation_prompt=False)
         continued = template.render_text([*placeholder, *new], tools=tools)

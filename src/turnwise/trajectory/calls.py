@@ -1,7 +1,7 @@
 """Tool calls in an assistant's text, in one form for all spellings of the same call.
 
-A chat template prints calls that were parsed in its own way: `1000.0` for `1e3`. A call is JSON,
-after a mark or with a name and arguments, or parameters between tags; all else is text.
+A chat template prints parsed calls in its own way, such as `1000.0` for `1e3`. A call is JSON
+(after a mark, or with a name and arguments) or parameters between tags; all else is text.
 """
 
 import json
@@ -83,8 +83,8 @@ def _json_call(text: str, at: int) -> _Read | None:
 
 
 def _tagged_call(text: str, at: int, closed: int) -> _Read | None:
-    """Read a function's tag, if there is one, and the parameters after it; the last one in the text
-    ends at `closed`."""
+    """Read a function's tag, if there is one, and the parameters after it; the last parameter in
+    the whole text ends at `closed`."""
     function = _FUNCTION.match(text, at)
     values: dict[str, Foreign] = {}
     at = at if function is None else function.end()
@@ -102,13 +102,13 @@ def _tagged_call(text: str, at: int, closed: int) -> _Read | None:
 
 
 def _whole(text: str) -> Foreign:
-    """Return the value that a text is, or the text where it is none."""
+    """Return the value that a whole text spells, or the text itself if it spells none."""
     read = _value(text, 0)
     return text if read is None or text[read[1] :].strip() else read[0]
 
 
 def _value(text: str, at: int) -> _Read | None:
-    """Read JSON, or Python's spelling of it, maybe with trailing commas; None where it is not."""
+    """Read JSON, or Python's spelling of it, maybe with trailing commas; None if there is none."""
     parts: list[str] = []
     depth = 0
     while (found := _TOKEN.match(text, at)) is not None and depth <= _MAX_DEPTH:
@@ -141,5 +141,5 @@ def _value(text: str, at: int) -> _Read | None:
 
 
 def _number(word: str) -> tuple[str, float]:
-    """Return a number as what no other value equals; `1e3`, `1000` and `1000.0` are one."""
+    """Return a number in a form that no text equals; `1e3`, `1000` and `1000.0` are equal."""
     return "number", int(word) if word.lstrip("-").isdecimal() else float(word)

@@ -2,8 +2,8 @@
 
 A template's fixed parts, such as `<|im_start|>system ...`, are encoded once: a tokenizer divides a
 text at its special tokens before anything else, and encodes what lies between two of them by
-itself. So the ids of a rendered conversation are those of its segments, each of which begins with a
-special token, and of which a few only are new.
+itself. So a rendered conversation is encoded in segments, each of which begins with a special
+token; only a few segments are new.
 """
 
 import copy
@@ -40,12 +40,13 @@ _GUARD = "\ufdd0"
 """Marks an escaped special token until it is encoded: a character that no text contains."""
 _SPACE = "\u2581"  # how SentencePiece writes a space
 CACHED_ENTRIES = 2**14
-"""Maximum number of entries of an `IdCache`; each takes some 300 bytes besides key and ids. A
-server meets few prompts twice, so more would only fill its memory."""
+"""Maximum number of entries of an `IdCache`; each takes about 300 bytes in addition to key and ids.
+A server meets few prompts twice, so more entries would only fill its memory."""
 _CACHED_TOKENS = 2**22  # tokens of all cached first prompts, at 4 bytes each
 _CACHED_CHARACTERS = 2**22  # characters of all cached segments; their ids take at most 4 bytes each
 _DEEPEST_GROUP = 32
-"""Depth of the groups of `any_of`'s patterns: to compile deeper ones takes a deep stack."""
+"""Maximum depth of the groups of `any_of`'s patterns: compiling deeper groups takes a deep stack.
+"""
 Tokenizer: TypeAlias = Foreign
 """A Hugging Face tokenizer."""
 
@@ -53,20 +54,20 @@ Tokenizer: TypeAlias = Foreign
 class ChatTemplate:
     """Renders conversations with one tokenizer and one Jinja template.
 
-    Safe to use from several threads at once. Without a template, it renders a single text of a user
-    as the plain text, after the tokens with which the tokenizer begins texts, such as BOS.
+    Safe to use from several threads at once. Without a template, it renders only a single text of a
+    user, as plain text, with the tokens that the tokenizer adds to texts, such as BOS.
 
     Args:
         tokenizer: A Hugging Face tokenizer.
         chat_template: Jinja text that replaces the tokenizer's own template.
         escape_special_tokens: Encode a special token (`<|im_end|>`) in the content of a message
-            as ordinary text; only the template itself, and assistants' messages, make control
+            as ordinary text, so that only the template itself and assistants' messages make control
             tokens.
         images: The model's processor of images; None refuses them.
         **template_kwargs: Extra variables for the template.
 
     Raises:
-        InputError: when the tokenizer cannot escape.
+        InputError: when the tokenizer cannot encode special tokens as ordinary text.
 
     Example:
         >>> template = ChatTemplate(AutoTokenizer.from_pretrained("Qwen/Qwen2.5-0.5B-Instruct"))
@@ -99,7 +100,7 @@ class ChatTemplate:
         self._encode = _encoder(tokenizer)
         eos = tokenizer.eos_token_id
         self.stop_token_ids: set[int] = set() if eos is None else {eos}
-        """The ids at which generation stops; those of the model's generation settings are added
+        """The ids at which generation stops; ids from the model's generation settings are added
         after loading."""
         self.seams: dict[object, object] = {}
         """Cache of `bridge`: one seam for messages of the same roles and tool names."""
@@ -144,7 +145,7 @@ class ChatTemplate:
     def _render(
         self, messages: Sequence[Message], tools: Tools | None, add_generation_prompt: bool = True
     ) -> list[int]:
-        """Return the ids of a conversation, each of whose images is one marker."""
+        """Return the ids of a conversation, with one marker for each image."""
         if self.missing and not tools and len(messages) == 1:
             content = messages[0].get("content")
             if isinstance(content, str) and messages[0].get("role") == "user":
@@ -154,10 +155,10 @@ class ChatTemplate:
         )
 
     def with_images(self, ids: list[int], messages: Sequence[Message]) -> Prompt:
-        """Return rendered ids with those of the messages' images in the place of their markers.
+        """Return rendered ids with the ids of the messages' images in the place of their markers.
 
         Raises:
-            InputError: when the model takes no images, or one has not been read.
+            InputError: when the model takes no images, or an image has not been read.
             TrajectoryError: as `put_in_place`.
         """
         if not (parts := [*image_parts(messages)]):
@@ -175,7 +176,7 @@ class ChatTemplate:
         return put_in_place(ids, images, self.images)
 
     def render_first(self, messages: Sequence[Message], tools: Tools | None) -> Prompt:
-        """Return what `render` does, made once for all conversations that begin with this."""
+        """Return the result of `render`, cached for conversations that begin with these messages."""
         key = None
         try:
             text = json.dumps([list(messages), tools or None], default=as_json)
@@ -245,21 +246,22 @@ class ChatTemplate:
 
     @cached_property
     def _in_parts(self) -> bool:
-        """Whether the template shows texts in lists of parts alone, as some that show images do."""
+        """Whether the template shows a text only if it is in a list of parts, as some templates
+        that show images do."""
         part = {"type": "text", "text": _PROBE}
         return not self._shows(_PROBE, _PROBE) and self._shows([part], _PROBE)
 
     @cached_property
     def _takes_parts(self) -> bool:
-        """Whether the template takes lists of parts: shows their texts, and not the list itself, as
-        one does that prints whatever content it gets."""
+        """Whether the template takes lists of parts: it shows their texts, and does not just print
+        the list, as a template does that prints any content."""
         part = {"type": "text", "text": _PROBE}
         return self._shows([part], _PROBE) and not self._shows([part], "type")
 
     @cached_property
     def between_parts(self) -> str:
-        """Text between two parts of text in one message: "" if the template itself joins them, a
-        line break for one that takes texts alone, as vLLM's server joins them."""
+        """Text between two parts of text in one message: "" if the template joins them itself, else
+        a line break, with which vLLM's server joins them, too."""
         part = {"type": "text", "text": _PROBE}
         return "" if self._shows([part, part], _PROBE + _PROBE) else "\n"
 
@@ -277,8 +279,8 @@ class ChatTemplate:
         """Return the ids of a text.
 
         Args:
-            add_special_tokens: Add those that the tokenizer puts around a text, such as BOS, as
-                vLLM does for plain prompts.
+            add_special_tokens: Add the tokens that the tokenizer puts around a text, such as BOS,
+                as vLLM does for plain prompts.
         """
         if self._control is None or _GUARD not in text:
             return self._encode(text, add_special_tokens)
@@ -310,8 +312,8 @@ class ChatTemplate:
 
     @cached_property
     def special_tokens(self) -> dict[int, str]:
-        """The tokens that mark something, by id: special and added ones. Added tokens of white
-        space, such as Gemma's line breaks, mark nothing: any text is encoded to them."""
+        """Special and added tokens by id, except for added tokens of white space, such as Gemma's
+        line breaks: ordinary text is encoded to them."""
         added = self.tokenizer.get_added_vocab().items()
         marks = {index: text for text, index in added if text.replace(_SPACE, " ").strip()}
         special = zip(
@@ -321,13 +323,13 @@ class ChatTemplate:
 
     @cached_property
     def special_token_pattern(self) -> re.Pattern[str]:
-        """Pattern of any special token in a text; the longer of two wins."""
+        """Pattern of any special token in a text; the longest match wins."""
         return any_of(self.special_tokens.values())
 
 
 def _with_one_system(messages: Sequence[Message]) -> list[Message]:
-    """Return messages whose developers' instructions, which their template would leave out, are
-    system messages; these become one at the beginning, as vLLM's server joins them."""
+    """Return messages with all system and developer messages joined into one system message at the
+    beginning, as vLLM's server does. The template would leave out developer messages."""
     roles = ("system", "developer")
     texts = [message.get("content") or "" for message in messages if message["role"] in roles]
     others = [message for message in messages if message["role"] not in roles]
@@ -337,16 +339,17 @@ def _with_one_system(messages: Sequence[Message]) -> list[Message]:
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern of several texts, of which the longest wins; without any it never matches,
-    nor does it match an empty one."""
+    """Return a pattern that matches the longest of several texts. It ignores empty texts, and never
+    matches if there are no others."""
     return re.compile(_either(sorted({*texts} - {""}), _DEEPEST_GROUP) or r"(?!)")
 
 
 def _either(texts: Sequence[str], deeper: int) -> str:
-    """Return the source of a pattern of sorted, distinct texts, of which the longest wins.
+    """Return the source of a pattern that matches the longest of sorted, distinct texts.
 
-    Each group holds what follows a common beginning, and its alternatives begin differently: a
-    search tries few of thousands of texts, such as `<unused0>` to `<unused6241>`, at a place.
+    Each group holds the rests after a common beginning, and its alternatives begin with different
+    characters. So at each place a search tries few of thousands of texts, such as `<unused0>` to
+    `<unused6241>`.
     """
     if not texts:
         return ""
@@ -363,7 +366,7 @@ def _either(texts: Sequence[str], deeper: int) -> str:
 
 
 def _encoder(tokenizer: Tokenizer) -> Callable[[str, bool], list[int]]:
-    """Return a function that threads may share, of a text and of whether to add special tokens.
+    """Return a thread-safe function that encodes a text, with or without special tokens.
 
     A fast tokenizer's wrapper changes truncation settings in each call, which two threads must
     not do at once; a copy of its Rust part is safe. Other tokenizers are locked.
@@ -390,8 +393,8 @@ def _encoder(tokenizer: Tokenizer) -> Callable[[str, bool], list[int]]:
 
 
 class IdCache:
-    """Token ids by key, with room for entries of a total size; the least recently used are dropped
-    first. Threads may share a cache."""
+    """A thread-safe LRU cache of token ids by key. The total size and the number of its entries are
+    limited."""
 
     def __init__(self, room: int) -> None:
         self.made = 0  # number of entries that were made
@@ -405,8 +408,8 @@ class IdCache:
     def get(
         self, key: Hashable, make: Callable[[], list[int]], size: int | None = None
     ) -> "array[int]":
-        """Return the ids of a key, made on first use; those of the key None are never kept. `size`
-        is the part of the room that they take, their number if not given."""
+        """Return the ids of a key, made on first use; ids of the key None are never kept. `size` is
+        the part of the room that the ids take; None takes their number."""
         with self._lock:
             if (entry := self._entries.get(key)) is not None:
                 self._entries.move_to_end(key)
@@ -426,8 +429,8 @@ class IdCache:
 def by_segments(
     encode: Callable[[str], list[int]], starts: re.Pattern[str], cache: IdCache
 ) -> Callable[[str], list[int]]:
-    """Return a function that encodes texts as `encode` does, by segments that a cache keeps, and
-    that begin where the pattern `starts` does (`segment_starts`)."""
+    """Return a function that encodes texts as `encode` does, but in segments, which it caches. A
+    segment begins at each match of the pattern `starts` (`segment_starts`)."""
 
     def encode_segments(text: str) -> list[int]:
         edges = [found.start() for found in starts.finditer(text)]
@@ -446,17 +449,18 @@ def by_segments(
 def segment_starts(added: Mapping[int, Foreign]) -> re.Pattern[str] | None:
     """Return a pattern of the added tokens at which a text may be divided; None if there is none.
 
-    One that takes the spaces before it, that may begin inside another, or with which another one
-    begins that is no such token, is no such token. Tokens that depend on the characters around them
-    (`single_word`) forbid any division.
+    A text may not be divided at a token that takes the spaces before it, is found in normalized
+    text, may begin inside another token, or is the beginning of a longer token at which a text may
+    not be divided. Tokens that depend on the characters around them (`single_word`) forbid any
+    division.
     """
     if any(token.single_word for token in added.values()):
         return None
     raw = [token for token in added.values() if not token.normalized and token.content]
     texts = dict.fromkeys(token.content for token in raw)
     lengths = sorted({len(text) for text in texts})
-    # A token may begin within another that contains it behind its first character (`inner`), or
-    # that ends with the token's beginning (`ends`).
+    # A token may begin inside another token that contains it behind its first character (`inner`),
+    # or that ends with the token's beginning (`ends`).
     inner: set[str] = set()
     ends: set[str] = set()
     for text in texts:
@@ -466,7 +470,7 @@ def segment_starts(added: Mapping[int, Foreign]) -> re.Pattern[str] | None:
             inner.update(text[start : start + length] for length in fitting)
     able = {token.content for token in raw if not token.lstrip}
     starts: list[str] = []
-    unfit: set[str] = set()  # a longer token that is no start begins with these
+    unfit: set[str] = set()  # beginnings of tokens that are no starts
     for text in sorted(texts, key=len, reverse=True):
         beginnings = [text[:length] for length in range(1, len(text))]
         if text in able and not (text in inner or text in unfit or ends.intersection(beginnings)):

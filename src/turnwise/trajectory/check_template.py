@@ -5,7 +5,7 @@
 MODEL is a folder or a Hugging Face name of a model or tokenizer. Each case is a conversation
 whose last turn is written as the template writes it. The bridge builds the next turn's prompt,
 and the result is compared with the template's rendering of the whole conversation. The last line
-names what the template leaves out in silence.
+names the parts that the template silently leaves out.
 """
 
 import argparse
@@ -40,7 +40,7 @@ TOOLS: Tools = [
 
 
 class Verdict(NamedTuple):
-    """A verdict in words, after the number of its cases."""
+    """A verdict in words, to be printed after the number of its cases."""
 
     short: str
     long: str

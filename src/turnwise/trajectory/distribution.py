@@ -31,7 +31,7 @@ class Distribution(NamedTuple):
 
     @property
     def mistake(self) -> str:
-        """A sentence about the first value that no engine samples by; "" if there is none."""
+        """A sentence about the first value that is out of range; "" if there is none."""
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             return f"temperature must be a number from 0 on, not {self.temperature}"
         if not 0 < self.top_p <= 1:

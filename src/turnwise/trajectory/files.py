@@ -1,4 +1,4 @@
-"""Files of trajectories, one a line; a folder beside them has their images, each once."""
+"""Files of trajectories, one per line; a folder next to them has their images, each once."""
 
 import json
 import re
@@ -15,8 +15,8 @@ _NAMED = re.compile(rb'"([0-9a-f]{32})":\{"format":"(\w+)"')
 
 
 def write_jsonl(path: Path, trajectories: Iterable[Trajectory]) -> None:
-    """Write one trajectory a line, and their images in a folder beside; the file appears whole, or
-    not at all, which is a TurnwiseError."""
+    """Write one trajectory per line, and the images into a folder next to the file. The file
+    appears whole or, with a TurnwiseError, not at all."""
     temporary = path.with_suffix(".tmp")
     with translate_unwritable(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -62,7 +62,8 @@ def remove_files(paths: Iterable[Path]) -> None:
 
 @lru_cache(maxsize=1024)  # each step asks for the files that are kept
 def _images_of(path: Path, written: int) -> frozenset[str]:
-    """Return the names of the images of a file of trajectories, which was last written then."""
+    """Return the names of the images of a file of trajectories. `written` is the file's
+    modification time, so that a changed file is read again."""
     with path.open("rb") as file:  # no text has such a description: its quotes would be escaped
         found = (pair for line in file for pair in _NAMED.findall(line))
         return frozenset(f"{key.decode()}.{kind.decode()}" for key, kind in found)

@@ -1,4 +1,4 @@
-"""Images of messages and prompts: an image is the bytes of its file, known by their hash.
+"""Images of messages and prompts: an image is the bytes of its file, identified by their hash.
 
 Nothing here decodes an image.
 """
@@ -19,11 +19,11 @@ from turnwise.core.untrusted_files import read_untrusted
 from turnwise.errors import TrajectoryError
 
 FOLDER = "images"
-"""Folder beside files of trajectories that holds the bytes of their images, each once."""
+"""Folder next to files of trajectories that holds the bytes of their images, each once."""
 KINDS = ("image", "image_url", "input_image")
 """Types of a message's parts that are images."""
 FILE = re.compile(rf"([0-9a-f]{{32}})\.({'|'.join(FORMATS)})")
-"""Names of the files there: hash and format."""
+"""Pattern of the names of image files: hash and format."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -61,8 +61,8 @@ class Image:
         return f"{self.hash}.{self.format}"
 
     def read(self) -> bytes:
-        """Return the bytes; TrajectoryError (`image_lost`) when its folder has them no longer, or
-        nothing but its hash is known."""
+        """Return the bytes. Raise TrajectoryError (`image_lost`) when the folder no longer has
+        them, or only the hash is known."""
         if self.data:
             return self.data
         if self.folder is None:
@@ -88,7 +88,7 @@ def images_in(messages: Iterable[Mapping[str, object]]) -> list[Image]:
 
 
 def image_parts(messages: Iterable[Mapping[str, object]]) -> Iterator[JsonObject]:
-    """Yield the parts of messages that are images, also those that nobody has read so far."""
+    """Yield the parts of messages that are images, including images that have not been read yet."""
     for message in messages:
         if isinstance(content := message.get("content"), list):
             for part in content:
@@ -97,7 +97,7 @@ def image_parts(messages: Iterable[Mapping[str, object]]) -> Iterator[JsonObject
 
 
 def replaced(messages: Iterable[JsonObject], change: Callable[[Any], object]) -> list[JsonObject]:
-    """Return a copy of messages, whose images are what `change` makes of them."""
+    """Return a copy of messages in which `change` has replaced each image."""
     made = copy.deepcopy([*messages])
     for part in image_parts(made):
         if "image" in part:
@@ -106,7 +106,7 @@ def replaced(messages: Iterable[JsonObject], change: Callable[[Any], object]) ->
 
 
 def restored(messages: list[JsonObject], images: Mapping[str, Image]) -> list[JsonObject]:
-    """Return messages of JSON, in which an image is its hash, with the images themselves."""
+    """Return messages from JSON with the images in the place of their hashes."""
     return replaced(messages, lambda key: images.get(str(key), key)) if images else messages
 
 
@@ -134,8 +134,9 @@ def described(images: Mapping[str, Image], *, whole: bool) -> JsonObject:
 
 
 def of_described(tree: JsonObject, folder: Path | None) -> dict[str, Image]:
-    """Return the images that `described` wrote; `folder` has the bytes of those without, unless
-    they name one. TrajectoryError (`image_lost`) when one is not named by the hash of its bytes."""
+    """Return the images that `described` wrote. If the bytes of an image are not there, they are in
+    the folder that it names, or else in `folder`. Raise TrajectoryError (`image_lost`) when the key
+    of an image is not the hash of its bytes."""
     images = {}
     for key, known in tree.items():
         image = Image(key, str(known["format"]), int(known["width"]), int(known["height"]))
@@ -148,7 +149,7 @@ def of_described(tree: JsonObject, folder: Path | None) -> dict[str, Image]:
 
 
 def save_images(folder: Path, images: Iterable[Image]) -> None:
-    """Write images into a folder of theirs, each once; OSError when one cannot be written."""
+    """Write images into a folder for images, each once; OSError when one cannot be written."""
     for image in images:
         if not (path := folder / image.name).exists():
             folder.mkdir(parents=True, exist_ok=True)

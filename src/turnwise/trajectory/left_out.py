@@ -1,4 +1,4 @@
-"""Parts that a chat template leaves out of a prompt in silence: tools, messages, reasoning.
+"""Parts that a chat template silently leaves out of a prompt: tools, messages, reasoning.
 
 Conversations are rendered with and without a part, or with marks in place of their contents.
 """
@@ -88,7 +88,7 @@ def _hidden_roles(template: ChatTemplate, messages: Sequence[Message]) -> list[s
             marks.append((str(message["role"]), mark))
     try:
         text = template.render_text(marked)
-    except Exception:  # a template may raise anything, also for these contents only
+    except Exception:  # a template may raise anything, perhaps only because of the marks
         return []
     return [role for role, mark in marks if mark not in text]
 

@@ -1,4 +1,4 @@
-"""The outcome of a trajectory: what its judges say of it, after it has ended."""
+"""The outcome of a trajectory: its rewards, metrics and verdicts, set after it has ended."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from turnwise.core.json_types import JsonObject
 
 MAX_REWARD = 1e6
-"""Largest absolute reward, so that squares and sums of rewards cannot overflow."""
+"""Maximum absolute reward, so that squares and sums of rewards cannot overflow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,8 @@ class Outcome:
     parts: Mapping[str, float] = field(default_factory=dict)
     """Value of each part of the reward, before its weight."""
     turns: Sequence[float] = field(default_factory=list)
-    """Share of the reward that each turn earned; empty if none did. The end earned the rest."""
+    """Share of the reward that each turn earned; empty if no turn did. The rest of the reward was
+    earned by the trajectory's end."""
     players: Mapping[str, float] = field(default_factory=dict)
     """Reward of each player of a game; `reward` is their mean."""
     metrics: Mapping[str, float] = field(default_factory=dict)

@@ -1,11 +1,11 @@
 """Put the model's own ids back into a re-rendered conversation.
 
 A caller that keeps messages as text renders and tokenises the whole conversation again, and the
-sampled text comes back as other ids. There are two differences from NeMo-RL's function of that
-name: the end of the last turn is found by the ids around it, because a template that drops
-reasoning moves it; and a result that would lose a message, or keep an edited turn, is an error.
-What the model said may be written otherwise than it sampled it, as long as it means the same; what
-others said may not.
+sampled text comes back as other ids. `replace_prefix_tokens` differs from NeMo-RL's function of
+that name in two ways: it finds the end of the last turn by the ids around it, because a template
+that drops reasoning moves it; and a result that would lose a message, or keep an edited turn, is an
+error. The model's own text may be spelled in another way than it was sampled, as long as it means
+the same; the text of others may not.
 """
 
 import re
@@ -24,7 +24,7 @@ def replace_prefix_tokens(
     template_prefix_token_ids: Sequence[int],
     template_token_ids: Sequence[int],
 ) -> list[int]:
-    """Return what `replace_prefix` does, of prompts without images, as a list.
+    """Return the result of `replace_prefix`, for prompts without images, as a list.
 
     Example:
         >>> replace_prefix_tokens(tokenizer, [11, 220, 17], [11, 1001, 2], [11, 1001, 2, 21])
@@ -42,7 +42,7 @@ def replace_prefix(
     *,
     drops_content: bool = False,
 ) -> Prompt:
-    """Return the whole conversation's ids, with the model's own up to the end of its last turn.
+    """Return the whole conversation's ids, with the model's own ids up to the end of its last turn.
 
     The rendered calls may have their keys in another order, and other spellings of numbers and
     characters; text that the model wrote after a call, and reasoning, may be missing.
@@ -54,8 +54,8 @@ def replace_prefix(
         template_prefix: The conversation rendered up to and including the last assistant message,
             without generation prompt.
         whole: The whole conversation rendered, with generation prompt.
-        drops_content: Whether the template leaves out what is said before a call: then the caller
-            has to compare it.
+        drops_content: Whether the template leaves out the text before a call; the caller must then
+            compare that text.
 
     Raises:
         TrajectoryError: reason `no_turn_end`, when the rendered history holds no EOS;
@@ -75,7 +75,7 @@ def replace_prefix(
     finished = model if model[-1] == eos else [*model, eos]
     seam = _find_turn_end(prefix, end, template, eos)
     rendered, again = prefix[: end + 1], template[: seam + 1]
-    # A template may have changed more than one turn: these must be the same turns.
+    # A template may have changed more than one turn: check that the turns are still the same.
     decode = tokenizer.decode
     if again != rendered and not _is_same(str(decode(rendered)), str(decode(again))):
         raise _turn_lost("other turns differ too")
@@ -103,7 +103,8 @@ def _find_turn_end(prefix: list[int], end: int, template: list[int], eos: int) -
 
     A template may drop reasoning once messages follow. Usually the rendering up to that EOS is then
     a prefix and a suffix of `prefix`, with one gap between them. If no position or several fit,
-    take the EOS that ends as many turns; the caller checks that they are the same turns.
+    take the EOS with the same number of turns before it; the caller checks that they are the same
+    turns.
     """
     if template[: len(prefix)] == prefix:
         return end
@@ -146,7 +147,7 @@ _REASONING = {
 """Opening and closing tags of reasoning, which templates leave out of earlier turns."""
 _REASONING_BEGINS, _REASONING_TAGS = (
     re.compile("|".join(map(re.escape, tags)))
-    # <|end|> ends every message, and no prompt opens what it closes here.
+    # Without <|end|>: it ends every message, and no prompt opens the reasoning that it closes.
     for tags in (_REASONING, {*_REASONING, *_REASONING.values()} - {"<|end|>"})
 )
 _MAX_ALIGNMENTS = 64  # maximum number of alignments of two texts that are considered at a time
@@ -155,7 +156,7 @@ _BARE_TAG = re.compile(r"<[^<>=]*>|\[/?[A-Z_]+\]")  # without a value, such as a
 _HEADER = re.compile(rf"(?:{_TAG.pattern}|\w)+")
 _ROLE = re.compile(rf"\s*({_TAG.pattern})(\w+)")
 _ANSWER_BEGINS = re.compile(r"\[/[A-Z_]+\]|<｜Assistant｜>|<｜tool▁outputs?▁end｜>")
-"""Tags before what the model says, of templates in which only its turns end with EOS."""
+"""Tags before the model's text, in templates where only the model's turns end with EOS."""
 _WORD = re.compile(rf"\b(?:{'|'.join(WORDS)})\b")
 
 
@@ -167,10 +168,11 @@ def _difference(
     header: str,
     drops_content: bool,
 ) -> tuple[str, str] | None:
-    """Return texts of the sampled and of the rendered history that differ, or None.
+    """Return a text of the sampled history and its counterpart in the rendered history, if the two
+    differ in meaning; else None.
 
-    What others said, as far as the template shows it, may differ in white space alone; `header` is
-    what each turn of the model begins with.
+    The text of others, as far as the template shows it, may differ in white space alone. Each turn
+    of the model begins with `header`.
     """
     sampled, sent = str(decode(model)), str(decode(template))
     whole = None if _is_same(sampled, sent) else (_plain(sampled), _plain(sent))
@@ -198,14 +200,14 @@ def _difference(
 
 
 def _turns(ids: list[int], eos: int) -> list[list[int]]:
-    """Divide ids at each EOS, which ends a turn, or stands in what somebody said."""
+    """Divide ids at each EOS, which ends a turn or occurs in somebody's text."""
     ends = [-1, *(place for place, token in enumerate(ids) if token == eos), len(ids)]
     return [ids[start + 1 : end] for start, end in pairwise(ends)]
 
 
 def _header(opening: str) -> str:
-    """Return the text with which each turn of the model begins, from the ids after the last EOS of
-    a prompt; "" where these hold more than that."""
+    """Return the text with which each turn of the model begins, from a prompt's text after its last
+    EOS; "" if that text holds more."""
     marks = (*_REASONING, *_REASONING.values())
     header = opening.strip()
     while mark := next((mark for mark in marks if header.endswith(mark)), ""):
@@ -220,10 +222,10 @@ def _is_others(turn: str, header: str) -> bool:
 
 
 def _is_same(sampled: str, sent: str) -> bool:
-    """Return whether a text is a sampled one, printed again.
+    """Return whether a text is the sampled text, printed again.
 
     White space, quotes, tags and Python's spelling of literals may differ, as in JSON that was
-    parsed and printed again. Reasoning between its tags may be missing, and an empty one added.
+    parsed and printed again. Reasoning may be missing, and a pair of its tags added.
     """
     sent = _plain(sent)
     begun, ends = 0, {0}
@@ -235,9 +237,9 @@ def _is_same(sampled: str, sent: str) -> bool:
 
 
 def _is_same_answer(sampled: str, sent: str, drops_content: bool) -> bool | None:
-    """Return whether the model's part of a turn has the same calls, however they are written, and
-    the same text before them; the text after each is the same, or its parser dropped it. None if
-    one of as many calls is another."""
+    """Return whether two versions of the model's part of a turn have the same calls, in any
+    spelling, and the same text before them; a parser may have dropped the text after a call. Return
+    None if they have the same number of calls, but different ones."""
     (thought, said), (thought_sent, said_sent) = _reasoned(sampled), _reasoned(sent)
     (texts, calls), (texts_sent, calls_sent) = divide_at_calls(said), divide_at_calls(said_sent)
     if calls != calls_sent:
@@ -247,7 +249,7 @@ def _is_same_answer(sampled: str, sent: str, drops_content: bool) -> bool | None
     for place, (text, text_sent) in enumerate(zip(texts, texts_sent, strict=True)):
         if _plain(text) == _plain(text_sent):
             continue
-        # Dropped but for its tags, which are all there: it is no turn of somebody else.
+        # The text may be dropped if all of its tags are there: then it is no turn of others.
         tags = {tag for tag in _TAG.findall(text) if not tag.startswith("</")}
         may_drop = place > 0 or drops_content
         if not may_drop or _plain(text_sent) or not tags <= set(_TAG.findall(text_sent)):
@@ -267,7 +269,7 @@ def _answer(turn: str, header: str) -> tuple[str, str] | None:
 
 
 def _reasoned(text: str) -> tuple[str, str]:
-    """Return the reasoning in a text, plain, and the text without it."""
+    """Return the reasoning in a text (as `_plain`), and the text without it."""
     thoughts, said, begun = [], [], 0
     for start, end in _reasoning(text):
         said.append(text[begun:start])
@@ -290,8 +292,8 @@ def _reasoning(text: str) -> Iterator[tuple[int, int]]:
 
 
 def without_reasoning(text: str) -> str:
-    """Return what a model said without its reasoning, which its prompt may have opened, and which
-    may not be closed where the answer was cut."""
+    """Return a model's text without its reasoning. The prompt may have opened the reasoning, and an
+    answer that was cut off may not close it."""
     said, position = list[str](), 0
     while (tag := _REASONING_TAGS.search(text, position)) is not None:
         said.append(text[position : tag.start()])

@@ -1,8 +1,9 @@
 """Prompts: the token ids that an engine gets, and the images that some of them stand for.
 
-A chat template marks an image by one id, and the model's own processor says which ids stand for it
-(`ImageTokens`). They are put in place once, when a prompt is made: engine, audit and trainer see
-the same ids. Two prompts are the same only if their images are, at the same positions.
+A chat template marks an image by one id, and the model's own processor says which ids stand for the
+image (`ImageTokens`). These ids replace the mark once, when a prompt is made, so that engine, audit
+and trainer see the same ids. Two prompts are equal only if they have the same images at the same
+positions.
 """
 
 from array import array
@@ -17,7 +18,7 @@ from turnwise.trajectory.images import Image
 
 Ids = npt.NDArray[np.int32]
 PromptLike: TypeAlias = "Prompt | Sequence[int] | npt.NDArray[np.generic]"
-"""A prompt, or the ids of one without images."""
+"""A prompt, or the ids of a prompt without images."""
 
 
 class PlacedImage(NamedTuple):
@@ -25,7 +26,7 @@ class PlacedImage(NamedTuple):
 
     image: Image
     start: int
-    """Position of the first, counted from the prompt's first id."""
+    """Position of the first of these ids, counted from the prompt's first id."""
     length: int
 
     @property
@@ -35,7 +36,7 @@ class PlacedImage(NamedTuple):
 
 @final
 class Prompt:
-    """The `T` ids of a prompt, and the images among them; it never changes.
+    """The `T` ids of a prompt, and the images among them; immutable.
 
     It is no list: slices, sums and comparisons keep the images, and there is no iteration, which
     would lose them. A list of ids equals a prompt of these ids without images.
@@ -100,7 +101,7 @@ class Prompt:
     __iter__ = None
 
     def __getitem__(self, part: slice) -> "Prompt":
-        """Return a part of the prompt, with its images; TrajectoryError when it cuts one."""
+        """Return a part of the prompt, with its images; TrajectoryError when it cuts an image."""
         start, end, step = part.indices(len(self))
         assert step == 1, "a part of a prompt has all ids from one position to another"
         inside = [each for each in self.images if each.start < end and each.end > start < end]
@@ -138,7 +139,7 @@ class Prompt:
         return len(first) <= len(self) and self.common_prefix(first) == len(first)
 
     def common_prefix(self, other: "Prompt") -> int:
-        """Return the number of ids with which both begin, with the same images."""
+        """Return the length of the longest common prefix, in which images must be the same, too."""
         shared = common_length(self.ids, other.ids)
         if self.images or other.images:
             differ = {*self.images} ^ {*other.images}
@@ -147,8 +148,8 @@ class Prompt:
 
     @property
     def key(self) -> npt.NDArray[np.integer]:
-        """Numbers by which prompts can be compared position by position: the ids and, where these
-        stand for images, numbers below 0 that differ from image to image: [T]."""
+        """Numbers by which prompts can be compared position by position, [T]: the ids or, where the
+        ids stand for images, numbers below 0 that differ from image to image."""
         if not self.images:
             return self.ids
         key_T = self.ids.astype(np.int64)
@@ -168,18 +169,18 @@ def id_list(given: PromptLike) -> list[int]:
 
 
 class ImageTokens(Protocol):
-    """The model's own processor, as prompts need it."""
+    """The part of the model's own processor that prompts need."""
 
     @property
     def takes_images(self) -> bool:
-        """Whether the model takes images; the first question may load its processor."""
+        """Whether the model takes images; the first access may load its processor."""
 
     @property
     def marker(self) -> int:
         """The id by which the chat template marks an image."""
 
     def ids_of(self, image: Image) -> Prompt:
-        """Return the ids that stand for an image, in the place of the marker, with it;
+        """Return the ids that replace an image's marker, together with the image. Raise
         TrajectoryError (`image_refused`) when the model refuses it."""
 
 
@@ -187,8 +188,8 @@ def put_in_place(ids: list[int], images: Sequence[Image], tokens: ImageTokens) -
     """Return rendered ids with the ids of each image in the place of its marker.
 
     Raises:
-        TrajectoryError: `image_marker`, when the rendering has not one marker for each image: the
-            template leaves an image out, or a text holds the marker; as `ids_of`.
+        TrajectoryError: `image_marker`, when the rendering does not have one marker for each image,
+            because the template leaves out an image or a text holds the marker; or as `ids_of`.
     """
     places = [at for at, token in enumerate(ids) if token == tokens.marker]
     if len(places) != len(images):
@@ -205,7 +206,7 @@ def put_in_place(ids: list[int], images: Sequence[Image], tokens: ImageTokens) -
 
 
 def common_length(a_T: npt.NDArray[np.integer], b_T: npt.NDArray[np.integer]) -> int:
-    """Return the number of ids with which two arrays begin."""
+    """Return the length of the longest common prefix of two arrays of ids."""
     length = min(len(a_T), len(b_T))
     differs_T = a_T[:length] != b_T[:length]
     first = int(differs_T.argmax()) if length else 0

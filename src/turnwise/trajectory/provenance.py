@@ -1,7 +1,7 @@
 """Provenance: which call of an engine a prompt continues, and which calls sampled a sequence.
 
-The ids of all calls are a tree, in which the first call that has an id owns it. A search reads only
-ids that the prompt has too.
+The ids of all calls form a prefix tree, in which the first call that has an id owns it. A search
+reads only ids that the prompt shares.
 """
 
 from collections import Counter, defaultdict
@@ -16,7 +16,7 @@ from turnwise.trajectory.prompt import Prompt, common_length
 _Key = npt.NDArray[np.integer]
 _Sampled = Sequence[int] | npt.NDArray[np.int32]
 _Place = tuple[int | None, int]
-"""A call, or None for the beginning of all, and a position on its path."""
+"""A call, or None for the root of the tree, and a position on the call's path."""
 
 
 class SampledPart(NamedTuple):
@@ -25,14 +25,14 @@ class SampledPart(NamedTuple):
     call: int
     """The call's number, in the order in which calls were added."""
     start: int
-    """Position of the first: the length of the call's prompt."""
+    """Position of the first id: the length of the call's prompt."""
     length: int
     """Number of ids; a call may have sampled more."""
 
 
 def without_overlap(parts: Iterable[SampledPart]) -> list[SampledPart]:
-    """Return parts of a sequence in their order, each up to where a later call's begins that goes
-    further; those that go no further than earlier ones are left out."""
+    """Return parts of a sequence in their order, without overlaps. A part is cut where a later part
+    that reaches further begins; a part that reaches no further than earlier parts is left out."""
     kept = list[SampledPart]()
     for part in parts:
         before = kept[-1] if kept else SampledPart(part.call, part.start, 0)
@@ -44,7 +44,7 @@ def without_overlap(parts: Iterable[SampledPart]) -> list[SampledPart]:
 
 
 class Provenance:
-    """The calls of engines, by the ids that they had and sampled.
+    """An index of the calls of engines by their prompt and sampled ids.
 
     Args:
         images: Whether prompts with other images differ; else the ids alone count.
@@ -66,11 +66,11 @@ class Provenance:
         """Length of each call's prompt."""
         self._sampled: list[_Sampled] = []
         self._begins: list[_Place] = []
-        """The place where each call's path leaves those of earlier calls; it owns what follows."""
+        """The place where each call's path leaves earlier paths; the call owns the ids after it."""
         self._next: dict[tuple[int | None, int, int], int] = {}
-        """The call that leaves a path at a position with an id."""
+        """The call that leaves a path, by the place where it does and the id with which it does."""
         self._ends: defaultdict[int | None, list[int]] = defaultdict(list)
-        """The calls whose prompts end with an id that a call owns."""
+        """By owner, the calls whose prompts end with an id of that owner."""
         self._uses = Counter[int]()
 
     def __len__(self) -> int:
@@ -79,8 +79,8 @@ class Provenance:
     def add(
         self, prompt: Prompt, sampled: _Sampled, parent: int | None = None, start: int = 0
     ) -> int:
-        """Add a call, and return its number. Only what its prompt has from position `start` on need
-        be given, where it begins as the path of an earlier call, `parent`, does."""
+        """Add a call, and return its number. If its prompt begins with the first `start` ids of the
+        path of an earlier call, `parent`, then `prompt` has only the ids after those."""
         number, key = len(self._keys), self._key(prompt + sampled)
         node, at = begin = self._walk(self._owner(parent, start), key, start)[-1]
         self._keys.append(key[at - start :].copy() if at > start else key)
@@ -94,16 +94,17 @@ class Provenance:
         return number
 
     def find(self, prompt: Prompt, after: int | None = None, shared: int = 0) -> _Place:
-        """Return the first call that has the longest beginning in common with a prompt, and its
-        length; None and 0 if none has any. `shared` is that length for the call `after`, if it is
-        known."""
+        """Return the first call that shares the longest prefix with a prompt, and the length of
+        this prefix; None and 0 if there is none. If it is known that the prompt shares `shared` ids
+        with the call `after`, the search begins behind them."""
         return self._walk(self._owner(after, shared), self._key(prompt), 0)[-1]
 
     def attribute(
         self, ids: Prompt, among: Callable[[int], bool] = lambda call: True
     ) -> list[SampledPart]:
-        """Return what calls sampled of a sequence, in its order: each id is the latest call's that
-        sampled it after exactly the ids before it. Of equal calls each is named in turn."""
+        """Return the parts of a sequence that calls sampled, in order and without overlaps. A call
+        must have sampled its ids after exactly the ids before them. Equal calls are named in turn.
+        """
         found = [part for part in self.matches(ids) if among(part.call)]
         found.sort(key=lambda part: (part.start, -part.length, self._uses[part.call], part.call))
         parts = without_overlap(found)
@@ -111,7 +112,7 @@ class Provenance:
         return parts
 
     def matches(self, ids: Prompt) -> Iterator[SampledPart]:
-        """Yield what each call sampled of a sequence that begins with its prompt."""
+        """Yield each call's sampled part of a sequence that begins with the call's prompt."""
         key = self._key(ids)
         for node, end in self._walk((None, 0), key, 0):
             for call in self._ends.get(node, ()):
@@ -121,8 +122,8 @@ class Provenance:
                         yield SampledPart(call, start, count)
 
     def after(self, place: _Place) -> int | None:
-        """Return an id that a call has where a prompt left its path; None if all paths end
-        there."""
+        """Return an id with which a call's path goes on at the place where a prompt left it; None
+        if all paths end there."""
         node, at = place
         if node is not None and at - self._starts[node] < len(self._keys[node]):
             return int(self._keys[node][at - self._starts[node]])
@@ -138,8 +139,8 @@ class Provenance:
         return call, position
 
     def _walk(self, place: _Place, key: _Key, start: int) -> list[_Place]:
-        """Return the places where ids, the first of which is at position `start`, leave the paths
-        of their owners; the last is where they leave the tree. They are known up to `place`."""
+        """Return the places where ids leave the paths of their owners; at the last place they leave
+        the tree. The first id is at position `start`; all before `place` are known to match."""
         node, at = place
         places = list[_Place]()
         while True:

@@ -1,4 +1,4 @@
-"""Checksums of an engine's calls: a trajectory's ids and samples are compared with them later."""
+"""Checksums of an engine's calls, with which a trajectory's ids and samples are compared later."""
 
 import zlib
 from array import array
@@ -11,7 +11,8 @@ from turnwise.trajectory.prompt import Ids, Prompt
 
 
 def checksums(ids_T: Ids) -> tuple[int, int]:
-    """Return the sums that locate and restore one changed id: of ids, of ids times positions."""
+    """Return the sum of the ids, and the sum of ids times positions (from 1). Together they locate
+    and restore one changed id."""
     places_T = np.arange(1, len(ids_T) + 1, dtype=np.int64)
     return int(ids_T.sum(dtype=np.int64)), int((ids_T * places_T).sum())
 
@@ -24,9 +25,9 @@ def fingerprint(
     distribution: Distribution | None = None,
     allowed: Sequence[bytes] = (),
 ) -> tuple[int, int, int]:
-    """Return the prompt's length, the sum of its ids, and a checksum of its images, at their
-    positions, and of the sampled tokens, with the distribution and the sets of allowed ids that
-    they were drawn from."""
+    """Return the prompt's length, the sum of its ids, and a checksum of all else: the prompt's
+    images with their positions, and the sampled tokens with their log-probs, weight versions,
+    distribution and sets of allowed ids."""
     seen = (f"{each.image.hash}{each.start},{each.length};" for each in prompt.images)
     sampled = "".join(seen).encode()
     sampled += array("q", [*completion_token_ids, *weight_versions]).tobytes()

@@ -2,9 +2,9 @@
 
 A trace is JSON: `{"schema_version": 1, "turns": [...]}`, where a turn is one call of an engine with
 `node_id`, `prompt_token_ids`, `completion_token_ids`, `per_token_logps` and a `loss_mask` over
-both (`openenv.core.harness.training`, version 0.10). Fields that the format lacks are in
-`metadata`, under `turnwise`, unless another program wrote it, so that a trajectory comes back. So
-are images: their positions in each prompt, and their files once, in the first call's.
+both (`openenv.core.harness.training`, version 0.10). A trace of ours has the fields that the format
+lacks in `metadata`, under `turnwise`, so that the trajectory can be restored. Images are there,
+too: their positions in each prompt, and their files once, with the first call.
 """
 
 import json
@@ -72,12 +72,12 @@ def from_training_trace(
 ) -> Trajectory:
     """Return the trajectory of a training trace, also from another program.
 
-    Tokens that the loss mask of a call leaves out are not trained; a call of another program of
-    which it trains none is left out.
+    Tokens that a call's loss mask leaves out are not trained. A call of another program is left out
+    if its mask trains no token.
 
     Args:
         name: The trajectory's `problem_id`, if the trace has none.
-        weight_version: Version of tokens whose trace has none.
+        weight_version: Weight version of all tokens for which the trace has none.
 
     Raises:
         InputError: naming the first call that is malformed, or that was changed after its export.

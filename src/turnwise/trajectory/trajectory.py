@@ -1,11 +1,13 @@
 """A trajectory: every token of one attempt at one problem, exactly as the engine saw it.
 
-It is a tree of turns, of which each stores the ids that it adds to those of its parent, which is
-found by comparing ids. Sub-agents, retries and edited histories make branches; each is a training
-sample, in which tokens that an earlier branch trains are context. No id is made from messages.
+It is a tree of turns. Each turn stores the ids that it adds to its parent's path; the parent is
+found by comparing ids. Sub-agents, retries and edited histories make branches. Each branch is a
+training sample, in which tokens that an earlier branch trains are context. No id is made from
+messages.
+
 The experts of a mixture that computed a token are a *row* of bytes: their numbers in each layer.
-All rows of a model have one length. A request has one for each id of its prompt and completion but
-the last, which no layer has computed yet: the next turn of the conversation has it.
+All rows of a model have the same length. A request has a row for each id of its prompt and
+completion except the last, which no layer has computed yet: the conversation's next turn has it.
 """
 
 import json
@@ -59,7 +61,7 @@ _T = TypeVar("_T")
 class Trajectory:
     """All turns of one attempt, in the order of their calls, with its status and its outcome.
 
-    Loops write what happened; what judges say of it is the outcome (`set_outcome`).
+    Agent loops record what happened; the results of judges are the outcome (`set_outcome`).
 
     Example:
         >>> trajectory = Trajectory("math:1", sample_index=0)
@@ -80,17 +82,18 @@ class Trajectory:
     events: Counter[str] = field(default_factory=Counter)
     """Number of occurrences by kind: tool_call, tool_unknown, tool_error ..."""
     row: dict[str, str] = field(default_factory=dict)
-    """Fields of the problem's row that no message has, such as the answer, as texts for people."""
+    """Fields of the problem's row that are in no message, such as the answer, as texts for people.
+    """
     turn_players: list[str] = field(default_factory=list)
     """The player of each turn, in a game whose sides the policy plays; otherwise empty."""
     environment: str = ""
-    """Its name, in a run with several."""
+    """Name of the environment, in a run with several environments."""
     outcome: Outcome = field(default_factory=Outcome)
     _last: tuple[int, Prompt] = field(
         default_factory=lambda: (-1, Prompt()), repr=False, compare=False
     )
-    """Index and path of the last turn, which the next one nearly always continues. They are one
-    value because a thread may ask for a prompt while a turn is recorded."""
+    """Index and path of the last turn, which the next turn nearly always continues. They are one
+    value because another thread may ask for a prompt while a turn is recorded."""
     _calls: dict[bool, Provenance] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -152,14 +155,14 @@ class Trajectory:
 
         Args:
             prompt: The whole prompt.
-            completion_token_ids: The ids after it, with one log-prob and one version each; one
-                whose version is `FORCED` was not sampled, and is context.
+            completion_token_ids: The ids after it, with one log-prob and one version each. An id
+                with the version `FORCED` was not sampled, and is context.
             prompt_logprobs: One for each prompt id; None if they were not requested.
             fork_reason: Reason to record if the prompt does not continue its parent; None records
                 `image_changed` if only an image differs, `branched` if it continues a turn before
-                that, or else `new_conversation`.
+                its parent, or else `new_conversation`.
             messages: The messages that led to this turn, for people.
-            experts: A row for each id of prompt and completion but the last.
+            experts: A row for each id of prompt and completion except the last.
             allowed: See `Turn`, as for `distribution` and `untrained`.
 
         Raises:
@@ -207,8 +210,8 @@ class Trajectory:
         return turn
 
     def find_parent(self, given: PromptLike, *, images: bool = True) -> tuple[int | None, int]:
-        """Return the index of a prompt's parent, and the number of ids of its path that the prompt
-        begins with, with the same images; `images=False` compares the ids alone."""
+        """Return the index of a prompt's parent, and the length of the prefix that the prompt
+        shares with the parent's path. `images=False` compares the ids alone, not the images."""
         prompt, (index, last) = Prompt.of(given), self._last
         common = prompt.common_prefix(last) if images else common_length(prompt.ids, last.ids)
         if index >= 0 and common == len(last):
@@ -217,14 +220,15 @@ class Trajectory:
         return self.provenance(images=images).find(prompt, after, common)
 
     def provenance(self, *, images: bool = True) -> Provenance:
-        """Return the turns by the ids that they had and sampled; see `Provenance`."""
+        """Return an index of the turns by their prompt and sampled ids; see `Provenance`."""
         calls = self._calls.setdefault(images, Provenance(images=images))
         for turn in self.turns[len(calls) :]:
             calls.add(turn.added, turn.completion_token_ids, turn.parent, turn.prefix_length)
         return calls
 
     def continued_turn(self, index: int | None, shared: int) -> int | None:
-        """Return the last turn whose path is in the first `shared` ids of a turn's, or None."""
+        """Return the last turn whose whole path is within the first `shared` ids of the path of
+        turn `index`, or None."""
         while index is not None and shared < self.turns[index].path_length:
             shared = min(shared, self.turns[index].prefix_length)
             index = self.turns[index].parent
@@ -236,7 +240,7 @@ class Trajectory:
 
     def samples(self, oldest: int = 0) -> list[Branch]:
         """Return the branches as training samples: each token that may be trained has mask 1 in
-        exactly one.
+        exactly one sample.
 
         A token on several branches belongs to the first; branches that would train no token are
         left out.
@@ -250,11 +254,10 @@ class Trajectory:
         return [sample for sample in samples if any(sample.response_mask)]
 
     def choose(self, rows: Iterable[tuple[Sequence[int], Sequence[int]]]) -> None:
-        """Train only what rows of user code say: token ids, each with a mask of 1 where it is
-        trained; it is the stream `mask` of the turns.
+        """Train only the tokens that rows of user code select; set the stream `mask` of the turns.
 
-        A row is the beginning of what the engine had and sampled. Tokens that were not sampled are
-        context whatever their mask.
+        A row has the token ids of a path, or of its beginning, and a mask, which is 1 where a token
+        is trained. Tokens that were not sampled are context whatever their mask.
 
         Raises:
             TrajectoryError: when a row differs from what was sampled before its last trained token.
@@ -325,7 +328,7 @@ class Trajectory:
         return [index for index in range(len(self.turns)) if index not in continued]
 
     def _last_trainable(self, leaf: int, oldest: int) -> int:
-        """Return the last turn of a branch with a token to train: nothing after it is needed."""
+        """Return the last turn of a branch with a token to train; later turns are not needed."""
         while not any(self.turns[leaf].trainable(oldest)):
             turn = self.turns[leaf]
             if turn.parent is None or turn.prefix_length < self.turns[turn.parent].path_length:
@@ -337,10 +340,10 @@ class Trajectory:
         """Build one branch; `trained` counts, by turn, the completion tokens of earlier
         branches."""
         path = self._path(leaf)
-        rows: list[bytes] = []  # of experts, for each id but the last; none if a turn has none
+        rows: list[bytes] = []  # rows of experts, in parts; empty if a turn has none
         for index, length in path:
             turn = self.turns[index]
-            first = int(turn.prefix_length == 0)  # no row of an earlier path
+            first = int(turn.prefix_length == 0)  # 1 if there is no row of an earlier path
             count = turn.path_length - turn.prefix_length - first
             if not turn.experts and count > 0:
                 rows.clear()
@@ -392,8 +395,8 @@ class Trajectory:
         return path[::-1]
 
     def to_json(self, *, whole: bool = False) -> str:
-        """Return one line of JSON that `from_json` reads back without loss, with the bytes of the
-        images if it is `whole`; otherwise `save_images` writes them beside."""
+        """Return one line of JSON that `from_json` reads back without loss. It has the bytes of the
+        images if it is `whole`; otherwise `save_images` writes them to files."""
         outcome = self.outcome
         tree: JsonObject = {
             "problem_id": self.problem_id,
@@ -418,13 +421,13 @@ class Trajectory:
 
     @classmethod
     def from_json(cls, line: str, folder: Path | None = None) -> "Trajectory":
-        """Read a line that `to_json` wrote; `folder` has the images that are not in it.
+        """Read a line that `to_json` wrote; `folder` has the images that are not in the line. Raise
         TrajectoryError when a turn's parent is not before it."""
         return cls.from_tree(json.loads(line), folder)
 
     @classmethod
     def from_tree(cls, tree: JsonObject, folder: Path | None = None) -> "Trajectory":
-        """Make a trajectory of such a line's JSON object, which is left as it is."""
+        """Make a trajectory from the JSON object of such a line, without changing the object."""
         tree = dict(tree)
         images = of_described(tree.pop("images", {}), folder)
         turns = [turn_of(each, images) for each in tree.pop("turns")]
@@ -461,7 +464,7 @@ _OUTCOME = {
 
 
 def _kept(values: list[_T], own: Sequence[int], other: _T, whole: bool) -> list[_T]:
-    """Return values with another one where `own` is 0; `whole` says that it is 1 everywhere."""
+    """Return values, with `other` where `own` is 0; `whole` if `own` is 1 everywhere."""
     return values if whole else [v if m else other for v, m in zip(values, own, strict=True)]
 
 

@@ -1,4 +1,4 @@
-"""A turn, one call of the engine, and a branch, a path over turns; with their values of tokens."""
+"""Turns, of one engine call each, and branches, which are paths over turns; with token values."""
 
 import base64
 from collections.abc import Callable, Mapping
@@ -18,8 +18,8 @@ from turnwise.trajectory.prompt import PlacedImage, Prompt
 FORCED = -1
 """The weight version of a token that was not sampled, but forced by a logits processor."""
 MASK, ADVANTAGE, TEACHER = "mask", "advantage", "teacher"
-"""Streams of turns: 0 where a sampled token is not trained, the advantage of each token, and a
-teacher's log-probs."""
+"""Names of streams of turns: the mask, which is 0 where a sampled token is not trained, the
+advantage of each token, and a teacher's log-probs."""
 
 Message = JsonObject
 """A message in OpenAI's format: `{"role": "user", "content": "..."}`."""
@@ -29,8 +29,8 @@ Message = JsonObject
 class Turn:
     """One call of the engine: the ids that it added to its parent's path, and what it sampled.
 
-    Its path, all ids from the conversation's start to its end, is the first `prefix_length` ids
-    of its parent's path, then `added`, then `completion_token_ids`.
+    Its path, all ids from the conversation's start to the turn's end, is the first `prefix_length`
+    ids of its parent's path, then `added`, then `completion_token_ids`.
     """
 
     added: Prompt
@@ -42,10 +42,10 @@ class Turn:
     """The weight version that sampled each token; `FORCED` for one that was not sampled."""
     finish_reason: str
     added_logprobs: list[float | None] | None = None
-    """Those of the added ids, None for the first token of a sequence; None as a whole if they were
+    """Log-probs of the added ids, with None for the first token of a sequence; None if they were
     not requested."""
     parent: int | None = None
-    """Index of the turn whose path this one begins with; None if it shares no id with any."""
+    """Index of the turn that shares the longest prefix with this one; None if none shares an id."""
     prefix_length: int = 0
     """Number of ids of the parent's path that this turn begins with; all of them if bridged."""
     fork_reason: str | None = None
@@ -58,12 +58,12 @@ class Turn:
     """The messages that led here, for people; empty if the trajectory is one conversation."""
     adapter: str = ""
     """Name in `serving.adapters`, or in `rollout.policies`, of the adapter that sampled; "" for the
-    policy of a run that has one."""
+    policy of a run with a single policy."""
     experts: bytes = b""
-    """A row for each position from the last one of the parent's path on, except for the last one of
-    this path; empty if the engine returned none."""
+    """Rows of experts, one per position, from the last shared position of the parent's path to the
+    last but one of this path; empty if the engine returned none."""
     distribution: Distribution | None = None
-    """Parameters that its tokens were drawn under, if its request set any; None: those of the run's
+    """Parameters that its tokens were drawn under, if its request set any; None means the run's
     `sampling`."""
     untrained: str = ""
     """Reason why its tokens are context, and never trained; "" if they are trained."""
@@ -106,8 +106,8 @@ class Turn:
         return [each._replace(start=each.start + self.prefix_length) for each in self.added.images]
 
     def trainable(self, oldest: int = 0) -> list[int]:
-        """Return 1 for each completion token that may be trained, else 0: weights of version
-        `oldest` or later sampled it, its turn is no context, and no mask leaves it out."""
+        """Return 1 for each completion token that may be trained, else 0. Weights of version
+        `oldest` or later must have sampled it, and neither `untrained` nor the mask exclude it."""
         size, mask_N = len(self.completion_token_ids), self.streams.get(MASK)
         if self.untrained:
             return [0] * size
@@ -130,9 +130,9 @@ class BranchPart(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """A path from the conversation's start to the end of a turn that no other continues.
+    """A path from the conversation's start to the end of a turn that no other turn continues.
 
-    Lists of `T` entries, one for each token.
+    Its lists have `T` entries, one for each token.
     """
 
     leaf: int
@@ -149,7 +149,8 @@ class Branch:
     experts: bytes = b""
     """T - 1 rows; empty if the engine returned none for some turn."""
     allowed: dict[int, bytes] = field(default_factory=dict)
-    """By position, the `Turn.allowed` of the trained tokens that a grammar restricted."""
+    """The ids allowed (`Turn.allowed`) at each trained token that a grammar restricted, by position
+    on the path."""
     parts: tuple[BranchPart, ...] = ()
     """The turns that sampled it, in order."""
 
@@ -162,7 +163,8 @@ class Branch:
         return self.ids.images
 
     def gather(self, stream: str) -> npt.NDArray[np.float32]:
-        """Return a stream of the turns: [T], 0.0 where the response mask is 0, or a turn lacks it.
+        """Return a stream of the turns: [T], 0.0 where the response mask is 0 or a turn lacks the
+        stream.
 
         Example:
             >>> trajectory = Trajectory("math:1")
@@ -197,12 +199,13 @@ _OPTIONAL: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
         lambda tree: {name: np.asarray(values, np.float32) for name, values in tree.items()},
     ),
 }
-"""Fields of turns that files leave out where they are empty, and how they are written and read."""
+"""Fields of turns that files leave out where they are empty, with the functions that write and read
+them."""
 
 
 def turn_tree(turn: Turn) -> JsonObject:
-    """Return a turn as JSON (`asdict` would copy every list). The advantages are in the run's files
-    of token values."""
+    """Return a turn as JSON (`asdict` would copy every list), without the advantages, which are in
+    the run's files of token values."""
     names = [item.name for item in fields(turn) if item.name not in ("added", *_OPTIONAL)]
     tree: JsonObject = {"added_token_ids": turn.added_token_ids}
     tree |= {name: getattr(turn, name) for name in names}
@@ -218,7 +221,7 @@ def turn_tree(turn: Turn) -> JsonObject:
 
 
 def turn_of(tree: JsonObject, images: Mapping[str, Image]) -> Turn:
-    """Read a turn that `turn_tree` made; an older one may say that it is a part of a call."""
+    """Read a turn that `turn_tree` made; the field `same_call` of older files is ignored."""
     tree = {name: value for name, value in tree.items() if name != "same_call"}
     start = tree.get("prefix_length", 0)
     placed = [PlacedImage(images[key], at - start, n) for key, at, n in tree.pop("images", ())]

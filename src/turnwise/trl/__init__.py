@@ -1,4 +1,4 @@
-"""TRL's trainer for GRPO, run by Turnwise: a script changes one import.
+"""TRL's GRPO trainer, run by Turnwise. A script for TRL only changes this import:
 
 from turnwise.trl import GRPOConfig, GRPOTrainer
 """

@@ -1,9 +1,9 @@
 """Run folders as the viewer reads them: by byte ranges, while a run may still write.
 
 metrics.jsonl is read from an offset on. A file of trajectories is scanned once, for the byte range
-and a summary of each line; a trajectory is then read by its range alone. Without a run there are
-two recorded ones, which `examples/calculator/recording.py` trained: their archive has the files
-that the viewer reads, and the tokenizer.
+and a summary of each line; a trajectory is then read by its range alone. Without a run, the viewer
+shows two recorded runs, which `examples/calculator/recording.py` trained. Their archive has the
+files that the viewer reads, and the tokenizer.
 """
 
 import hashlib
@@ -48,7 +48,7 @@ _EXCERPT = 160  # characters of a question or an answer in a summary
 _INDICES = 8  # files whose summaries are kept in memory, for each run
 _OFFSET = re.compile(r"(0|\d{1,18}-[0-9a-f]{16})?")
 _NAME = re.compile(r"(step|eval)-\d+|eval|rollouts")
-_SEPARATE = ("eval", "rollouts")  # written by these commands, beside the files of the steps
+_SEPARATE = ("eval", "rollouts")  # files that these commands write
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
@@ -56,7 +56,7 @@ _OTHERS = [value for value in range(256) if value not in _PRINTABLE]
 _BYTE_OF = {chr(value): value for value in _PRINTABLE} | {
     chr(256 + number): value for number, value in enumerate(_OTHERS)
 }
-"""GPT-2's table: printable bytes are themselves, the others follow from 256 on."""
+"""GPT-2's table: a printable byte is its own character; the others are characters from 256 on."""
 
 
 class FileIndex(NamedTuple):
@@ -68,7 +68,7 @@ class FileIndex(NamedTuple):
 
 
 def read_vocabulary(path: Path | None) -> dict[int, tuple[bytes, bool]]:
-    """Return the bytes of each token of a `tokenizer.json`, and whether it is an added one."""
+    """Return the bytes of each token of a `tokenizer.json`, and whether it is an added token."""
     if path is None:
         return {}
     with open_untrusted(path) as file:
@@ -92,8 +92,8 @@ def read_vocabulary(path: Path | None) -> dict[int, tuple[bytes, bool]]:
 
 
 def texts_of(vocabulary: Mapping[int, tuple[bytes, bool]], ids: Iterable[int]) -> JsonObject:
-    """Return `[text, bytes as hex, whether the token is an added one]` of each known id; bytes that
-    are no whole character are shown as `\\xNN`."""
+    """Return `[text, bytes as hex, whether it is an added token]` of each known id; bytes that are
+    no whole character are shown as `\\xNN`."""
     known = ((token, *vocabulary[token]) for token in sorted(ids) if token in vocabulary)
     return {
         str(token): [text.decode("utf-8", "backslashreplace"), text.hex(" "), added]
@@ -102,8 +102,8 @@ def texts_of(vocabulary: Mapping[int, tuple[bytes, bool]], ids: Iterable[int]) -
 
 
 class ViewedRun:
-    """Reads one run folder, in any thread; a file, line or turn that is not there is a LookupError,
-    one that cannot be read an InputError."""
+    """Reads one run folder; it is thread-safe. A missing file, line or turn raises a LookupError,
+    an unreadable one an InputError."""
 
     def __init__(self, path: Path, name: str) -> None:
         try:
@@ -115,7 +115,7 @@ class ViewedRun:
         self._lock = threading.Lock()
 
     def describe(self) -> JsonObject:
-        """Return the run's name, place and files of trajectories."""
+        """Return the run's name, path and files of trajectories."""
         return {"name": self.name, "path": str(self.path), "files": self.files()}
 
     def may_be_running(self) -> bool:
@@ -127,8 +127,9 @@ class ViewedRun:
         return may_be_running(self.path)
 
     def rows(self, after: str = "") -> JsonObject:
-        """Return the whole lines of metrics.jsonl after a place ("": all), and the place after
-        them; all, with `reset`, if a resumed run has written other bytes before the place."""
+        """Return the complete lines of metrics.jsonl after a place ("" is the beginning), and the
+        place after them. If a resumed run has changed the bytes before the place, return all lines
+        and set `reset`."""
         if not _OFFSET.fullmatch(after):
             raise InputError(f"{after!r} is no place in metrics.jsonl")
         path = self.path / "metrics.jsonl"
@@ -223,7 +224,7 @@ class ViewedRun:
         start = f'{{"problem_id":{json.dumps(problem, ensure_ascii=False)},'.encode()
         found = list[str]()
         for name in self.files():
-            with suppress(KeyError), self._open(name) as file:  # or it has gone meanwhile
+            with suppress(KeyError), self._open(name) as file:  # it was removed meanwhile
                 if any(line.startswith(start) for line in _whole_lines(file)):
                     found.append(name)
         return {"files": found}
@@ -253,7 +254,7 @@ class ViewedRun:
         return data
 
     def search(self, name: str, text: str) -> JsonObject:
-        """Return the trajectories in whose messages a text occurs, in any case."""
+        """Return the indices of the trajectories whose messages contain a text, ignoring case."""
         wanted = text.casefold()
         plain = text.isascii() and json.dumps(text)[1:-1] == text
         found = []
@@ -281,7 +282,7 @@ class ViewedRun:
             raise InputError(f"{name}, line {index + 1} is no trajectory: {error}") from error
 
     def judgements(self, name: str, index: int) -> JsonObject:
-        """Return what the judges of a trajectory were asked and answered, by the requests' keys."""
+        """Return the requests to the judges of a trajectory and their answers, by request key."""
         wanted = {each["request"] for each in self._trajectory(name, index).judgements}
         return dict(judgements(self.path, wanted)) if wanted else {}
 
@@ -356,8 +357,8 @@ def summarise(tree: JsonObject) -> JsonObject:
     nothing: JsonObject = {}
     asked = next((m for m in messages if m.get("role") == "user"), nothing)
     answered = next((m for m in reversed(messages) if m.get("role") == "assistant"), nothing)
-    # For each tool the number of its answers, and of those that are errors: they begin with
-    # "Error", as a `Toolbox` writes it, or have no name because the call was unreadable.
+    # For each tool: the number of its answers, and the number of errors among them. An error begins
+    # with "Error", as a `Toolbox` writes it, or has no name because the call was unreadable.
     tools: dict[str, list[int]] = {}
     names: dict[object, str] = {}
     for message in messages:
@@ -379,7 +380,7 @@ def summarise(tree: JsonObject) -> JsonObject:
         "metrics": tree.get("metrics", {}),
         "forks": dict(forks),
         "tools": tools,
-        "turns": sum(not turn.get("same_call") for turn in turns),  # of older files: a call's rest
+        "turns": sum(not turn.get("same_call") for turn in turns),  # older files split a call
         "tokens": sum(sum(v >= 0 for v in turn["weight_versions"]) for turn in turns),
         "length": max(
             (
@@ -407,14 +408,15 @@ def _whole_lines(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _place(data: bytes, offset: int) -> str:
-    # all bytes before it: an earlier line may be amended, and keep its length
+    # Hash all bytes before the offset: an earlier line may change without changing its length.
     before = hashlib.sha256(data[:offset]).hexdigest()[:16]
     return f"{offset}-{before}" if offset <= len(data) else ""
 
 
 def find_tokenizer(run: Path, config: Mapping[str, object]) -> Path | None:
-    """Return the `tokenizer.json` of a run, of its checkpoints, `model.tokenizer` or `model.path`
-    (here, above `runs`, or in the cache of the Hugging Face Hub), or None if it is gone."""
+    """Return a run's `tokenizer.json`, or None if it is gone. It is looked for in the run's
+    checkpoints and merged model, then in `model.tokenizer` and `model.path`: as folders here or
+    above `runs`, and in the cache of the Hugging Face Hub."""
     folders = [*reversed(numbered(run / "checkpoints", "step")), run / "merged"]
     names = [str(config[key]) for key in ("model.tokenizer", "model.path") if config.get(key)]
     for name in names:
@@ -424,7 +426,7 @@ def find_tokenizer(run: Path, config: Mapping[str, object]) -> Path | None:
         if (folder / "tokenizer.json").is_file():
             return folder / "tokenizer.json"
     for name in names:
-        if re.fullmatch(r"[\w.-]+/[\w.-]+", name):  # downloaded before; nothing is downloaded
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", name):  # only the cache: nothing is downloaded
             from huggingface_hub import try_to_load_from_cache
 
             cached = try_to_load_from_cache(name, "tokenizer.json")

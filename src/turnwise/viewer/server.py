@@ -1,7 +1,8 @@
-"""The page that shows run folders: served over HTTP to who has the token, or as one file.
+"""The page that shows run folders: served over HTTP to clients with the token, or as one file.
 
-The file (`turnwise view --export`) holds the page's scripts and styles and the answers that the
-page asks for; its policy allows only its own scripts, by their hashes, and no network.
+The file (`turnwise view --export`) holds the page's scripts and styles, and the answers that the
+page requests. Its content security policy allows only its own scripts, by their hashes, and no
+network.
 """
 
 import asyncio
@@ -56,7 +57,7 @@ _MODULES = (
     *("dom.js", "data.js", "chart.js", "overview.js", "chat.js", "tokens.js"),
     *("trajectory.js", "steps.js", "app.js"),
 )
-"""The page's modules, each after those that it imports."""
+"""The page's modules, each after the modules that it imports."""
 _IMPORT = re.compile(r"^import [^;]*;\n", re.MULTILINE)
 _EXPORT = re.compile(r"^export ", re.MULTILINE)
 _ANSWERS: dict[str, Callable[..., object]] = {
@@ -75,10 +76,10 @@ _ANSWERS: dict[str, Callable[..., object]] = {
     "files/{file}/{index:int}/values": ViewedRun.token_values,
     "files/{file}/{index:int}/template/{leaf:int}": ViewedRun.compare_with_template,
 }
-"""The answers below /api/runs/RUN, from a run and the parts of the path; bytes are JSON already, or
-an image."""
+"""Functions for the paths below /api/runs/RUN; they get the run and the variable parts of the path.
+If they return bytes, these are JSON already, or an image."""
 _QUERIES = {"metrics": "offset", "problem": "name", "files/{file}/search": "q"}
-"""A part of the query that is the last argument of an answer."""
+"""Name of the query parameter that becomes the last argument of a path's function."""
 
 
 def make_app(runs: Mapping[str, ViewedRun], token: str, port: int) -> ASGIApp:
@@ -94,7 +95,7 @@ def make_app(runs: Mapping[str, ViewedRun], token: str, port: int) -> ASGIApp:
         return JSONResponse({"runs": described})
 
     def route(path: str, read: Callable[..., object]) -> Route:
-        def answer(request: Request) -> Response:  # in a thread
+        def answer(request: Request) -> Response:  # runs in a thread
             run, *at = request.path_params.values()
             if path in _QUERIES:
                 at.append(request.query_params.get(_QUERIES[path], ""))
@@ -120,9 +121,9 @@ def make_app(runs: Mapping[str, ViewedRun], token: str, port: int) -> ASGIApp:
 
 
 def _guarded(app: ASGIApp, token: str, port: int) -> ASGIApp:
-    """Return an application that answers only who has the token: one host, so that no other site's
-    name can be pointed here, reading only, and headers that trust no text. The token comes once in
-    the query, and is then kept in a cookie."""
+    """Return an application that answers only clients with the token, which comes once in the query
+    and is then kept in a cookie. It accepts only local host names, so that no other site's name can
+    be pointed here, and only reading methods. Its headers keep texts from running as scripts."""
     cookie = f"turnwise-view-{port}"
 
     def matches(given: str) -> bool:
@@ -200,7 +201,8 @@ async def view(
 def write_page(
     folder: Path, target: Path, step: int | None, heldout: bool, index: int | None
 ) -> None:
-    """Write one page of a step of a run (None: the last), or of one trajectory, numbered from 0."""
+    """Write one page for a step of a run (None: the last), or for one of the step's trajectories if
+    `index` is given, numbered from 0."""
     [run] = open_runs([folder]).values()
     file = trajectory_file(run.path, step, heldout).stem
     try:
@@ -241,7 +243,7 @@ def write_page(
         answers[f"{prefix}/files/{file}/{i}/values"] = run.token_values(file, i)
     room = _IMAGES
     for image in images.values():
-        with suppress(LookupError, TrajectoryError):  # it is gone, or not the same
+        with suppress(LookupError, TrajectoryError):  # it is gone, or was changed
             image = replace(image, data=run.image(file, image.name))
             room -= len(image.data)
             if room >= 0:

@@ -1,6 +1,6 @@
-"""The ids of a branch against those that the chat template renders from its messages.
+"""Compare the ids of a branch with the ids that the chat template renders from its messages.
 
-They differ wherever the template writes an answer otherwise than the model did. The tokenizer is
+They differ wherever the template writes an answer differently than the model did. The tokenizer is
 loaded at the first use, from the run's files or a local cache; no code of a model is run, and
 nothing is downloaded.
 """
@@ -26,18 +26,18 @@ HISTORY_CHANGED = (
     "The template changes the messages of the first prompt once there is an answer. Descriptions "
     "of tools, which are not in the run's files, are missing from its rendering."
 )
-_MOST_COMPARED = 250_000  # largest product of two lengths that are compared id by id
+_MOST_COMPARED = 250_000  # maximum product of two lengths for a comparison id by id
 Comparison = Callable[[Trajectory, int], JsonObject]
 
 
 def comparison(tokenizer: Path | None, model: JsonObject | None = None) -> Comparison:
-    """Return a function, for any thread, that compares the branch that ends with a turn with the
-    rendering of its messages, by the run's `tokenizer.json` and section `model`.
+    """Return a thread-safe function that compares the branch ending at a turn with the rendering of
+    its messages. `tokenizer` is the run's `tokenizer.json`, `model` its section `model`.
 
-    It returns `error`, a sentence, if the branch cannot be rendered; otherwise null, and
-    `identical`, the numbers of ids `sampled` and `rendered`, `pieces` as `[start, end, rendered
-    ids, whether the texts are equal]`, the ids that the template adds at the end (`closing`), and a
-    `note`.
+    The function returns a dictionary. Its `error` is a sentence if the branch cannot be rendered.
+    Otherwise `error` is None, and the dictionary also has `identical`, the numbers of ids `sampled`
+    and `rendered`, `pieces` as `[start, end, rendered ids, whether the texts are equal]`, the ids
+    that the template adds at the end (`closing`), and a `note`.
     """
     own, lock = model or {}, threading.Lock()
 
@@ -82,7 +82,7 @@ def comparison(tokenizer: Path | None, model: JsonObject | None = None) -> Compa
             except Exception as error:  # a template may raise anything
                 return {"error": f"the template refuses the messages: {first_line(error)}"}
             found = differences(ids, rendered)
-            at_end = found and found[-1][0] == len(ids)  # nobody went on after the last turn
+            at_end = found and found[-1][0] == len(ids)  # the template wrote more
             closing = rendered[found.pop()[2] :] if at_end else []
             pieces = []
             for start, end, other_start, other_end in found:
@@ -103,10 +103,10 @@ def comparison(tokenizer: Path | None, model: JsonObject | None = None) -> Compa
 
 
 def differences(ids: Sequence[int], other: Sequence[int]) -> list[tuple[int, int, int, int]]:
-    """Return the places in which two lists of ids differ, in their order: start and end in each.
+    """Return the places where two lists of ids differ, in order: start and end in both lists.
 
-    Short lists are compared id by id, long ones by stretches of four, which are rarely repeated,
-    so that the time grows with the length.
+    Short lists are compared id by id, long lists by stretches of four ids. Stretches are rarely
+    repeated, so the time grows in proportion to the length.
     """
     first = common_prefix(ids, other)
     last = common_prefix(ids[first:][::-1], other[first:][::-1])
@@ -114,13 +114,13 @@ def differences(ids: Sequence[int], other: Sequence[int]) -> list[tuple[int, int
     width = 1 if len(own) * len(theirs) <= _MOST_COMPARED else 4
     a, b = (list(zip(*(side[i:] for i in range(width)), strict=False)) for side in (own, theirs))
     found, at, other_at = list[tuple[int, int, int, int]](), 0, 0
-    # Ids are often frequent (spaces, line ends), and must be found too; stretches rarely are.
+    # `autojunk` skips frequent items. Ids may be frequent (spaces, line ends) and must be found.
     matcher = SequenceMatcher(None, a, b, autojunk=width > 1)
     for start, other_start, size in matcher.get_matching_blocks():
         length = size + width - 1
-        if not size:  # the last one, at both ends
+        if not size:  # the last block, at the end of both lists
             start, other_start = len(own), len(theirs)
-        elif (inside := max(at - start, other_at - other_start)) > 0:  # of the match before
+        elif (inside := max(at - start, other_at - other_start)) > 0:  # overlap
             start, other_start, length = start + inside, other_start + inside, length - inside
             if length <= 0:
                 continue
@@ -131,8 +131,8 @@ def differences(ids: Sequence[int], other: Sequence[int]) -> list[tuple[int, int
 
 
 def _rendered(template: ChatTemplate, trajectory: Trajectory, leaf: int) -> tuple[list[int], str]:
-    """Return the ids of a branch's messages, and a note for people or "". Descriptions of tools are
-    known from the first turn's prompt only, which is used as it is if the template keeps it."""
+    """Return the ids rendered from a branch's messages, and a note for people or "". Only the first
+    turn's prompt has the descriptions of tools, so it is used as it is if the template keeps it."""
     stops = {*template.tokenizer.all_special_ids, *template.stop_token_ids}
 
     def decode(ids: Sequence[int]) -> str:
@@ -150,7 +150,7 @@ def _rendered(template: ChatTemplate, trajectory: Trajectory, leaf: int) -> tupl
     before = template.render_text(opening, add_generation_prompt=False)
     with_answer = template.render_text(opening)
     if text.startswith(before) and with_answer.startswith(before):
-        begins = template.encode(with_answer[len(before) :])  # the answer, in the template
+        begins = template.encode(with_answer[len(before) :])  # the start of an answer
         if prompt[len(prompt) - len(begins) :] == begins:
             kept = prompt[: len(prompt) - len(begins)]
             return [*kept, *template.encode(text[len(before) :])], TOOLS_UNKNOWN
@@ -158,7 +158,8 @@ def _rendered(template: ChatTemplate, trajectory: Trajectory, leaf: int) -> tupl
 
 
 def _chain(trajectory: Trajectory, leaf: int) -> list[int]:
-    """Return the turns that end with one, each of which continues the whole path before it."""
+    """Return the longest chain of turns that ends with `leaf` and in which each turn continues its
+    parent's whole path."""
     turns, chain = trajectory.turns, [leaf]
     while (parent := turns[chain[0]].parent) is not None:
         if turns[chain[0]].prefix_length != turns[parent].path_length:
@@ -170,12 +171,12 @@ def _chain(trajectory: Trajectory, leaf: int) -> list[int]:
 def _messages(
     trajectory: Trajectory, index: int, decode: Callable[[Sequence[int]], str], *, answered: bool
 ) -> list[Message] | None:
-    """Return the messages that led to a turn, or also its answer; None if they are not known."""
+    """Return the messages that led to a turn, with its answer if `answered`; None if unknown."""
     turns = trajectory.turns
     if not any(turn.messages for turn in turns):
         messages = trajectory.messages
         answers = [at for at, message in enumerate(messages) if message["role"] == "assistant"]
-        answers = answers[-len(turns) :]  # those of an opening conversation are left out
+        answers = answers[-len(turns) :]  # without answers in an opening conversation
         if len(answers) == len(turns):
             at = answers[index]
         elif answers and index == (len(turns) - 1 if answered else 0):
@@ -221,7 +222,7 @@ def _answer(
             values = arguments.values() if isinstance(arguments, dict) else ()  # as JSON has them
             flat = (each for each in values if not isinstance(each, dict | list))
             wanted += [json.dumps(each, ensure_ascii=False) for each in flat]
-        # An edited message has parts that the text lacks.
+        # Skip an edited message: it has parts that the text lacks.
         if message["role"] == "assistant" and all(each in text for each in wanted):
             return message
     return {"role": "assistant", "content": text}

@@ -1,9 +1,9 @@
 """The `collective` transport: a process group of the trainer's rank 0 and the engines' workers.
 
-Tensors travel by broadcasts from rank 0, large ones on a CPU from where they are; messages about
-them travel through the group's store. So an engine can wait for a trainer while it serves, and an
-update that one engine refuses is cancelled for all of them before the first broadcast. The
-trainer's other ranks only gather tensors.
+Tensors travel by broadcasts from rank 0; on a CPU, large tensors are broadcast without a copy to a
+buffer. Messages travel through the group's store. So an engine can wait for a trainer while it
+serves, and an update that one engine refuses is cancelled for all engines before the first
+broadcast. The trainer's other ranks only gather tensors.
 
     key             written by    meaning, together with the number of its round
     offer           trainer       the manifest
@@ -51,7 +51,7 @@ from turnwise.weights.transport import (
 
 _ACCEPT_SHARE = 0.25
 _LARGE = 4 * 2**20
-"""Bytes from which a tensor on a CPU has a broadcast of its own."""
+"""Size in bytes from which a tensor on a CPU has a broadcast of its own."""
 
 
 class CollectiveTransport(Transport):
@@ -77,7 +77,7 @@ class CollectiveTransport(Transport):
 
 
 class CollectiveSender(StreamSender):
-    """Sender on the trainer's rank 0; `join` comes before the first `send`."""
+    """Sender on the trainer's rank 0; call `join` before the first `send`."""
 
     transport = "collective"
     _rounds = 0
@@ -90,11 +90,11 @@ class CollectiveSender(StreamSender):
         return ""
 
     def join(self, ip: str, port: int, engine_workers: int, timeout: float | None = None) -> None:
-        """Create the group, with the engines' workers as ranks from 1; replaces an earlier group.
+        """Create the group, with the engines' workers as ranks from 1; replace an earlier group.
 
         Args:
             ip: Address of this process's host.
-            timeout: Seconds for an update; None leaves the options' `timeout`.
+            timeout: Seconds for an update; None keeps the timeout of the options.
         """
         self.close()
         if timeout is not None:
@@ -103,7 +103,7 @@ class CollectiveSender(StreamSender):
         self._group = ProcessGroup(0, ip, port, world_size, 1, self._device, self._timeout)
         self._rounds = 0
         _, entries, buffer_bytes = self._layout
-        # Small tensors may fill a chunk of their own that is larger than those with large ones.
+        # Chunks without the large tensors are divided differently, and can be larger.
         most = max(map(chunk_bytes, _divided(entries, buffer_bytes, self._device)))
         self._buffers = _two_buffers(max(most, self._buffer_bytes), self._device)
 
@@ -115,8 +115,8 @@ class CollectiveSender(StreamSender):
         number, version = self._rounds, manifest.version
         try:
             group.put("offer", number, json.dumps(manifest.to_dict()))
-            # Each has already confirmed that it can load the update: one that is late now is dead,
-            # and delays the others.
+            # Each engine has confirmed before that it can load the update. An engine that is late
+            # now is dead, and must not delay the others for long.
             seconds = self._timeout * _ACCEPT_SHARE
             group.wait_engines("answer", number, f"accept version {version}", seconds)
             if manifest.deltas:
@@ -136,7 +136,7 @@ class CollectiveSender(StreamSender):
     def _broadcast(
         self, group: ProcessGroup, version: int, chunks: Sequence[Chunk], source: Source
     ) -> None:
-        """Broadcast all chunks, even when the source fails: the ranks must stay in step."""
+        """Broadcast all chunks, even if the source fails, because the ranks must stay in step."""
         failure: Exception | None = None
         works: list[dist.Work] = []
 
@@ -156,7 +156,7 @@ class CollectiveSender(StreamSender):
                 failure = error
             works.append(group.broadcast(content, self._timeout))
             if content is not packed:
-                wait(index)  # the source may use the tensor's memory again
+                wait(index)  # because the source may then reuse the tensor's memory
         for index in range(max(0, len(works) - 2), len(works)):
             wait(index)
         if failure is not None:
@@ -243,13 +243,13 @@ class CollectiveReceiver(StreamReceiver):
         self._buffers = ()
 
     def _begin(self) -> None:
-        """Begin to receive the next chunk into the buffer that is not being read."""
+        """Begin to receive the next chunk into the buffer that nobody reads."""
         buffer = self._buffers[self._index % 2]
         nbytes = chunk_bytes(self._chunks[self._index])
         self._work = self._group.broadcast(buffer[:nbytes], self._seconds_left)
 
     def _next(self) -> None:
-        """Wait for the chunk that is in flight, and begin the one after it."""
+        """Wait for the chunk in flight, and begin to receive the next one."""
         self._wait()
         self._index += 1
         if self._index < len(self._chunks):
@@ -262,8 +262,8 @@ class CollectiveReceiver(StreamReceiver):
 
 
 def _content(chunk: Chunk, buffer: torch.Tensor, source: Source) -> torch.Tensor:
-    """Return a chunk's bytes: of a large tensor itself, if they are as engines need them, or packed
-    into a buffer."""
+    """Return a chunk's bytes: the memory of a large tensor itself, if it has the engines' type and
+    is contiguous, otherwise a buffer into which the chunk is packed."""
     entry, *others = chunk
     if others or buffer.device.type != "cpu":
         pack(chunk, buffer, source)
@@ -283,12 +283,14 @@ def _content(chunk: Chunk, buffer: torch.Tensor, source: Source) -> torch.Tensor
 def _divided(
     entries: tuple[TensorEntry, ...], buffer_bytes: int, device: torch.device
 ) -> tuple[Chunk, ...]:
-    """Divide tensors into chunks; on a CPU, each large one is alone, to travel from where it is."""
+    """Divide tensors into chunks; on a CPU, each large tensor is alone, to travel without a
+    copy."""
     return split(entries, buffer_bytes, _LARGE if device.type == "cpu" else math.inf)
 
 
 def _chunks_of(manifest: Manifest, device: torch.device) -> tuple[Chunk, ...]:
-    """Return the chunks to broadcast: all tensors, or a delta's bytes in parts as long as those."""
+    """Return the chunks to broadcast: all tensors, or a delta's bytes in parts of the size of the
+    largest chunk."""
     if not manifest.deltas:
         return _divided(manifest.tensors, manifest.buffer_bytes, device)
     most, nbytes = max(map(chunk_bytes, manifest.chunks)), manifest.deltas[-1].nbytes

@@ -1,14 +1,14 @@
-"""Deltas: of a version of the weights, only what changed since the one before (`weights.delta`).
+"""Deltas: only the weights that changed since the version before (`weights.delta`).
 
 A step moves a weight by about the learning rate. Rounded to bfloat16, which keeps 8 bits of a
-number, most weights stay what they were (PULSE, https://arxiv.org/abs/2602.03839). The trainer
-compares each version with a copy of the one before, as bits, and sends positions and values of
-those that differ. Positions count in the tensors of the model's files, which vLLM shards, fuses and
-packs: so each worker of an engine has a copy, too, and vLLM loads the layers that changed from it.
+number, most weights do not change (PULSE, https://arxiv.org/abs/2602.03839). The trainer compares
+the bits of each version with a copy of the version before, and sends the positions and values that
+differ. Positions refer to the tensors of the model's files, but vLLM shards, fuses and packs these
+tensors. So each worker of an engine has a copy, too, and vLLM loads changed layers from the copy.
 
 Values are replaced, not added to, so nothing drifts. A delta only fits a copy with the checksum of
-its base, and the result must have the trainer's before anything is loaded. A worker without such a
-copy, as after its start or an update that failed, gets all tensors.
+its base, and the result must have the checksum of the trainer's version before anything is loaded.
+A worker without such a copy, for example after its start or a failed update, gets all tensors.
 """
 
 import os
@@ -39,21 +39,22 @@ from turnwise.weights.manifest import (
 from turnwise.weights.transport import Receiver, ReceiverOptions, StreamSender, WeightSender
 
 WHOLE_EVERY = 20
-"""Number of versions of which at least one is sent whole."""
+"""At least one of this number of consecutive versions is sent whole."""
 _GAPS, _VALUES = ":gaps", ":values"
-"""Ends of a delta's names: the distance of each position from the one before it, and the values."""
+"""Suffixes of a delta's names: the distance of each position from the previous one, and the
+values."""
 _ROW = 2**15  # bytes in a row of the checksum
-_ROWS = 64  # rows that are summed at once: both sums read them from the cache
+_ROWS = 64  # rows that are summed at once, so that both sums read them from the CPU's cache
 _BLOCK = 2**20  # bytes that are compared at once
-_SPAN = 2**21  # bytes that are worth a thread
-_THREADS = 8  # more would wait for the memory
+_SPAN = 2**21  # minimum number of bytes for each thread
+_THREADS = 8  # more threads would wait for the memory
 _WORD = 8  # bytes that are compared as one number
-_MANY = 16  # of fewer values than one in so many, each is copied by itself
+_MANY = 16  # a block is copied whole if more than 1/16 of its values changed
 _MIXER = 0x9E3779B97F4A7C15  # an odd number with bits everywhere
 
 
 def layer_of(name: str) -> str:
-    """Return a tensor's name up to the number of its layer; "" without one."""
+    """Return a tensor's name up to the number of its layer; "" without a number."""
     parts = name.split(".")
     number = next((i for i, part in enumerate(parts) if part.isdigit()), -1)
     return ".".join(parts[: number + 1])
@@ -65,7 +66,8 @@ class HeldWeights:
     def __init__(self, info: StateDictInfo) -> None:
         self.info = dict(info)
         self.checksum: int | None = None
-        """Names the version; None unless the copy is complete, and what the engine has loaded."""
+        """Checksum that identifies the version; None unless the copy is complete and equals the
+        weights that the engine has loaded."""
         meta = (
             (name, torch.empty(shape, dtype=getattr(torch, kind), device="meta"))
             for name, (shape, kind) in self.info.items()
@@ -99,12 +101,11 @@ class HeldWeights:
         return (rows * _MIXER + columns) & (2**63 - 1)
 
     def take(self, source: Source, room: float) -> tuple[bytes, float | None]:
-        """Copy the next version from a source, which does not write to a tensor again; return the
-        delta from the one before, in the format of safetensors, and the share of values that
-        changed.
+        """Copy the next version from a source; return the delta from the version before, in the
+        format of safetensors, and the share of values that changed.
 
-        If no version came before, the share is None; then, and if it is longer than `room` bytes,
-        the delta is empty.
+        The source must not write to a tensor again. The delta is empty if it would be longer than
+        `room` bytes. For the first version the delta is empty too, and the share is None.
         """
         first, self.checksum = self.checksum is None, None
         delta: dict[str, torch.Tensor] = {}
@@ -129,7 +130,7 @@ class HeldWeights:
                     continue
                 running.append(pool.submit(_update, name, held, flat))
                 del new, flat
-                if len(running) > threads:  # so many tensors are in memory
+                if len(running) > threads:  # bounds the number of tensors in memory
                     finish()
             while running:
                 finish()
@@ -139,8 +140,8 @@ class HeldWeights:
         return text, None if first else changed / max(1, values)
 
     def way_to(self, manifest: Manifest) -> tuple[Delta, ...] | None:
-        """Return the deltas of an update that lead from this version to its own; none if it is the
-        same; None if there is no way, and all tensors are needed."""
+        """Return the update's deltas that lead from this version to the update's version: () if the
+        versions are equal, None if the deltas do not start here and all tensors are needed."""
         if self.checksum == manifest.checksum:
             return ()
         for index, delta in reversed(list(enumerate(manifest.deltas))):
@@ -149,10 +150,11 @@ class HeldWeights:
         return None
 
     def bring(self, manifest: Manifest, parts: Iterable[NamedTensors]) -> Iterator[NamedTensors]:
-        """Apply what arrives of an update; yield, at once, the tensors of layers that it changes.
+        """Apply the parts of an update; yield all tensors of the layers that it changes, in one
+        list.
 
-        The receiver sets `checksum` once they are loaded. Raises `WeightUpdateError` if the result
-        has another one than the trainer's version.
+        The receiver sets `checksum` once they are loaded. `WeightUpdateError` if the result does
+        not have the checksum of the trainer's version.
         """
         self.checksum, changed = None, set[str]()
 
@@ -191,8 +193,8 @@ def _threads(nbytes: int) -> int:
 def _update(
     name: str, held: torch.Tensor, flat: torch.Tensor
 ) -> tuple[int, dict[str, torch.Tensor]]:
-    """Copy a flat tensor into another; return how many values differed, as bits, and their part of
-    a delta: the whole tensor, if that is shorter than values and places."""
+    """Copy the flat tensor `flat` to `held`; return the number of values whose bits differed, and
+    the tensor's part of a delta: gaps and values, or the whole tensor if that is shorter."""
     old, new = numbers_of(held), numbers_of(flat)
     lanes, block = _WORD // new.itemsize, _BLOCK // new.itemsize
     shift = lanes.bit_length() - 1
@@ -201,7 +203,7 @@ def _update(
     for start in range(0, len(new), block):
         was, now = (each[start : start + block] for each in (old, new))
         whole = len(now) // lanes * lanes
-        # Few words differ, and only those are divided into their values.
+        # Compare whole words first: few differ, and only these are divided into their values.
         were, words = (each[:whole].view(np.uint64) for each in (was, now))
         at = np.flatnonzero(words != were)
         inside = np.flatnonzero((words[at] ^ were[at]).view(now.dtype) != 0)
@@ -230,7 +232,8 @@ def _update(
 
 
 def held_for(manifest: Manifest, options: ReceiverOptions) -> HeldWeights:
-    """Return the copy of a worker for an update's tensors; a new one if they are not its own."""
+    """Return the worker's copy if it has the update's tensors; otherwise replace it by a new
+    copy."""
     held = options.held
     if not isinstance(held, HeldWeights) or held.info != manifest.info:
         options.held = held = HeldWeights(manifest.info)
@@ -238,16 +241,16 @@ def held_for(manifest: Manifest, options: ReceiverOptions) -> HeldWeights:
 
 
 def with_deltas(sender: WeightSender) -> WeightSender:
-    """Return what sends deltas by a rank's sender, of `shm`, `collective` or `disk`."""
-    sender.streamed = False  # all ranks gather tensors to publish them, and none to send them
+    """Wrap a rank's sender (of `shm`, `collective` or `disk`) in a sender of deltas."""
+    sender.streamed = False  # all ranks gather tensors in `publish`, and none in `send`
     return sender if type(sender) is WeightSender else DeltaSender(sender)
 
 
 class DeltaSender(WeightSender):
     """Publishes versions by another sender: whole, or as deltas from the version before.
 
-    An engine that starts reads the last whole version and the deltas since, which are together no
-    longer than that, and each at most half as long.
+    A new engine reads the last whole version and all deltas since. These deltas together are no
+    longer than the whole version, and each is at most half as long as the whole version.
     """
 
     def __init__(self, inner: WeightSender) -> None:
@@ -272,8 +275,8 @@ class DeltaSender(WeightSender):
         return self._published
 
     def send(self, version: int, tensors: NamedTensors, devices: Sequence[str] = ()) -> None:
-        """Send the published version, from the copy: the tensors are not consumed. If an engine has
-        refused the last delta, or failed with it, all tensors follow."""
+        """Send the published version from the copy, without consuming `tensors`. A second call for
+        the same version, after an engine has refused the delta or failed, sends all tensors."""
         if self._published is None:
             raise WeightUpdateError("no version has been published that could be sent")
         if isinstance(self._inner, StreamSender):
@@ -289,8 +292,13 @@ class DeltaSender(WeightSender):
 
 
 class DeltaReceiver(Receiver):
-    """Receives an update that is stored as all tensors of a version and deltas since, for which
-    `find` returns paths or descriptors. It reads in a thread: requests go on until all is there."""
+    """Receives an update that is stored as all tensors of a version and the deltas since.
+
+    It reads in a thread, so that requests continue until everything has arrived.
+
+    Args:
+        find: Returns the path or file descriptor of a delta's `path`.
+    """
 
     reports = False
 
@@ -316,13 +324,13 @@ class DeltaReceiver(Receiver):
     def poll(self) -> int | None:
         if not self._reading.done():
             return None
-        self._reading.result()  # an error is one before requests are paused
+        self._reading.result()  # raises an error before requests are paused
         return self._manifest.version
 
     def chunks(self) -> Iterator[NamedTensors]:
         yield from self._reading.result()
 
     def end(self, error: str = "") -> None:
-        wait([self._reading])  # nobody else may use the copy before
+        wait([self._reading])  # nobody else may use the copy before the thread ends
         if not error:
             self._held.checksum = self._manifest.checksum

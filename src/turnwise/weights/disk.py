@@ -1,10 +1,10 @@
 """The `disk` transport: safetensors files in a folder that trainer and engines see.
 
-Each sender has a subfolder of its own, so that runs can share the folder: it is locked while its
-process lives, and removed at the end, or by a later run on the same machine. A version is a folder
-of shards of bounded size, in the model's order. It is written under a temporary name and then
-renamed, so a visible version is complete; the last two are kept. Deltas are files in the folder of
-the version from which they lead.
+Each sender has a subfolder of its own, so that runs can share the folder. The subfolder is locked
+while the sender's process lives, and removed at its end, or by a later run on the same machine. A
+version is a folder of shards of bounded size, in the model's order. It is written under a temporary
+name and then renamed, so a visible version is complete. The last two versions are kept. Deltas are
+files in the folder of the whole version from which they start.
 """
 
 import fcntl
@@ -116,7 +116,7 @@ class DiskSender(WeightSender):
         if not os.fspath(folder):
             raise InputError("weights.transport: disk needs weights.folder")
         self._shards = plan_chunks(tensors, dtype, shard_bytes, alignment=1)
-        self._newest, self._deltas = Path(), 0  # folder of the last version; deltas in it
+        self._newest, self._deltas = Path(), 0  # folder of the last version; number of its deltas
         shared = Path(folder).absolute()
         self._folder = shared / secrets.token_hex(4)
         try:
@@ -125,13 +125,13 @@ class DiskSender(WeightSender):
             """Descriptor of a file that is locked while this process lives."""
             try:
                 fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:  # there are no locks here
+            except OSError:  # the file system has no locks
                 os.close(self._lock)
                 self._lock = None
             else:
                 os.write(self._lock, _boot_id())
-            # Subfolders of senders that have ended are removed, which only a lock of this kernel
-            # proves: on a network file system, locks may be unknown to other machines.
+            # Remove subfolders of senders that have ended. Only a free lock from this boot of this
+            # machine proves an end: on a network file system, other machines may not see locks.
             for path in shared.glob(f"*/{_LOCK}"):
                 with suppress(OSError):  # another process removed it
                     lock = os.open(path, os.O_RDWR)
@@ -164,7 +164,8 @@ class DiskSender(WeightSender):
                 raise WeightUpdateError(
                     f"version {version} cannot be written to {self._folder}: {error.strerror}"
                 ) from error
-        # The oldest go, by time: a pipeline that loads a checkpoint goes back to a lower number.
+        # Remove the oldest by time, not number: a pipeline that loads a checkpoint goes back to a
+        # lower number.
         versions = numbered(self._folder, "version")
         versions.sort(key=lambda path: (path == final, path.stat().st_mtime_ns))
         for path in versions[:-_KEPT]:
@@ -189,7 +190,7 @@ class DiskSender(WeightSender):
 
 
 def _boot_id() -> bytes:
-    """Return the name of this kernel since it was started; empty if it has none."""
+    """Return the id of this machine's current boot; empty if the kernel does not report it."""
     try:
         return _BOOT_ID.read_bytes().strip()
     except OSError:
@@ -197,7 +198,7 @@ def _boot_id() -> bytes:
 
 
 def write_shard(path: Path, shard: Chunk, source: Source) -> None:
-    """Write the next tensors of a source, which must be those of the shard, as safetensors."""
+    """Write the next tensors of a source, which must be the shard's tensors, as safetensors."""
     # The format: the length of the header, the header, the tensors' bytes.
     header: JsonObject = {"__metadata__": {"format": "pt"}}
     for entry in shard:
@@ -212,7 +213,7 @@ def write_shard(path: Path, shard: Chunk, source: Source) -> None:
             tensor = check_next(entry, source).to("cpu", getattr(torch, entry.dtype))
             values = tensor.contiguous()
             file.write(numbers_of(values.view(-1)).data)
-            del tensor, values  # before the next one is gathered
+            del tensor, values  # free them before the next one is gathered
 
 
 def load(manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:

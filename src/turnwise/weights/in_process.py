@@ -1,7 +1,7 @@
 """The `in_process` transport: the engine's worker reads the trainer's own tensors.
 
 It serves workers inside the trainer's process. Nothing is copied, so the tensors must not change
-between their publication and the end of the update; an update that finds a changed tensor fails.
+between their publication and the end of the update. An update fails if a tensor has changed.
 """
 
 from collections.abc import Mapping
@@ -21,11 +21,12 @@ from turnwise.weights.transport import (
 )
 
 _published: tuple[int, dict[str, tuple[torch.Tensor, int]]] | None = None
-"""The last version, and by name its tensors, each with torch's count of in-place changes then."""
+"""The last version and its tensors by name, each with torch's count of in-place changes at
+publication."""
 
 
 class InProcessTransport(Transport):
-    """Memory of the trainer's process; every rank serves the worker in its own."""
+    """Memory of the trainer's process; every rank serves the worker in its own process."""
 
     def sends_from(self, rank: int, device: torch.device) -> bool:
         return True
@@ -39,7 +40,7 @@ class InProcessTransport(Transport):
     def receive(self, manifest: Manifest, options: ReceiverOptions, seconds: float) -> Receiver:
         tensors = published(manifest.version)
 
-        def loaded() -> None:  # tensors that were made for the update are freed
+        def loaded() -> None:  # frees tensors that were made for the update
             global _published
             if _published is not None and _published[0] == manifest.version:
                 _published = None
@@ -48,8 +49,8 @@ class InProcessTransport(Transport):
 
 
 class InProcessSender(WeightSender):
-    """Publishes named tensors, in their own type, to the worker in this process: only the last
-    version, and only until it is loaded."""
+    """Publishes named tensors, in their own type, to the worker in this process. It holds only the
+    last version, and only until the worker has loaded it."""
 
     transport = "in_process"
 

@@ -1,9 +1,9 @@
 """The `ipc` transport: trainer and engine share a host, and on GPUs the device.
 
-The trainer packs tensors into two buffers in turn and sends their location over ZMQ; a buffer is
-written again when each worker has used it. A worker that fails is left out. On a CPU a buffer is
-nameless shared memory, on a GPU the engine opens it by its CUDA IPC handle. Rank 0 on CPUs, and
-each rank on GPUs, serves the workers on its device.
+The trainer packs tensors into two alternating buffers and sends their location over ZMQ. It writes
+a buffer again when every worker has used it. A worker that fails is left out. On a CPU a buffer is
+nameless shared memory; on a GPU the engine opens it by its CUDA IPC handle. On CPUs rank 0, and on
+GPUs each rank, serves the workers on its device.
 
     engine                      trainer
     hello                  ->
@@ -60,7 +60,7 @@ _private_numbers = itertools.count()
 
 
 class IpcTransport(Transport):
-    """ZMQ and memory that both sides map, on one host; on GPUs, one device."""
+    """ZMQ messages and shared memory on one host; on GPUs, on one device."""
 
     streamed = True
 
@@ -90,7 +90,7 @@ class IpcTransport(Transport):
 class IpcSender(StreamSender):
     """Sender on a rank of the trainer; serves engine workers in the order in which they connect.
 
-    It binds ZMQ's `address`, by default that of `device`.
+    It binds the ZMQ address `address`, by default the address of `device`.
     """
 
     transport = "ipc"
@@ -104,10 +104,10 @@ class IpcSender(StreamSender):
         self._socket: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._callers: deque[bytes] = deque()
-        self._peers: set[bytes] = set()  # workers that are being served, and have not failed
+        self._peers: set[bytes] = set()  # workers that are served and have not failed
         self._failures: list[TurnwiseError] = []
         self._buffers: list[tuple[torch.Tensor, int]] = []
-        """Flat tensors of bytes for other processes, and on CPUs their files; -1 on GPUs."""
+        """Flat tensors of bytes that other processes open, each with its file; -1 on GPUs."""
         nbytes = self._buffer_bytes
         try:
             self._socket.bind(self.address)
@@ -125,9 +125,9 @@ class IpcSender(StreamSender):
             raise
 
     def send_as(self, manifest: Manifest, source: Source, devices: Sequence[str]) -> None:
-        """Serve the workers on this device side by side; one worker if no devices are given.
+        """Serve all workers on this device together; one worker if no devices are given.
 
-        When a worker fails, the others are still served before its error is raised.
+        If a worker fails, the others are still served before its error is raised.
         """
         due = list(devices).count(device_name(self._device)) if devices else 1
         if not due:
@@ -138,7 +138,7 @@ class IpcSender(StreamSender):
         try:
             handles: list[JsonObject] = []
             for index, chunk in enumerate(chunks):
-                buffer, file = self._buffers[index % 2]  # its last use was acknowledged before
+                buffer, file = self._buffers[index % 2]  # workers have acknowledged its last use
                 pack(chunk, buffer, source)
                 if self._device.type == "cuda":
                     torch.cuda.current_stream(buffer.device).synchronize()
@@ -164,7 +164,7 @@ class IpcSender(StreamSender):
             raise self._failures[0]
 
     def _offer(self, manifest: Manifest, due: int) -> None:
-        """Offer the manifest to waiting workers, in order, until so many have answered."""
+        """Offer the manifest to waiting workers, in order, until `due` of them have answered."""
         deadline = time.monotonic() + self._timeout
         self._peers, self._failures = set(), []
         offered: set[bytes] = set()
@@ -192,7 +192,7 @@ class IpcSender(StreamSender):
             raise self._failures[0]
 
     def _await(self, what: str) -> None:
-        """Wait until every worker has answered; drop those that do not in time."""
+        """Wait until every worker has answered; drop workers that do not answer in time."""
         deadline = time.monotonic() + self._timeout
         answered: set[bytes] = set()
         while waiting := self._peers - answered:
@@ -229,7 +229,8 @@ class IpcSender(StreamSender):
         self._failures.append(error)
 
     def _receive(self, deadline: float) -> tuple[bytes, JsonObject] | None:
-        """Wait for a message, and return its sender too; None when the next ping is due."""
+        """Wait for a message; return its sender and the message, or None when the next ping is
+        due."""
         wait = min(_PING_SECONDS, deadline - time.monotonic())
         if not self._socket.poll(_milliseconds(wait)):
             return None
@@ -309,7 +310,7 @@ class IpcReceiver(StreamReceiver):
         self._opened, self._first = {}, None
 
     def _receive(self, what: str, *, wait: bool = True) -> JsonObject:
-        """Return the next message; empty if there is none and `wait` is False."""
+        """Return the next message; an empty one if none has come and `wait` is False."""
         while True:
             ready = dict(self._poller.poll(_milliseconds(self._seconds_left) if wait else 0))
             if self._socket in ready:
@@ -353,7 +354,8 @@ def _milliseconds(seconds: float) -> int:
 
 
 def device_address(device: torch.device, rank: int = 0) -> str:
-    """Return the address where the trainer and a worker on its device meet; on CPUs, by rank."""
+    """Return the address where the trainer and a worker on its device meet; CPUs have one for each
+    rank."""
     return _address(device_name(device) if device.type == "cuda" else f"{device.type}-{rank}")
 
 
@@ -375,7 +377,7 @@ def _address(name: str) -> str:
 
 
 def _socket_path(address: str) -> str:
-    """Return the file of an address, or "" if it has none."""
+    """Return the path of an address's socket, or "" if the address is not a path."""
     return address.removeprefix("ipc://") if address.startswith("ipc://") else ""
 
 

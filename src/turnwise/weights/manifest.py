@@ -1,7 +1,7 @@
-"""The manifest of a weight update: which tensors it has, and where their bytes are.
+"""The manifest of a weight update: its tensors and the location of their bytes.
 
-Senders lay out the trainer's tensors, and pack them in the manifest's order; receivers find them by
-it. `Source` is the trainer's side: tensors that are gathered one after another.
+Senders lay out the trainer's tensors, and pack them in the manifest's order; receivers use the
+manifest to find them. A `Source` is the trainer's side: tensors that are gathered one by one.
 """
 
 import ctypes
@@ -24,10 +24,11 @@ _ALIGNMENT = 256
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 Source = Iterator[tuple[str, torch.Tensor]]
-"""Named tensors that are consumed once, in order. A trainer may gather each from its ranks' shards
-only when it is reached, so every rank consumes all of them, and none holds two whole ones."""
+"""Named tensors that are consumed once, in order. A trainer may gather each tensor from its ranks'
+shards only when it is reached. So every rank consumes all tensors, and no rank holds two whole
+tensors."""
 StateDictInfo = Mapping[str, tuple[tuple[int, ...], str]]
-"""Shape and torch's name of the type, by tensor name."""
+"""Shape, and torch's name of the type, by tensor name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,7 @@ class TensorEntry:
     nbytes: int
 
     def in_bytes(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Return the tensor in a flat tensor of bytes on any device, without a copy."""
+        """Return the tensor as a view of a flat tensor of bytes on any device."""
         flat = buffer[self.offset : self.offset + self.nbytes].view(getattr(torch, self.dtype))
         return flat.view(self.shape)
 
@@ -53,8 +54,8 @@ Chunk = tuple[TensorEntry, ...]
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """The changes from one version of the weights, whose checksum is `base`, to a later one. Its
-    `path` is as in `Manifest`; "" in a stream."""
+    """The changes from one version of the weights to the next. `base` is the checksum of the first
+    version. `path` is as in `Manifest`; "" in a stream."""
 
     base: int
     nbytes: int
@@ -63,7 +64,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """One update that a trainer has prepared: the location of its bytes, and their tensors.
+    """One update that a trainer has prepared: its tensors, and the location of their bytes.
 
     Our own processes exchange it as an object; `to_dict` is for vLLM's calls and for messages.
     """
@@ -72,36 +73,35 @@ class Manifest:
     transport: str
     """Name under which `find_transport` finds the transport."""
     path: str
-    """shm: the buffer. disk: the folder of the version. ipc: the trainer's address, or "" for the
-    device's."""
+    """For shm the address of the buffer; for disk the version's folder; for ipc the trainer's
+    address, or "" for the device's address."""
     nbytes: int
     tensors: tuple[TensorEntry, ...]
-    """Tensors in order; the offsets of a stream count through all chunks, see `chunks`."""
+    """Tensors in order. The offsets of a stream count through all chunks (see `chunks`)."""
     buffer_bytes: int = 0
     """Maximum size of a chunk of a stream; 0 if the tensors are not sent in chunks."""
     prompt: Prompt = field(default_factory=Prompt)
-    """The canary, a fixed prompt, maybe with an image; empty if the trainer scores none."""
+    """The canary: a fixed prompt, maybe with an image. It is empty if the trainer scores none."""
     logprobs: Sequence[float] = ()
-    """The log-probs that the trainer gives to the canary's tokens 1..T-1, but for those of images,
-    in nats."""
+    """The trainer's log-probs, in nats, of the canary's tokens 1..T-1 except tokens of images."""
     adapter: str = ""
     """Name of the adapter that scores the canary; "" for the policy."""
     checksum: int | None = None
     """Checksum of all tensors (`HeldWeights.sum`); None without `weights.delta`."""
     deltas: tuple[Delta, ...] = ()
-    """Deltas that lead to this version, one after the other from the last that was whole, which is
-    at `path`; a stream sends the last one. Without any, all tensors travel."""
+    """Consecutive deltas from the last whole version, which is at `path`, to this version. A stream
+    sends only the last delta. Without deltas, all tensors travel."""
     changed: float | None = None
     """Share of the values that differ from the version before; None if it was not measured."""
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that an engine reads which has the version before."""
+        """Number of bytes that an engine with the version before reads."""
         return self.deltas[-1].nbytes if self.deltas else self.nbytes
 
     @property
     def chunks(self) -> tuple[Chunk, ...]:
-        """The tensors of a stream, by chunk."""
+        """The chunks of a stream's tensors."""
         return split(self.tensors, self.buffer_bytes)
 
     @property
@@ -109,8 +109,8 @@ class Manifest:
         return {entry.name: (entry.shape, entry.dtype) for entry in self.tensors}
 
     def to_dict(self) -> JsonObject:
-        """Return all but the canary, which no engine needs, as plain values."""
-        tree = _plain(self)  # not by asdict, which copies every value, and takes ten times as long
+        """Return all fields except the canary's, which no engine needs, as plain values."""
+        tree = _plain(self)  # asdict copies every value, and takes ten times as long
         del tree["prompt"], tree["logprobs"], tree["adapter"]
         tree["tensors"] = tuple(map(_plain, self.tensors))
         tree["deltas"] = tuple(map(_plain, self.deltas))
@@ -123,9 +123,9 @@ class Manifest:
         return cls(**{**tree, "tensors": tuple(tensors), "deltas": deltas})
 
     def mismatch(self, expected: StateDictInfo | None) -> str:
-        """Describe the first tensor that is not as expected; "" when all are.
+        """Describe the first tensor that is not as expected; "" if all are.
 
-        If nothing is `expected`, any tensors are right, each once.
+        If `expected` is None, any tensors are right, but each only once.
         """
         seen = set()
         for entry in self.tensors:
@@ -152,7 +152,7 @@ def _plain(value: TensorEntry | Delta | Manifest) -> JsonObject:
 
 
 def canary_prompt(vocab_size: int) -> list[int]:
-    """Return 32 token ids, the same in every run with this size of vocabulary."""
+    """Return 32 random token ids, which depend only on the size of the vocabulary."""
     generator = random.Random(vocab_size)
     return [generator.randrange(vocab_size) for _ in range(32)]
 
@@ -162,7 +162,7 @@ def lay_out(
 ) -> tuple[tuple[TensorEntry, ...], int]:
     """Return consecutive, aligned entries for named tensors, and their total size in bytes.
 
-    They are all of `dtype`, or each has its own.
+    All entries have the type `dtype`; if it is None, each has its tensor's type.
     """
     entries, offset = [], 0
     for name, tensor in tensors:
@@ -183,8 +183,8 @@ def plan_chunks(
 def split(
     entries: tuple[TensorEntry, ...], buffer_bytes: int, alone: float = math.inf
 ) -> tuple[Chunk, ...]:
-    """Divide entries, in order, into chunks of at most `buffer_bytes`, or of one larger tensor; an
-    entry of at least `alone` bytes gets a chunk of its own."""
+    """Divide entries, in order, into chunks of at most `buffer_bytes`. An entry of more bytes than
+    that, or of at least `alone` bytes, gets a chunk of its own."""
     chunks: list[list[TensorEntry]] = []
     start = 0
     for entry in entries:
@@ -202,8 +202,8 @@ def chunk_bytes(chunk: Chunk) -> int:
 
 @contextmanager
 def drained(tensors: NamedTensors) -> Iterator[Source]:
-    """Consume named tensors to the end, even after an error: each rank has to take part in
-    gathering every tensor, or the others would wait for it."""
+    """Consume named tensors to the end, even after an error. Every rank must take part in gathering
+    each tensor, because the others would wait for it."""
     source = iter(tensors)
     try:
         yield source
@@ -212,11 +212,11 @@ def drained(tensors: NamedTensors) -> Iterator[Source]:
 
 
 def pack(chunk: Chunk, buffer: torch.Tensor, source: Source) -> None:
-    """Copy the next tensors of a source, which must be those of the chunk, into a buffer."""
+    """Copy the next tensors of a source, which must be the chunk's tensors, into a buffer."""
     for entry in chunk:
         tensor = check_next(entry, source)
         entry.in_bytes(buffer).copy_(tensor)
-        del tensor  # before the next one is gathered
+        del tensor  # free it before the next one is gathered
 
 
 def check_next(entry: TensorEntry, source: Source) -> torch.Tensor:
@@ -230,17 +230,18 @@ def check_next(entry: TensorEntry, source: Source) -> torch.Tensor:
 
 
 Numbers = NDArray[np.unsignedinteger]
-"""Values of a flat tensor, as bits."""
+"""The values of a flat tensor, as unsigned integers with the same bits."""
 
 
 def numbers_of(flat: torch.Tensor) -> Numbers:
-    """Return the values of a flat tensor on the CPU, which must outlive them, as bits."""
-    # Not by Tensor.numpy: a storage that it has accessed can no longer be resized.
+    """Return the values of a flat tensor on the CPU as `Numbers`. They share its memory, so the
+    tensor must outlive them."""
+    # Tensor.numpy does not serve here: it makes a tensor's storage impossible to resize.
     memory = memoryview((ctypes.c_char * flat.nbytes).from_address(flat.data_ptr()))
     return np.frombuffer(memory, np.dtype(f"u{flat.itemsize}"))
 
 
 def check_exhausted(source: Source) -> None:
-    """Raise `WeightUpdateError` when the source has a tensor left."""
+    """Raise `WeightUpdateError` if the source has a tensor left."""
     for name, _ in source:
         raise WeightUpdateError(f"the model's tensors changed: {name} came after the last")

@@ -1,10 +1,10 @@
 """The process group of a trainer and its engines' workers, and the store at which ranks meet.
 
-Broadcasts go from the trainer's rank 0, over gloo between CPUs and over NCCL, which has never been
-run, between GPUs. torch's key-value store, which listens on all addresses and accepts any client,
-here listens on one, and every key begins with the run's secret. That protects against accidents and
-scanners: a client that speaks the store's protocol can still list its keys, so nodes that train
-together should be on a private network.
+The trainer's rank 0 broadcasts over gloo between CPUs, and over NCCL between GPUs. The path over
+NCCL has never been run. torch's key-value store listens on all addresses and accepts any client.
+Here it listens on one address, and every key begins with the run's secret. That protects against
+accidents and scanners. But a client that speaks the store's protocol can still list the keys, so
+nodes that train together should be on a private network.
 """
 
 import json
@@ -32,9 +32,9 @@ _WORK_POLL_SECONDS = 0.0005
 _STORE_POLL_SECONDS = 0.002
 _ABORT_CHECK_SECONDS = 0.25
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-"""torch's variable; unless it is 0, a broadcast that fails or is late ends the process: here the
-deadline is ours, and an engine outlives its trainer's update."""
-_LINGER_SECONDS = 0.5  # time after its deadline until an abandoned broadcast ends by itself
+"""torch's environment variable. Unless it is 0, a broadcast that fails or is late ends the process;
+here an engine must outlive a failed update, and this module has its own deadlines."""
+_LINGER_SECONDS = 0.5  # seconds after the deadline until an abandoned broadcast ends by itself
 
 
 def open_store(host: str, port: int, limit: timedelta = timedelta(seconds=300)) -> TCPStore:
@@ -42,7 +42,7 @@ def open_store(host: str, port: int, limit: timedelta = timedelta(seconds=300)) 
     family = socket.getaddrinfo(host, port)[0][0]
     listening = socket.create_server((host, port), family=family, backlog=1024)
     port = listening.getsockname()[1]
-    # The store closes the descriptor that it is given.
+    # The store takes over the descriptor and closes it.
     return TCPStore(
         host, port, None, True, limit, wait_for_workers=False, master_listen_fd=listening.detach()
     )
@@ -53,7 +53,7 @@ def join_store(host: str, port: int, limit: timedelta) -> TCPStore:
 
 
 def private(store: TCPStore) -> Store:
-    """Return the part of a store that this run's processes share."""
+    """Return the part of a store that only this run's processes use."""
     return PrefixStore(known_secret(), store)
 
 
@@ -62,13 +62,13 @@ def free_address() -> tuple[str, int]:
     with socket.socket() as probe:
         probe.bind(("", 0))
         port: int = probe.getsockname()[1]
-    from ray.util import get_node_ip_address  # reads the environment when it is imported
+    from ray.util import get_node_ip_address  # Ray reads the environment on import
 
     return get_node_ip_address(), port
 
 
 def own_address(peer: str) -> str:
-    """Return the address of this node from which it reaches the address of another."""
+    """Return the address of this node from which it reaches the address `peer`."""
     family = socket.getaddrinfo(peer, None)[0][0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((peer, 9))  # chooses the route; a datagram socket sends nothing
@@ -77,25 +77,29 @@ def own_address(peer: str) -> str:
 
 
 def _interface(address: str) -> str:
-    """Return the name of the network interface with an address of this node; "" if none has it."""
+    """Return the name of this node's network interface with an address; "" if there is none."""
     known: dict[str, list[Foreign]] = psutil.net_if_addrs()
     at = (name for name, own in known.items() if address in {one.address for one in own})
     return next(at, "")
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name that trainer and engine must share: the GPU's UUID, or the host of CPUs."""
+    """Return the name that is equal in a trainer and an engine on the same device: a GPU's UUID, or
+    the host's name for CPUs."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_properties(device).uuid)
     return socket.gethostname()
 
 
 class ProcessGroup:
-    """One rank of the process group of a trainer and its engines, apart from any other group.
+    """One rank of the process group of a trainer and its engines, separate from any other group.
 
     The trainer's `train_world_size` ranks come first; its rank 0 opens the store at `ip` and
-    `port`. InputError when the rank is taken or is not in the group, or the port is in use;
-    DeadlineError, which names the first, when a rank has not joined within `seconds`.
+    `port`.
+
+    Raises:
+        InputError: when the rank is taken or not in the group, or the port is in use.
+        DeadlineError: when a rank has not joined within `seconds`; it names the first such rank.
     """
 
     def __init__(
@@ -114,11 +118,11 @@ class ProcessGroup:
         """Number of the last update that this rank took part in."""
         self.broken = ""
         """Reason why no broadcast is possible any more; "" while the group works."""
-        self._group: Foreign  # torch's backend, whose stubs lack the methods that are used here
+        self._group: Foreign  # torch's backend; its stubs lack the methods that are used here
         if rank >= world_size:
             raise InputError(f"rank {rank} is outside the process group of {world_size}")
         limit = timedelta(seconds=seconds)
-        if rank:  # torch's own wait for the trainer's store overruns its deadline
+        if rank:  # because torch's own wait for the trainer's store overruns its deadline
             late = f"the trainer did not open the process group at {self.where}"
             end = time.monotonic() + seconds
 
@@ -173,7 +177,7 @@ class ProcessGroup:
         self._guarded(lambda: self._store.set(key, json.dumps([round_number, text])))
 
     def get(self, key: str) -> tuple[int, str]:
-        """Return the round and the text under a key; round 0 when there is none."""
+        """Return the round and the text under a key; round 0 and "" if the key is not set."""
         if not self._guarded(lambda: self._store.check([key])):
             return 0, ""
         round_number, text = json.loads(self._guarded(lambda: self._store.get(key)))
@@ -185,7 +189,8 @@ class ProcessGroup:
         return self.get(key)[1]
 
     def wait_engines(self, key: str, round_number: int, what: str, seconds: float) -> None:
-        """Wait until every engine has answered "" in a round; else raise, naming the first."""
+        """Wait until every engine has answered "" in a round. Raise with the name of the first
+        engine that refuses or is late."""
         waiting = list(self.engine_ranks)
 
         def all_answered() -> bool:
@@ -203,7 +208,7 @@ class ProcessGroup:
         _wait_until(all_answered, seconds, late)
 
     def broadcast(self, buffer: torch.Tensor, seconds: float) -> dist.Work:
-        """Start to broadcast rank 0's bytes, which the others receive in `buffer`."""
+        """Start to broadcast `buffer` of rank 0; the other ranks receive it in their `buffer`."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
@@ -212,10 +217,14 @@ class ProcessGroup:
         return work
 
     def wait(self, work: dist.Work, what: str, seconds: float, round_number: int = 0) -> None:
-        """Wait for a broadcast; `DeadlineError`, which begins with `what`, breaks the group.
+        """Wait for a broadcast.
 
         Args:
+            what: Begin of the error's text.
             round_number: Round in which the trainer may cancel the broadcast; 0 in the trainer.
+
+        Raises:
+            DeadlineError: when the broadcast fails or is late; the group is then broken.
         """
         deadline = time.monotonic() + seconds
         next_check = time.monotonic() + _ABORT_CHECK_SECONDS
@@ -236,7 +245,7 @@ class ProcessGroup:
             raise DeadlineError(self.broken) from error
 
     def check_not_aborted(self, round_number: int) -> None:
-        """Raise `WeightUpdateError` when the trainer reports in a round that the group broke."""
+        """Raise `WeightUpdateError` if the trainer has reported that the group broke in a round."""
         found, text = self.get("broken")
         if found == round_number:
             self.broken = text
@@ -252,7 +261,8 @@ class ProcessGroup:
 
 
 def _wait_until(done: Callable[[], bool], seconds: float, late: Callable[[], str]) -> None:
-    """Poll until a condition holds, or raise `DeadlineError`, which begins with `late()`."""
+    """Poll until a condition holds; `DeadlineError`, with a text that begins with `late()`, after
+    `seconds`."""
     deadline = time.monotonic() + seconds
     while not done():
         if time.monotonic() > deadline:
@@ -261,7 +271,8 @@ def _wait_until(done: Callable[[], bool], seconds: float, late: Callable[[], str
 
 
 def check_own_gpus(store: Store, rank: int, names: Sequence[str], device: torch.device) -> None:
-    """Check that no two ranks, by their `names`, are on one GPU; every rank must call it."""
+    """Check that no two ranks are on the same GPU; every rank must call it. Errors contain the
+    ranks' `names`."""
     store.set(f"device/{rank}", device_name(device))
     seen: dict[str, str] = {}
     for other, name in enumerate(names):
@@ -276,13 +287,21 @@ def check_own_gpus(store: Store, rank: int, names: Sequence[str], device: torch.
 
 
 def join_ranks(address: str, rank: int, ranks: int, device: torch.device, seconds: float) -> None:
-    """Join the default process group of the trainer's ranks, which meet at a store's `address`,
-    host:port, within `seconds`, also the deadline of each operation in the group."""
+    """Join the default process group of the trainer's ranks, which meet at the store at `address`.
+
+    Args:
+        address: The store's host:port.
+        seconds: Deadline of the meeting, and of each operation in the group.
+
+    Raises:
+        InputError: when the ranks cannot meet, or two are on the same GPU.
+    """
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     host, _, port = address.rpartition(":")
     limit = timedelta(seconds=seconds)
     try:
-        # At LOOPBACK all ranks are on this node, and engines may be on others.
+        # At LOOPBACK all ranks are on this node. The variable then stays unset, because engines may
+        # be on other nodes.
         if host != LOOPBACK and (interface := _interface(own_address(host))):
             os.environ.setdefault(GLOO_INTERFACE, interface)
         store = private(join_store(host, int(port), limit))

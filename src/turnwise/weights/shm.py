@@ -1,13 +1,13 @@
 """The `shm` transport: two shared-memory buffers, written in turn and mapped by engines.
 
-While an engine still reads one buffer the next version goes into the other, so a buffer is never
-rewritten under a reader as long as at most one update is in progress. Deltas are files of their
-own, kept as long as the buffer from which they lead. The files have no name once they are open:
+While an engine still reads one buffer, the next version goes into the other. So a buffer is never
+rewritten under a reader, as long as at most one update is in progress. Deltas are separate files,
+kept as long as the buffer from which they start. The files lose their names once they are open:
 engines reach them through this process's descriptors, and nothing stays in /dev/shm however the
-process ends. Works between processes of one host and one user.
+process ends. The transport works between processes of one host and one user.
 
-A worker keeps both buffers mapped as long as the trainer lives: to map 400 MB takes twice as long
-as to copy them.
+A worker keeps both buffers mapped as long as the trainer lives, because mapping 400 MB takes twice
+as long as copying them.
 """
 
 import mmap
@@ -79,7 +79,7 @@ class ShmSender(WeightSender):
         self._files = [open_nameless(self._nbytes) for _ in range(2)]
         self._buffers = [map_whole(file, self._nbytes) for file in self._files]
         self._writes = 0
-        self._deltas: list[list[int]] = [[], []]  # files, by the buffer from which they lead
+        self._deltas: list[list[int]] = [[], []]  # files, by the buffer from which they start
 
     def publish(self, version: int, tensors: NamedTensors) -> Manifest:
         """Copy the tensors, one at a time, into the buffer that no engine reads."""
@@ -89,7 +89,7 @@ class ShmSender(WeightSender):
         with drained(tensors) as source:
             pack(self._entries, self._buffers[index], source)
             check_exhausted(source)
-        self._writes += 1  # had it failed, the same buffer would be next
+        self._writes += 1  # after a failure, the same buffer is next
         address = address_of(self._files[index])
         return Manifest(version, self.transport, address, self._nbytes, self._entries)
 
@@ -107,13 +107,13 @@ class ShmSender(WeightSender):
 
 
 def load(manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:
-    """Return the tensors of a version, as views of its buffer."""
+    """Yield the tensors of a version, as views of its buffer."""
     buffer = mapped(manifest.path, f"the buffer of version {manifest.version}")
     return ((entry.name, entry.in_bytes(buffer)) for entry in manifest.tensors)
 
 
 def mapped(address: str, what: str) -> torch.Tensor:
-    """Map a trainer's buffer, unless it is; `what` names it in errors."""
+    """Map a trainer's buffer, unless it is mapped already; `what` names it in errors."""
     file = open_address(address, what)
     try:
         buffer = _mapped.get(address)
@@ -126,7 +126,8 @@ def mapped(address: str, what: str) -> torch.Tensor:
 
 
 def _keep(address: str, buffer: torch.Tensor) -> None:
-    """Keep a mapped buffer until its trainer ends: memory that is mapped is not freed."""
+    """Keep a mapped buffer, and forget it when its trainer ends, because mapped memory is not
+    freed."""
     trainer = _process(address)
 
     def forget(keeping: Sequence[str] = ()) -> None:
@@ -138,7 +139,7 @@ def _keep(address: str, buffer: torch.Tensor) -> None:
         forget()
         try:
             alive = os.pidfd_open(trainer)
-        except OSError:  # a sandbox may forbid it
+        except OSError:  # a sandbox may forbid pidfd_open; then the buffer is not kept
             return
 
         def watch() -> None:
@@ -149,7 +150,7 @@ def _keep(address: str, buffer: torch.Tensor) -> None:
             forget([other for other in list(_mapped) if _process(other) != trainer])
 
         threading.Thread(target=watch, name=f"the end of {trainer}", daemon=True).start()
-    forget(list(_mapped)[-1:])  # of two buffers; an earlier sender may have had others
+    forget(list(_mapped)[-1:])  # a sender has two buffers; older ones are of an earlier sender
     _mapped[address] = buffer
 
 
@@ -163,7 +164,7 @@ def _process(address: str) -> int:
 
 
 def open_address(address: str, what: str = "a delta") -> int:
-    """Open a file of another process, which `address_of` named there; `what` names it in errors."""
+    """Open a file of another process by its `address_of` there; `what` names it in errors."""
     path, _, identity = address.partition("#")
     try:
         file = os.open(path, os.O_RDWR)
@@ -171,7 +172,7 @@ def open_address(address: str, what: str = "a delta") -> int:
         raise WeightUpdateError(
             f"{what} cannot be opened ({error.strerror}); trainer and engine must share a host"
         ) from error
-    if _identity(file) != identity:  # a container may have another process of that number
+    if _identity(file) != identity:  # in a container, the id may belong to another process
         os.close(file)
         raise WeightUpdateError(
             f"{what} is another file here; trainer and engine must share a host, and see the same "
@@ -186,13 +187,14 @@ def _identity(file: int) -> str:
 
 
 def map_whole(file: int, nbytes: int) -> torch.Tensor:
-    """Map a file as bytes, with all of its pages, so that the first write waits for none."""
+    """Map a file as bytes, and load all of its pages, so that the first write need not wait."""
     flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
     return torch.frombuffer(mmap.mmap(file, nbytes, flags), dtype=torch.uint8)
 
 
 def open_nameless(nbytes: int) -> int:
-    """Return a descriptor of `nbytes` of shared memory, which is freed with its last user."""
+    """Return a descriptor of `nbytes` of shared memory, which is freed when its last user closes
+    it."""
     try:
         free = os.statvfs(_FOLDER)
     except OSError as error:

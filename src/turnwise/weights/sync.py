@@ -1,9 +1,9 @@
 """The driver's side of every transport: brings the trainer's weights to engines.
 
 It handles neither tensors nor processes, only a `Trainer` and `Engine`s. It returns one result per
-engine, so the manager knows which to restart. After its update each engine must score a fixed
-prompt, the canary, as the trainer does. That finds errors that checksums cannot: tensors that
-arrived intact but were packed, tied or cached wrongly inside the engine.
+engine, so the manager knows which engines to restart. After its update each engine scores a fixed
+prompt, the canary, and must get the trainer's log-probs. That finds errors that checksums cannot
+find: tensors that arrived intact but were packed, tied or cached wrongly inside the engine.
 """
 
 import asyncio
@@ -25,16 +25,16 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 _CHECK_SHARE = 0.25
-"""Fraction of an update's time in which engines check whether it fits, and the least that they have
-to score the canary."""
+"""Fraction of an update's time that engines have to check whether the update fits, and the minimum
+that they have to score the canary."""
 _ANSWER_SECONDS = 10.0
-"""Time in which an engine has to answer once the trainer has given up its half of an update."""
+"""Time in which an engine has to answer after the trainer has given up its half of an update."""
 _CANARY_SAMPLING = SamplingConfig(n=1, max_tokens=1, prompt_logprobs=True)
 
 
 class Updated(NamedTuple):
-    """The version that an engine serves, and how far its canary's log-probs are from the trainer's:
-    the mean and the largest absolute difference, in nats."""
+    """The version that an engine serves, and the mean and largest absolute difference between its
+    canary's log-probs and the trainer's, in nats."""
 
     version: int
     mean: float = 0.0
@@ -44,20 +44,21 @@ class Updated(NamedTuple):
 UpdateResults: TypeAlias = dict[Engine, Updated | TurnwiseError]
 """Each engine's state after an update, or the error that prevented it."""
 _Devices: TypeAlias = Mapping[Engine, list[str]]
-"""The devices of the workers of engines that can load an update."""
+"""The engines that can load an update, each with the devices of its workers."""
 
 
 class Trainer(Protocol):
     """All ranks of a trainer as one; each call reaches every rank, in the order of the calls."""
 
     async def publish(self) -> Manifest:
-        """Call every rank's `WeightSender.publish` with the current weights; returns rank 0's."""
+        """Call every rank's `WeightSender.publish` with the current weights; return the manifest of
+        rank 0."""
 
     async def send(self, devices: Sequence[str]) -> None:
         """Call every rank's `WeightSender.send` with the current weights."""
 
     async def rendezvous(self) -> tuple[str, int]:
-        """Return the address of rank 0's node and a free port of it."""
+        """Return the address of rank 0's node, and a free port there."""
 
     async def join(self, ip: str, port: int, engine_workers: int, timeout: float) -> None:
         """Call every rank's `WeightSender.join`."""
@@ -69,10 +70,10 @@ class WeightSync:
     Args:
         trainer: Source of the weights.
         timeout: Seconds for an update (`weights.update_timeout`).
-        patience: Seconds that an engine which starts later waits for a busy trainer.
-        published_again: Called after the trainer published its weights for such an engine, which
-            may have taken memory for it.
-        tolerance: Largest difference of a canary's log-probs, in nats; None checks no canary.
+        patience: Seconds that an engine that starts later waits for a busy trainer.
+        published_again: Called after the trainer published its weights again for an engine that
+            starts later; the trainer may hold memory for this.
+        tolerance: Maximum difference of a canary's log-probs, in nats; None checks no canary.
 
     Example:
         sync = WeightSync(trainer, timeout=120.0, patience=300.0)
@@ -97,13 +98,15 @@ class WeightSync:
         self._tolerance = tolerance
         self._offered: Manifest | None = None
         self._expected: StateDictInfo | None = None
-        """The tensors of every update: those of the first; None before it."""
+        """The tensors of the first update, which every later update must have too; None before
+        the first."""
         self._group: list[Engine] = []
         """Engines in the trainer's process group, in the order of their ranks."""
 
     @property
     def sends_newest(self) -> bool:
-        """Whether an engine that starts later gets the trainer's newest weights, not `current`."""
+        """Whether an engine that starts later gets the trainer's newest weights instead of
+        `current`."""
         return not find_transport(_published(self.current).transport).lasting
 
     async def publish(self) -> Manifest:
@@ -120,12 +123,12 @@ class WeightSync:
         """Bring the offered weights to all engines, or to none if one refuses; return the results.
 
         Args:
-            take_results: Called after the check, the push and the canaries with the results of the
-                engines in them, of which errors mean that an engine must not serve any more. If it
-                raises, the update ends.
+            take_results: Called after each of three stages (check, push, canaries) with the
+                stage's result of each engine; an engine with an error must not serve any more. If
+                `take_results` raises, the update ends.
 
         Raises:
-            WeightUpdateError: when an engine refuses them, in which case all keep their weights, or
+            WeightUpdateError: when an engine refuses the weights, and all engines keep theirs; or
                 when an engine's canary differs from the trainer's.
         """
         offered, engines = _published(self._offered), list(engines)
@@ -146,8 +149,8 @@ class WeightSync:
         return errors | pushed | compared
 
     async def update_one(self, engine: Engine, in_flight: InFlight) -> int:
-        """Bring the current weights to one engine that starts later, or the trainer's newest (see
-        `sends_newest`); return their version."""
+        """Bring weights to one engine that starts later, and return their version: the current
+        weights, or the trainer's newest (see `sends_newest`)."""
         published, seconds = _published(self.current), self._timeout
         clock = asyncio.get_running_loop().time
         if self.sends_newest:  # the trainer may be training again before it sends
@@ -161,7 +164,7 @@ class WeightSync:
             if self.sends_newest and self._published_again is not None:
                 await self._published_again()
         result = results[engine]
-        # A step of the trainer before it sent makes the weights newer than the canary.
+        # If the trainer made a step before it sent, the weights are newer than the canary.
         if isinstance(result, Updated) and result.version == published.version:
             result = (await self._compare(published, [engine], ends)).get(engine, result)
         if isinstance(result, TurnwiseError):
@@ -175,8 +178,8 @@ class WeightSync:
     async def _check(
         self, engines: Iterable[Engine], published: Manifest, seconds: float
     ) -> tuple[dict[Engine, list[str]], UpdateResults]:
-        """Return the devices of engines that can load a version, and the errors of the others; it
-        takes a share of the `seconds` of an update."""
+        """Return the devices of each engine that can load a version, and the errors of the other
+        engines. Each has `_CHECK_SHARE` of an update's `seconds`."""
 
         async def check(engine: Engine) -> list[str]:
             missed = f"{engine.name} did not check the update to version {published.version}"
@@ -195,8 +198,9 @@ class WeightSync:
     async def _push(
         self, published: Manifest, fit: _Devices, in_flight: InFlight, seconds: float
     ) -> UpdateResults:
-        """Update engines that were just checked. If one's death breaks a stream for all, the others
-        get it once more without it; so do, with deltas, all that failed: they get all tensors."""
+        """Update engines that were just checked. If an engine dies and breaks a stream for all,
+        the other engines get the update once more without it. With deltas, all failed engines get
+        the update once more, as whole tensors."""
         clock = asyncio.get_running_loop().time
         end = clock() + seconds
         results = await self._attempt(published, fit, in_flight, seconds)
@@ -213,7 +217,7 @@ class WeightSync:
     async def _compare(
         self, published: Manifest, engines: Iterable[Engine], ends: float
     ) -> UpdateResults:
-        """Have engines score the canary before their update `ends`, by the event loop's clock."""
+        """Have engines score the canary before the update `ends`, in the event loop's time."""
         if not len(published.prompt) or (tolerance := self._tolerance) is None:
             return {}
         expected = (published.prompt, published.logprobs, tolerance, published.version)
@@ -253,13 +257,14 @@ class WeightSync:
         failure, results = await _beside(send(), fit, update)
         if failure is not None:
             self._group = []
-            # Otherwise the engines' own errors say more.
+            # If an engine failed too, its own error is more specific.
             if all(isinstance(result, Updated) for result in results.values()):
                 raise failure
         return results
 
     async def _make_group(self, fit: _Devices, seconds: float) -> TurnwiseError | None:
-        """Have the trainer and these engines join a new process group; return why they did not."""
+        """Have the trainer and these engines join a new process group; return the error if they did
+        not."""
         self._group = []
         try:
             async with deadline(seconds, "the trainer did not open a rendezvous address"):
@@ -297,7 +302,7 @@ def _raise_refusals(results: UpdateResults) -> None:
 async def _outcomes(
     engines: Iterable[Engine], call: Callable[[Engine], Awaitable[_T]]
 ) -> dict[Engine, _T | TurnwiseError]:
-    """Call all engines at once; return each one's result or error."""
+    """Call all engines at once; return the result or error of each."""
 
     async def outcome(engine: Engine) -> _T | TurnwiseError:
         try:
@@ -314,10 +319,11 @@ async def _beside(
     engines: Iterable[Engine],
     call: Callable[[Engine], Awaitable[_T]],
 ) -> tuple[TurnwiseError | None, dict[Engine, _T | TurnwiseError]]:
-    """Call all engines beside the trainer's half of the work; return its error, and theirs.
+    """Call all engines while the trainer does its half of the work; return the trainer's error, and
+    each engine's result or error.
 
-    Once it has given up, an engine that is silent, as one whose node is cut off, is waited for no
-    longer than `_ANSWER_SECONDS`: the others still have time to get the update without it.
+    After the trainer has given up, a silent engine (for example on a node that is cut off) has
+    `_ANSWER_SECONDS` to answer, so that the others still have time to get the update without it.
     """
     clock = StallClock(_ANSWER_SECONDS)
     clock.stopped = True
@@ -348,18 +354,18 @@ async def check_canary(
     version: int,
     adapter: str = "",
 ) -> tuple[float, float]:
-    """Compare the engine's log-probs of the prompt's tokens 1..T-1, but for those of an image, with
+    """Compare the engine's log-probs of the prompt's tokens 1..T-1, except tokens of an image, with
     the trainer's; return the mean and the largest absolute difference, in nats.
 
     Args:
-        adapter: Name of the adapter that scores them; "" for the policy.
+        adapter: Name of the adapter that scores the prompt; "" for the policy.
 
     Raises:
-        WeightUpdateError: when the largest exceeds the tolerance, or the engine samples from
-            another version.
+        WeightUpdateError: when the largest difference exceeds the tolerance, log-probs are missing,
+            or the engine samples from another version.
     """
     canary, route = Prompt.of(prompt), Route(adapter=adapter)
-    # It is urgent: it is computed before all that waits.
+    # Urgent, so that the engine computes it before all waiting requests.
     name = f"canary-{version}"
     request = Request(canary, _CANARY_SAMPLING, name, route=route, urgent=True)
     completion = await generate(engine, request)

@@ -1,10 +1,10 @@
 """Transports: ways to send weights from a trainer to its engines.
 
 A transport is one class. It makes the `WeightSender` of a trainer's rank, which describes an update
-by a `Manifest`, and the `Receiver` of it in each engine's worker. To add one, write a file with a
-subclass of `Transport`, and name it in `TRANSPORTS`, or only in the configuration. A stream (`ipc`,
-`collective`) sends its manifest, then the tensors in chunks that pass through two buffers in turn,
-so that neither side needs memory for a second model.
+by a `Manifest`, and the `Receiver` of the update in each engine's worker. To add a transport, write
+a subclass of `Transport`, and name it in `TRANSPORTS`, or only in the configuration. A stream
+(`ipc`, `collective`) sends its manifest, then the tensors in chunks through two alternating
+buffers, so that neither side needs memory for a second model.
 """
 
 import os
@@ -42,57 +42,58 @@ TRANSPORTS = {
     "disk": "turnwise.weights.disk:DiskTransport",
     "in_process": "turnwise.weights.in_process:InProcessTransport",
 }
-"""Transports that have a short name. The trainer chooses `in_process` by itself if an engine's
-worker is in its process."""
+"""Transports with a short name. The trainer itself chooses `in_process` if an engine's worker is in
+its process."""
 
 BUFFER_BYTES = 64 * 2**20
 """Size of each of a stream's two buffers on GPUs, unless a tensor needs more or the model less."""
 CPU_BUFFER_BYTES = 16 * 2**20
-"""The same on CPUs, whose caches can hold it: what one side packs, the other reads from there."""
+"""Size of each buffer on CPUs. It fits in a CPU's cache, so one side reads there what the other has
+packed."""
 WAIT_SECONDS = 120.0
 ANSWER_SHARE = 0.5
-"""Fraction of an update's time for each answer of a worker to a stream, so that the others can
-still be served when it gives none."""
+"""Fraction of an update's time that a worker has for each answer to a stream, so that the other
+workers can still be served if it does not answer."""
 _CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
 class SenderOptions:
-    """The parts of a trainer's rank that a transport needs."""
+    """The settings of a trainer's rank that a transport needs."""
 
     tensors: Sequence[tuple[str, torch.Tensor]]
-    """Names and shapes, without data, of the tensors of every update, in their order."""
+    """The tensors of every update, in order: names and shapes, without data."""
     dtype: torch.dtype = torch.float32
-    """Type that the engines load."""
+    """Type in which the engines load tensors."""
     device: torch.device = _CPU
     """Device of this rank's tensors."""
     folder: str | os.PathLike[str] = ""
-    """Folder for transports that write files; "" is none."""
+    """Folder for transports that write files; "" for none."""
     buffer_bytes: int = BUFFER_BYTES
     """Maximum size of each of a stream's two buffers; a larger tensor enlarges them."""
     timeout: float = WAIT_SECONDS
-    """Seconds for an update; in the sender of a stream, for each answer of an engine."""
+    """Seconds for an update; for a stream, seconds for each answer of an engine."""
     address: str | None = None
-    """Address at which `ipc` listens: "" is the device's own, where a worker looks that has no
-    manifest; None is one for this sender alone, or on GPUs the device's."""
+    """Address at which `ipc` listens. "" is the device's address, which a worker without a manifest
+    uses. None is an address of this sender alone; on GPUs it is the device's address."""
 
 
 @dataclass(slots=True)
 class ReceiverOptions:
-    """The parts of an engine's worker that a transport needs."""
+    """The settings and state of an engine's worker that a transport needs."""
 
     device: torch.device
     rank: int
     """Rank among the engine's workers."""
     expected: StateDictInfo | None = None
-    """The tensors that every update must contain; None allows any, each once."""
+    """The tensors that every update must contain; None allows any tensors, each once."""
     group: "ProcessGroup | None" = None
     """The process group with the trainer; None before `init_collective`."""
     held: object = None
     """The last version that arrived (`HeldWeights`); None without `weights.delta`."""
 
     def expected_of(self, manifest: Manifest) -> StateDictInfo:
-        """Return the tensors of an update's stream: `expected`, or those of its manifest."""
+        """Return the tensors of an update's stream: `expected`, or else the manifest's tensors."""
         if self.expected is None and not manifest.tensors:
             raise WeightUpdateError("call prepare_refit_info before the first update")
         return manifest.info if self.expected is None else self.expected
@@ -103,38 +104,39 @@ class WeightSender:
 
     The base class itself serves the ranks that send nothing: it consumes the tensors, so that the
     other ranks can gather them. A subclass consumes them one at a time and to the end (`drained`),
-    even after an error, since a generator gathers each when it is reached.
+    even after an error, because a generator gathers each tensor only when it is reached.
 
-    Methods raise `WeightUpdateError` when tensors cannot be written, have changed, or a worker
-    refused them, and `DeadlineError` when a worker did not answer in time.
+    Methods raise `WeightUpdateError` when tensors cannot be written or have changed, or when a
+    worker refused them, and `DeadlineError` when a worker did not answer in time.
     """
 
     transport = ""
-    """Name under which engines find the transport; `make_sender` sets it. A class sets it only for
-    senders that tests make directly."""
+    """Name under which engines find the transport; `make_sender` sets it. The values in subclasses
+    serve senders that tests make directly."""
     streamed = False
     """`Transport.streamed`; `make_sender` sets it."""
     state_dict_info: StateDictInfo
-    """Tensors of every update, for `prepare_refit_info`; `make_sender` sets it."""
+    """The tensors of every update, for `prepare_refit_info`; `make_sender` sets it."""
 
     def publish(self, version: int, tensors: NamedTensors) -> Manifest:
-        """Prepare a version; engines get rank 0's manifest. Streams consume tensors in `send`.
+        """Prepare a version and return its manifest; engines get the manifest of rank 0.
 
-        Tensors may be on a GPU, in another type than `SenderOptions.dtype`, and empty. A version
-        may be published again after a failure, which leaves the earlier ones as they were.
+        A stream does not consume the tensors here, but in `send`. Tensors may be on a GPU, in
+        another type than `SenderOptions.dtype`, and empty. After a failure the version may be
+        published again; a failure does not change earlier versions.
         """
         if not self.streamed:
             deque(tensors, maxlen=0)
         return Manifest(version, self.transport, "", 0, ())
 
     def send(self, version: int, tensors: NamedTensors, devices: Sequence[str] = ()) -> None:
-        """Send the tensors to workers on these devices (`Engine.check_update`) while they load."""
+        """Send the tensors, while workers on these devices (`Engine.check_update`) load them."""
         if self.streamed:
             deque(tensors, maxlen=0)
 
     def store(self, delta: bytes) -> str:
-        """Keep a delta from the last version; return its path. Only of transports that
-        `weights.delta` may have."""
+        """Keep a delta from the last version; return its path. Only transports that work with
+        `weights.delta` implement it."""
         raise NotImplementedError
 
     def join(self, ip: str, port: int, engine_workers: int, timeout: float | None = None) -> None:
@@ -150,13 +152,13 @@ class Receiver(ABC):
     """One engine worker's receiver of one update: polled until ready, then read, then ended."""
 
     reuses_buffers = False
-    """Whether tensors are overwritten once the next chunk is requested."""
+    """Whether a chunk's tensors are overwritten once the next chunk is requested."""
     reports = True
-    """Whether `end` reports to a trainer that waits for it."""
+    """Whether `end` reports to a trainer, which waits for the report."""
 
     @abstractmethod
     def poll(self) -> int | None:
-        """Return the version once its tensors can be read, else None; never blocks.
+        """Return the version once its tensors can be read, else None; never block.
 
         Raises:
             WeightUpdateError: when the update does not fit, or the trainer gave up.
@@ -165,10 +167,10 @@ class Receiver(ABC):
 
     @abstractmethod
     def chunks(self) -> Iterator[NamedTensors]:
-        """Yield the tensors of each chunk; raises as `poll` does."""
+        """Yield the tensors of each chunk; raise the same errors as `poll`."""
 
     def end(self, error: str = "") -> None:
-        """Report to the trainer how the update ended here; "" is success."""
+        """Report the update's result to the trainer: an error, or "" for success."""
         return
 
 
@@ -224,8 +226,8 @@ class Transport(Protocol):
     streamed: bool = False
     """Whether `WeightSender.send` sends the tensors while engines load."""
     lasting: bool = False
-    """Whether engines can still read a version after the trainer has changed its weights, until the
-    second version after it is published: an engine that starts late reads the last one."""
+    """Whether engines can still read a version after the trainer has changed its weights, until it
+    has published two more versions. An engine that starts late then reads the last version."""
     needs_group: bool = False
     """Whether trainer and engines must be in one process group."""
 
@@ -235,26 +237,26 @@ class Transport(Protocol):
 
     @abstractmethod
     def make_sender(self, options: SenderOptions) -> WeightSender:
-        """Make the sender of a rank; raises `InputError` where the transport cannot be used."""
+        """Make the sender of a rank; raise `InputError` if the transport cannot be used there."""
 
     def validate(self, manifest: Manifest, options: ReceiverOptions) -> None:
         """Raise `WeightUpdateError` if an engine's worker cannot load an update. The caller has
-        compared names, shapes and types with `options.expected`."""
+        already compared names, shapes and types with `options.expected`."""
         return
 
     @abstractmethod
     def receive(self, manifest: Manifest, options: ReceiverOptions, seconds: float) -> Receiver:
         """Start to receive an update in an engine's worker, within `seconds`.
 
-        The manifest of a stream may have only a transport and a path.
+        The manifest of a stream may contain only a transport and a path.
         """
 
 
 class StreamSender(WeightSender):
     """Sends named tensors, in the engines' `dtype`, through two buffers.
 
-    Each `send` must get the tensors of the options, in their order. The device's type must be that
-    of the engines.
+    Each `send` must get the tensors of the options, in their order. The trainer's device and the
+    engines' devices must have the same type.
     """
 
     def __init__(self, options: SenderOptions) -> None:
@@ -269,7 +271,7 @@ class StreamSender(WeightSender):
         self._chunks = split(entries, options.buffer_bytes)
         self._buffer_bytes = max(map(chunk_bytes, self._chunks))
         self._timeout = options.timeout
-        self._path = ""  # address at which engines find this sender, for their manifest
+        self._path = ""  # address at which engines find this sender; part of the manifest
 
     def publish(self, version: int, tensors: NamedTensors) -> Manifest:
         return Manifest(version, self.transport, self._path, *self._layout)
@@ -283,7 +285,7 @@ class StreamSender(WeightSender):
 
 
 class StreamReceiver(Receiver):
-    """Reads chunks from a trainer, whose manifest must name the `expected` tensors."""
+    """Reads chunks from a trainer; the trainer's manifest must name the `expected` tensors."""
 
     reuses_buffers = True
 
@@ -308,14 +310,14 @@ class StreamReceiver(Receiver):
         return f"chunk {index + 1} of {len(self._chunks)} of version {self._version}"
 
     def _unpacked(self, chunk: Chunk, buffer: torch.Tensor) -> Iterator[NamedTensors]:
-        """Yield a chunk's tensors as views of a buffer; end once the device has read them."""
+        """Yield a chunk's tensors as views of a buffer; end only when the device has read them."""
         yield [(entry.name, entry.in_bytes(buffer)) for entry in chunk]
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
 
 def find_transport(name: str) -> Transport:
-    """Return the transport of a short name, or of `package.module:Class`."""
+    """Return the transport with a short name, or of a class `package.module:Class`."""
     path = TRANSPORTS.get(name, name)
     if ":" not in path:
         raise InputError(
@@ -343,18 +345,17 @@ def make_sender(
     timeout: float = WAIT_SECONDS,
     address: str | None = None,
 ) -> WeightSender:
-    """Make the sender of one trainer rank; the other arguments are those of `SenderOptions`.
+    """Make the sender of one trainer rank. `SenderOptions` describes the other arguments.
 
     Args:
-        transport: `weights.transport`, or `in_process` where engines live in the trainer's
-            processes.
-        tensors: The tensors of every update; DTensors have the shapes of the whole.
+        transport: `weights.transport`, or `in_process` if engines are in the trainer's processes.
+        tensors: The tensors of every update; a DTensor counts with the shape of the whole tensor.
     """
     chosen = find_transport(transport)
     device = device or _CPU
     if buffer_bytes is None:
         buffer_bytes = CPU_BUFFER_BYTES if device.type == "cpu" else BUFFER_BYTES
-    # Without data: a sender must not keep the model's tensors alive.
+    # Keep shapes without data, because a sender must not keep the model's tensors alive.
     shapes = [(name, torch.empty(t.shape, device="meta")) for name, t in tensors]
     timeout *= ANSWER_SHARE if chosen.streamed else 1.0
     options = SenderOptions(shapes, dtype, device, folder, buffer_bytes, timeout, address)
@@ -376,20 +377,21 @@ def refit_sender(
 ) -> WeightSender:
     """Make the sender of one rank of your own trainer, for a `VllmAsyncGenerationWorker`.
 
-    Its `state_dict_info` is for `prepare_refit_info_async`, `send` for one of the two updates, and
-    with `collective`, `join` for `init_collective_async`.
+    Pass its `state_dict_info` to `prepare_refit_info_async`. Call its `send` while the worker runs
+    one of its two update methods and, with `collective`, its `join` while the worker runs
+    `init_collective_async`.
 
     Args:
         transport: `ipc` or `collective`.
-        tensors: Names, as in the model's files, and shapes of the whole tensors of every update, in
-            their order.
-        dtype: Type that the engine loads.
+        tensors: The tensors of every update, in order: names as in the model's files, and shapes of
+            the whole tensors.
+        dtype: Type in which the engine loads tensors.
         device: Device of the tensors; None is the CPU.
-        rank: This rank of the trainer. All must send; on a CPU only those of rank 0 arrive.
+        rank: This rank of the trainer. All ranks must call `send`; on a CPU only rank 0 sends.
         timeout: Seconds for an update.
 
     Raises:
-        InputError: when the transport is another one, or cannot be used here.
+        InputError: when the transport is not one of the two, or cannot be used here.
 
     Example:
         sender = refit_sender("ipc", model.named_parameters(), model.dtype)

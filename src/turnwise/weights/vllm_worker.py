@@ -1,9 +1,10 @@
 """The engine's side of every transport, as an extension of vLLM's worker.
 
-vLLM imports this module because `worker_extension_cls` names its class; importing registers the
-backend. Tensors are loaded as a checkpoint would be. vLLM keeps those of a layer until the layer is
-complete, so tensors in a buffer that is reused are copied first. LoRA adapters are made of tensors
-in memory, and removed only by their owner, `VllmEngine`, so vLLM never looks for a folder.
+vLLM imports this module because `worker_extension_cls` names its class; the import registers the
+backend. Tensors are loaded in the same way as a checkpoint. vLLM keeps the tensors of a layer until
+the layer is complete, so tensors in a reused buffer are copied first. LoRA adapters are made of
+tensors in memory, and only their owner, `VllmEngine`, removes them, so vLLM never looks for a
+folder.
 """
 
 import os
@@ -32,7 +33,7 @@ logs.register_stacks()  # vLLM may start a worker's process without forking
 class TransferEngine(vllm.WeightTransferEngine):  # type: ignore[misc]
     """Loads the open update into the model; one for each worker, made by vLLM."""
 
-    # Both are empty: all is known from the receiver.
+    # Both are empty, because the receiver has all information.
     init_info_cls = vllm.WeightTransferInitInfo
     update_info_cls = vllm.WeightTransferUpdateInfo
 
@@ -44,7 +45,7 @@ class TransferEngine(vllm.WeightTransferEngine):  # type: ignore[misc]
         pass
 
     def start_weight_update(self) -> None:
-        if self._reloading:  # an update failed half-way: drop its tensors
+        if self._reloading:  # an earlier update failed half-way: drop its tensors
             vllm.finalize_layerwise_reload(self.model, self.model_config)
         self._reloading = True
         if vllm.current_platform.is_cpu():
@@ -78,7 +79,8 @@ class TransferEngine(vllm.WeightTransferEngine):  # type: ignore[misc]
         self._reloading = False
         if not vllm.current_platform.is_cpu():
             return
-        for module in self.model.modules():  # a reload of tied weights misses the head's copy
+        # vLLM's reload of tied weights does not update the head's packed copy.
+        for module in self.model.modules():
             if isinstance(module, vllm.ParallelLMHead) and module.weight.numel():
                 module.quant_method.process_weights_after_loading(module)
         vllm_cpu.packing.finish()
@@ -93,7 +95,8 @@ class TransferEngine(vllm.WeightTransferEngine):  # type: ignore[misc]
 
 
 def _replying(method: Callable[_P, JsonObject | None]) -> Callable[_P, JsonObject]:
-    """Return an error as a plain value: its class as `error`, its text as `message`."""
+    """Make a method return an error as plain values: its class as `error`, its text as
+    `message`."""
 
     @wraps(method)
     def reply(*args: _P.args, **kwargs: _P.kwargs) -> JsonObject:
@@ -120,18 +123,18 @@ class WorkerExtension:
 
     @_replying
     def report_device_id(self) -> JsonObject:
-        """Return the `device` of this worker alone."""
+        """Return the worker's `device`; on a CPU its name is unique to this worker."""
         name = device_name(self.device)
         return {"device": name if self.device.type == "cuda" else f"{name}-{os.getpid()}"}
 
     @_replying
     def take_processor_failure(self, request_id: str) -> JsonObject:
-        """Return `why` a logits processor failed in a request; "" when none did."""
+        """Return `why` a logits processor failed in a request; "" if none failed."""
         return {"why": take_failure(request_id)}
 
     @_replying
     def take_forced_tokens(self, request_id: str) -> JsonObject:
-        """Return the `places` of forced tokens since the last call, as `take_forced` does."""
+        """Return the result of `take_forced` as `places`."""
         return {"places": take_forced(request_id)}
 
     @_replying
@@ -145,7 +148,7 @@ class WorkerExtension:
     def join_collective(
         self, rank_prefix: int, ip: str, port: int, world_size: int, ranks: int, seconds: float
     ) -> None:
-        """Join the process group of the trainer's `ranks`; replaces an earlier one."""
+        """Join the process group with a trainer of `ranks` ranks; replace an earlier group."""
         self._options.group = None
         group = (ranks + rank_prefix + self.rank, ip, port, world_size, ranks)
         self._options.group = ProcessGroup(*group, self.device, seconds)
@@ -158,18 +161,18 @@ class WorkerExtension:
 
     @_replying
     def open_update(self, manifest: JsonObject, seconds: float) -> JsonObject:
-        """Begin to receive an update; returns as `poll_update` does.
+        """Begin to receive an update; return the result of `poll_update`.
 
-        The manifest of a stream may name no tensors: then the trainer sends its own first.
+        The manifest of a stream may name no tensors; the trainer then sends its own manifest first.
         """
         update = Manifest.from_dict(manifest)
         transport = find_transport(update.transport)
         unknown = transport.streamed and not update.tensors
         if not unknown and update != getattr(self, "_validated", None):
             self._validate(update)
-        self._validated = None  # one check is good for one update
+        self._validated = None  # a check is valid for one update only
         vllm.forget_update(self)
-        if update.checksum is None:  # the copy would no longer be what the model contains
+        if update.checksum is None:  # the copy would no longer equal the model's weights
             self._options.held = None
         engine = self.weight_transfer_engine
         engine.end_update("the engine began another update")
@@ -178,7 +181,7 @@ class WorkerExtension:
 
     @_replying
     def poll_update(self) -> JsonObject:
-        """Return the `version` that can be loaded, if one can."""
+        """Return the `version` that can be loaded; nothing if it has not arrived yet."""
         assert self.weight_transfer_engine.receiver is not None
         version = self.weight_transfer_engine.receiver.poll()
         return {} if version is None else {"version": version}
@@ -187,8 +190,14 @@ class WorkerExtension:
     def load_update(
         self, numbers: Mapping[str, int] | None = None, config: JsonObject | None = None
     ) -> JsonObject:
-        """Load the open update, or with PEFT's `config` the adapters of policies under `numbers`;
-        it has not `ended` if the trainer waits for reports of workers."""
+        """Load the open update, and return whether it has `ended`; it has not if the trainer waits
+        for reports of workers.
+
+        Args:
+            numbers: vLLM's ids of new adapters, by policy; None if the update has the model's
+                weights.
+            config: PEFT's configuration of these adapters.
+        """
         engine = self.weight_transfer_engine
         receiver = engine.receiver
         assert receiver is not None
@@ -197,7 +206,7 @@ class WorkerExtension:
             self.update_weights({})
             self.finish_weight_update()
         else:
-            # vLLM scales B in place, and a sender may reuse its memory.
+            # Copies, because vLLM scales B in place, and a sender may reuse its memory.
             copies = (
                 (name, tensor.detach().clone())
                 for chunk in receiver.chunks()
@@ -215,13 +224,16 @@ class WorkerExtension:
 
     @_replying
     def capture_experts(self) -> None:
-        """Capture which experts compute each token, before the first request."""
+        """Start to capture the experts of each token; call it before the first request."""
         vllm_cpu.capture_experts(self.model_runner)
 
     @_replying
     def prepare_adapters(self) -> None:
-        """Let no adapter change the output head, before the first request: if one may, vLLM 0.32
-        cannot compute log-probs of a prompt, as for the canary, in a batch with other requests."""
+        """Exclude the output head from adapters; call it before the first request.
+
+        If adapters may change the head, vLLM 0.32 cannot compute log-probs of a prompt, as for the
+        canary, in a batch with other requests.
+        """
         slots = vllm.adapter_slots(self.model_runner.lora_manager)
         for name, module in list(slots.model.named_modules()):
             if isinstance(module, vllm.LogitsProcessorWithLoRA):
@@ -241,7 +253,7 @@ class WorkerExtension:
 
     @_replying
     def end_update(self, error: str) -> None:
-        """Report to the trainer how its update ended."""
+        """End the open update, and report its result to the trainer; "" is success."""
         self.weight_transfer_engine.end_update(error)
 
     @cached_property
@@ -265,7 +277,8 @@ def _put(
     tensors: dict[str, torch.Tensor],
     config: JsonObject,
 ) -> None:
-    """Copy an adapter, with PEFT's names and `config`, into a slot; requests name its `number`."""
+    """Copy an adapter, with PEFT's names and `config`, into a slot; `number` is its id in
+    requests."""
     slots = vllm.adapter_slots(manager)
     helper = vllm.PEFTHelper.from_dict(config)
     helper.validate_legal(manager.lora_config)
@@ -297,7 +310,7 @@ def _put(
                     )
         slots.activate_adapter(number)
         slot = slots.lora_index_to_id.index(number)
-        for name, layer in lora.loras.items():  # the slot has to contain it, bit for bit
+        for name, layer in lora.loras.items():  # check that the slot has the adapter, bit for bit
             for a, b, held_a, held_b in _shards(slots.modules[name], layer):
                 for tensor, held in ((a, held_a), (b, held_b)):
                     arrived = held[slot, 0, : tensor.shape[0], : tensor.shape[1]]
@@ -311,8 +324,9 @@ def _put(
 def _shards(
     module: vllm.BaseLayerWithLoRA, layer: vllm.LoRALayerWeights
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Yield this worker's A and B of a layer, each with the slots that hold it: one pair, or one
-    for each layer that vLLM has fused. Embeddings and experts have other slots, and yield none."""
+    """Yield this worker's A and B of a layer, and the slots that hold A and B. There is one pair of
+    A and B, or one for each layer that vLLM has fused. Embeddings and experts have slots of another
+    form, and yield nothing."""
     if not isinstance(module.lora_a_stacked, tuple):
         return
     a, b = layer.lora_a, layer.lora_b
@@ -327,7 +341,8 @@ def _shards(
             yield own_a, own_b, slots_a, slots_b
 
 
-# An update of some layers is complete: the manifest says so, and the canary checks it.
+# vLLM warns about an update of some layers only. It is complete: the manifest lists its tensors,
+# and the canary checks the result.
 vllm.reload_logger.addFilter(lambda record: "Failed to load weights" not in record.getMessage())
 
 vllm.add_transfer_engine(WEIGHT_BACKEND, TransferEngine)

@@ -1,7 +1,7 @@
-"""ChatLearn: its modules and pipelines, its files of models and pipelines, and its names.
+"""ChatLearn's modules and pipelines, and its files of models and pipelines, under its names.
 
-A module defines its prompts, requests and outputs; a pipeline runs the engines and the trainer
-behind it, and keeps the engines at the trainer's weights. `pipeline_file` describes the file with
+A module defines its prompts, requests and outputs. A pipeline runs the engines and the trainer for
+its modules, and keeps the engines at the trainer's weights. `pipeline_file` describes the file with
 several models that `turnwise pipeline` runs without a program.
 """
 
@@ -48,7 +48,7 @@ _PLACES = dict.fromkeys(_HELPERS, "turnwise.compat.chatlearn.helpers") | {
 
 
 def __getattr__(name: str) -> object:
-    """Import a class at its first use: a pipeline's imports take seconds."""
+    """Import a name at its first use, because a pipeline's imports take seconds."""
     if name not in __all__:
         raise AttributeError(f"module {__name__} has no attribute {name}")
     found: object = getattr(

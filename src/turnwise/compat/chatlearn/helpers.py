@@ -1,4 +1,4 @@
-"""ChatLearn's datasets of prompts, and its helpers for modules, with its names."""
+"""ChatLearn's prompt datasets and its helpers for modules, under ChatLearn's names."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -27,7 +27,7 @@ class PromptPipeline(Sequence[JsonObject]):
         return self.prompts_ids[index]
 
     def collate_fn(self, samples: Sequence[JsonObject]) -> dict[str, list[Foreign]]:
-        """Return items as a batch: a list for each of their fields."""
+        """Return items as a batch: one list for each field."""
         return {name: [sample[name] for sample in samples] for name in (samples or [{}])[0]}
 
 
@@ -35,10 +35,10 @@ class VLLMPromptPipeline(PromptPipeline):
     """Prompts for a policy's `forward_step`, cut at their end.
 
     Args:
-        prompts: Texts; tuples that begin with a text; or rows, whose text is under `prompt_key`,
-            or else `prompt`, and whose other fields are kept.
-        max_prompt_length: Largest number of tokens.
-        tokenizer: A Hugging Face tokenizer, which adds its BOS.
+        prompts: Texts, tuples that begin with a text, or rows. The text of a row is its field
+            `prompt_key` ("prompt" if that is None); the other fields are kept.
+        max_prompt_length: Maximum number of tokens.
+        tokenizer: A Hugging Face tokenizer. Its `encode` also adds special tokens, such as BOS.
 
     Raises:
         InputError: naming the prompt that is empty or has no text.
@@ -81,9 +81,9 @@ def get_model(
     """Return the model of a `model_provider`, for evaluation; engines and trainer load their own.
 
     Args:
-        args: The module's `model_args`; their `load` is returned where the provider returns None,
-            because the model is that of the files.
-        wrap_with_ddp: Not looked at: the trainer shards its own model.
+        args: The module's `model_args`. If the provider returns None, the files name the model, and
+            `args["load"]` is returned.
+        wrap_with_ddp: Ignored: the trainer shards its own model.
 
     Example:
         class Policy(VLLMModule):
@@ -97,5 +97,5 @@ def get_model(
 
 
 def print_rank_0(message: object) -> None:
-    """Print a line at once: a module is one process, whatever its engines' sizes."""
+    """Print a line and flush it; a module is one process, so there is no rank to check."""
     print(message, flush=True)  # noqa: T201

@@ -1,7 +1,7 @@
 """The YAML files of a pipeline's models: their keys, ChatLearn's flat keys, and their includes.
 
-docs/how-to/pipelines.md lists the keys. Sections are merged key by key, and so are values that are
-mappings. Only names are checked here; values are checked with the whole configuration.
+docs/how-to/pipelines.md lists the keys. Sections, and values that are mappings, are merged key by
+key. This module checks names; most values are checked with the whole configuration.
 """
 
 import ast
@@ -36,7 +36,7 @@ Settings = Tree
 Args = Tree
 """Values by ChatLearn's flat keys."""
 Notes = dict[str, list[str]]
-"""Keys that are accepted and do not do what they did in ChatLearn, by what is said of them."""
+"""Accepted keys with another effect than in ChatLearn, by the sentence that explains them."""
 REWARDS = "rollout.rewards"
 UNNAMED = "the model of model_provider"
 """Stands for `model.path` before a module has said which model it is."""
@@ -45,7 +45,7 @@ _BOTH = ("sampling", "eval.sampling")
 
 
 def _by_ends(keys: str) -> dict[str, str]:
-    """Return keys of the configuration by their last parts."""
+    """Map the last part of each dotted key to the key."""
     return {key.rpartition(".")[2]: key for key in keys.split()}
 
 
@@ -71,7 +71,7 @@ OURS = {
     "lr_warmup_iters": "training.warmup_steps",
     "recompute_activations": "training.activation_checkpointing",
 }
-"""Keys of the configuration by ChatLearn's names."""
+"""ChatLearn's names, mapped to keys of the configuration."""
 _COMPANION = ("load", "bf16", "dtype")
 _FLAT: dict[str, Sequence[str]] = {
     "policy": _words(
@@ -93,14 +93,14 @@ _FLAT: dict[str, Sequence[str]] = {
     "reward": _COMPANION,
     "value": _COMPANION,
 }
-"""Flat keys of `OURS` in the file of each role."""
+"""Keys of `OURS` that the file of each role may contain as flat keys."""
 _COUNTS = ("n", "num_inference_per_prompt", "max_new_tokens")
-_SHARED = ("ignore_eos", "prompt_logprobs")  # flat keys of training and evaluation alike
+_SHARED = ("ignore_eos", "prompt_logprobs")  # flat keys that set both training and evaluation
 _READ = _words("stop_token_list prompt_key use_beam_search vllm_input_ids_key vllm_prompt_key")
-"""Flat keys of the policy's that `_meant` and modules read, beside `_COUNTS` and `_SHARED`."""
+"""Further flat keys of the policy's file, which `_meant` and modules read."""
 
 FixedKeys = dict[str, tuple[tuple[object, ...], str]]
-"""Keys that accept only some values, and advice for the others."""
+"""Keys that accept only some values: the accepted values, and advice for any other value."""
 _FIXED: FixedKeys = {
     "apply_replica_id_to_seed": ((True,), "every engine has its own seed, derived from seed"),
     "bf16": ((True, False), "set it to true for model.dtype bfloat16, or to false"),
@@ -122,7 +122,7 @@ STRUCTURE = {
     "num_layers": "num_hidden_layers",
     "num_query_groups": "num_key_value_heads",
 }
-"""Flat keys of the policy's structure, by which it is compared with its own configuration."""
+"""Flat keys of the model's structure, mapped to the keys of its config.json that must agree."""
 _IN_FOLDER = (
     "no effect; the folder of load (model.path), in Hugging Face's format, contains the model's "
     "structure"
@@ -155,7 +155,8 @@ _UNUSED = {
         """
     ),
 }
-"""Flat keys of Megatron's and of the trainer, which all models of ChatLearn's examples include."""
+"""Unused flat keys of Megatron and of ChatLearn's trainer, by the reason. All models of ChatLearn's
+examples include them."""
 _REASONS = {key: why for why, keys in _UNUSED.items() for key in keys}
 _KNOWN = frozenset([*_FLAT["policy"], *_COUNTS, *_SHARED, *_READ, *_FIXED, *STRUCTURE])
 _OTHERS = {
@@ -168,7 +169,8 @@ _OTHERS = {
     },
     **dict.fromkeys(STRUCTURE, _IN_FOLDER),
 }
-"""The same, and other models' keys, in the files of the models beside the policy."""
+"""Keys without effect in the files of models other than the policy, with the reasons: the unused
+keys, and keys that only another model's file sets."""
 
 _RENAMED = {
     "tokenizer": {
@@ -191,15 +193,18 @@ _SECTIONS = {
     }
     for prefix in ("model", "sampling", "eval.sampling", "engine")
 } | _RENAMED
-"""Keys of the configuration by their names in each section."""
+"""For each section of a model's file: its key names, mapped to keys of the configuration."""
 _TRAINER_SECTIONS = ("model.", "training.", "algorithm.")
-"""Sections that ppo_policy takes whole from its file; other roles take the keys in `_FLAT`."""
-ROLES = tuple(role for role in _FLAT if role != "policy")  # roles of the models beside the policy
+"""Sections of which ppo_policy's file may set any key; other roles only set the keys in `_FLAT`."""
+ROLES = tuple(role for role in _FLAT if role != "policy")
 
 
 def _expanded(value: object) -> object:
-    """Replace the `${NAME:default}` texts of a YAML value, at any depth, by environment variables,
-    read as Python or YAML values; one that is not set and has no default is null."""
+    """Replace the `${NAME:default}` texts of a YAML value, at any depth, by environment variables.
+
+    Their texts are read as Python or YAML values. A variable that is not set, and has no default,
+    becomes None.
+    """
     if isinstance(value, dict):
         return {key: _expanded(below) for key, below in value.items()}
     if isinstance(value, list):
@@ -219,8 +224,12 @@ def _expanded(value: object) -> object:
 def with_included(
     path: Path, kind: str, including: tuple[Path, ...] = ()
 ) -> Iterator[tuple[Path, Tree]]:
-    """Yield the trees of a file (of a `kind` such as "model file" in errors) and of all that it
-    includes, of which a later one wins; the files `including` lead to this one."""
+    """Yield a file's included files, then the file, each with its tree; a later tree wins.
+
+    Args:
+        kind: Noun for the file in errors, such as "model file".
+        including: The chain of files that include this one, to find a cycle.
+    """
     where = path.resolve()
     if where in including:
         chain = " -> ".join(str(p.name) for p in (*including[including.index(where) :], where))
@@ -245,7 +254,7 @@ def with_included(
 
 
 def load_merged(path: Path) -> Tree:
-    """Return a file's tree over those that it includes."""
+    """Return a file's tree, merged over the trees of the files that it includes."""
     tree: Tree = {}
     for _, own in with_included(path, "file"):
         tree = merged(tree, own)
@@ -253,7 +262,7 @@ def load_merged(path: Path) -> Tree:
 
 
 def merged(base: Tree, over: Tree) -> Tree:
-    """Merge two trees, section by section; `over` has the last word."""
+    """Merge two trees key by key, at any depth; values of `over` take precedence."""
     result = dict(base)
     for key, value in over.items():
         both = isinstance(value, dict) and isinstance(result.get(key), dict)
@@ -262,7 +271,7 @@ def merged(base: Tree, over: Tree) -> Tree:
 
 
 def _leaves(key: str, value: object) -> Iterator[tuple[str, object]]:
-    """Yield the values below a key, with their dotted keys."""
+    """Yield the dotted key and the value of each leaf below a key."""
     if isinstance(value, dict) and value:
         for name, below in value.items():
             yield from _leaves(f"{key}.{name}", below)
@@ -271,17 +280,18 @@ def _leaves(key: str, value: object) -> Iterator[tuple[str, object]]:
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """Return a question about the known name that was probably meant, or ""."""
+    """Return "; did you mean ...?" with the most similar known name, or "" without one."""
     meant = difflib.get_close_matches(name, known, 1, 0.5)
     return f"; did you mean {meant[0]}?" if meant else ""
 
 
 class ModelFile(NamedTuple):
-    """A model's file with all that it includes."""
+    """A model's file, merged with all files that it includes."""
 
     settings: Settings
     args: Args
-    """The policy's flat keys, whose values the settings include; empty for other models."""
+    """The policy's flat keys, which `settings` has as well under our names; empty for other
+    models."""
     notes: Notes
 
 
@@ -326,8 +336,11 @@ def read_model(path: str | Path) -> ModelFile:
 
 
 def check_structure(args: Args, path: str) -> list[str]:
-    """Compare flat keys of the policy's structure with the configuration in `path` (model.path), of
-    which InputError names the first with another value; return a sentence if it has not all."""
+    """Compare flat keys of the model's structure with the config.json of `path` (model.path).
+
+    Raise `InputError` for the first key with another value. Return a note for keys that could not
+    be compared because config.json, or the key in it, is missing.
+    """
     config: JsonObject = {}
     with suppress(OSError, ValueError):
         config = json.loads((Path(path).expanduser() / "config.json").read_text())
@@ -346,7 +359,7 @@ def check_structure(args: Args, path: str) -> list[str]:
 
 
 def _entries(place: Path, tree: Tree, mistakes: list[str]) -> Iterator[tuple[str, str, object]]:
-    """Yield the section, "" for a flat key, the name and the value of each key of a file."""
+    """Yield the section ("" for a flat key), the name and the value of each key of a file."""
     for key, value in tree.items():
         if key not in _SECTIONS or (key in _KNOWN and isinstance(value, str)):
             yield "", str(key), value
@@ -357,7 +370,7 @@ def _entries(place: Path, tree: Tree, mistakes: list[str]) -> Iterator[tuple[str
 
 
 def _unknown(section: str, name: str) -> str:
-    """Return a sentence about an unknown key, with the one that was probably meant."""
+    """Return a sentence about an unknown key, with the key that was probably meant."""
     full = f"{section}.{name}" if section else name
     if name in REPLACED_KEYS:
         return f"{full} is not supported: {REPLACED_KEYS[name]}"
@@ -377,7 +390,7 @@ def _unknown(section: str, name: str) -> str:
 
 
 def _mistakes(args: Args) -> Iterator[str]:
-    """Yield a sentence for each flat key, or group of keys, whose value has no meaning here."""
+    """Yield a sentence for each flat key, or group of keys, with an unusable value."""
     for key, (meant, instead) in _FIXED.items():
         if key in args and args[key] not in meant:
             yield f"{key} {args[key]!r} is not supported: {instead}"
@@ -389,7 +402,7 @@ def _mistakes(args: Args) -> Iterator[str]:
 
 
 def _meant(args: Args) -> Settings:
-    """Return the settings of flat keys without mistakes."""
+    """Translate the policy's flat keys, whose values `_mistakes` has checked, to settings."""
     both = {key: args[key] for key in _SHARED if key in args}
     if args.get("use_beam_search"):
         both["use_beam_search"] = args["use_beam_search"]
@@ -422,7 +435,7 @@ def _meant(args: Args) -> Settings:
 def args_of(
     model: ModelConfig, sampling: SamplingConfig, held_out: SamplingConfig, own: Args
 ) -> Args:
-    """Return a configuration under ChatLearn's names, with a model's other flat keys."""
+    """Return a configuration under ChatLearn's names, and the model's other flat keys `own`."""
     both = {"temperature", "top_k", "top_p"}
     path = None if model.path == UNNAMED else model.path
     return {
@@ -433,7 +446,7 @@ def args_of(
         **own,
         "load": path,
         "tokenizer": model.tokenizer or path,
-        "num_inference_per_prompt": 1,  # `n` holds it
+        "num_inference_per_prompt": 1,  # `n` below already includes it
         "seq_length": model.max_length,
         "max_new_tokens": sampling.max_tokens,
         "n": sampling.n,
@@ -447,13 +460,13 @@ def args_of(
 
 
 def role_of(name: str) -> str | None:
-    """Return a model's role by its name in `models`; None where no model has such a name."""
+    """Return a model's role by its name in `models`; None if the name is of no role."""
     role = "reward" if name.endswith("_reward") else name
     return role if role in _FLAT else None
 
 
 def model_settings(name: str, role: str, path: str | Path) -> ModelFile:
-    """Read the file of a model beside the policy, named as in `models`."""
+    """Read the file of a model other than the policy; `name` is its name in `models`."""
     flat, trains = {key: OURS[key] for key in _FLAT[role]}, role == "ppo_policy"
     settings, notes = Settings(), Notes()
     mistakes: list[str] = []
@@ -477,7 +490,7 @@ def model_settings(name: str, role: str, path: str | Path) -> ModelFile:
                     mistakes.append(f"{full} is {what}")
                 elif section not in _SECTIONS or (
                     section == "model" and part not in ModelConfig.model_fields
-                ):  # the other keys of these sections are another model's
+                ):  # other keys of known sections belong to another model: ignored
                     mistakes.append(f"there is no key {full}{nearest(full, [*known_keys()])}")
         elif value in (None, "None"):
             pass

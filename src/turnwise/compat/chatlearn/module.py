@@ -1,10 +1,10 @@
-"""Modules: the policy, which samples, and beside it reference, value, reward and trainer.
+"""Modules of a pipeline: the policy, the reference, value and reward models, and the trainer.
 
-Each method can be overridden alone; names, arguments and their order are those of ChatLearn's
-modules. The policy's `forward_step`, and `eval_forward` under eval.sampling, is `generate_vllm` and
-then `decode_internal`; `generate_vllm` is `_add_request`, which begins the trajectories
-(`_add_request_internal`, those of token ids), and a wait with a deadline. The other modules read
-the policy's outputs, and return lists with an entry for each of its trajectories.
+Methods have the names and arguments of ChatLearn's modules, and each can be overridden alone. The
+policy's `forward_step` calls `generate_vllm` and then `decode_internal`; `eval_forward` does the
+same under eval.sampling. `generate_vllm` calls `_add_request` and waits with a deadline.
+`_add_request` begins the trajectories, through `_add_request_internal` for token ids. The other
+modules read the policy's outputs, and return lists with one entry for each trajectory.
 """
 
 import itertools
@@ -50,16 +50,16 @@ from turnwise.training.model import ModelName
 from turnwise.trajectory import ChatTemplate, Trajectory
 
 Batch = Sequence[Problem | Mapping[str, object]] | Mapping[str, Sequence[Any]]
-"""Problems of `build_dataset`, mappings with token ids, or one mapping of lists of both."""
+"""Problems of `build_dataset`, mappings with token ids, or one mapping of lists: texts and ids."""
 
 
 class VLLMModule(Module):
     """A model that samples with the pipeline's engines.
 
     Args:
-        name: Appears in errors and requests' names; unique among the modules of a pipeline.
-        model_file: The model's YAML file (see `compat.chatlearn.model_file`). It becomes part of
-            the pipeline's configuration, above its own file and below its overrides.
+        name: Unique among the modules of a pipeline; appears in errors and requests' names.
+        model_file: The model's YAML file (see `compat.chatlearn.model_file`). Its values take
+            precedence over the pipeline's file, and the pipeline's overrides over both.
 
     Example:
         class Policy(VLLMModule):
@@ -91,11 +91,11 @@ class VLLMModule(Module):
         provided = self._provided(model)
         log_notes(check_structure(own, provided.get("model.path", config.model.path)))
         self._settings |= provided
-        # For `setup`, where ChatLearn's modules build it.
+        # ChatLearn's modules call model_provider in `setup`; that call returns this same model.
         self.model_provider = lambda: model  # type: ignore[method-assign]
 
     def _provided(self, model: Foreign) -> Settings:
-        """Return the settings of what `model_provider` returned; a model is saved to a folder."""
+        """Return the settings that load `model`; a model object is first saved to a folder."""
         if model is None:
             return {}
         if isinstance(model, str | Path):
@@ -122,11 +122,12 @@ class VLLMModule(Module):
 
     def start(self, pipeline: Pipeline) -> None:
         super().start(pipeline)
-        vars(self).pop("model_provider", None)  # with it goes the model, which engines have by now
+        vars(self).pop("model_provider", None)  # frees the model: the engines have loaded it
 
     def join(self, pipeline: Pipeline) -> None:
         super().join(pipeline)
-        for name in ("conversations", "generator", "tokenizer", "_fields"):  # of no pipeline yet
+        # These may have been cached before a pipeline was joined.
+        for name in ("conversations", "generator", "tokenizer", "_fields"):
             vars(self).pop(name, None)
         decode = self.decode_internal
 
@@ -135,7 +136,8 @@ class VLLMModule(Module):
             decoded = decode(batched_outputs)
             if not isinstance(decoded, dict):
                 raise InputError(f"{self.name}: decode_internal must return a dictionary")
-            groups = {id(output.group): output.group for output in batched_outputs}  # each once
+            # One group may have several outputs.
+            groups = {id(output.group): output.group for output in batched_outputs}
             return {"groups": list(groups.values()), **decoded}
 
         # Every caller, including an override of forward_step, gets the groups to train on.
@@ -144,7 +146,8 @@ class VLLMModule(Module):
         self.eval_forward = self._step(self.eval_forward, True)  # type: ignore[method-assign]
 
     def _step(self, forward: Callable[..., Foreign], is_eval: bool) -> Callable[..., Foreign]:
-        """Let a method read prompts as a scheduler's batch, and return `execute_step`'s outputs."""
+        """Wrap a `forward_step`, so that it may read `data` as a scheduler's batch and may return
+        the undecoded outputs of `execute_step`."""
 
         @wraps(forward)
         def step(data: Batch, *iteration: int, **named: int) -> Foreign:
@@ -178,7 +181,8 @@ class VLLMModule(Module):
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The model's Hugging Face tokenizer; its `tokenizer` is itself, as in ChatLearn."""
+        """The model's Hugging Face tokenizer. Its attribute `tokenizer` is the tokenizer itself,
+        because code for ChatLearn writes `self.tokenizer.tokenizer`."""
         planned = self._pipeline is None
         if planned and self.model_args["tokenizer"] is None:
             raise InputError(f"{self.name}: model_provider reads a tokenizer that no file names")
@@ -192,33 +196,36 @@ class VLLMModule(Module):
         return self.generator_provider()
 
     def is_last_rank(self) -> bool:
-        """Return True: a module is one process, whatever its engines' sizes."""
+        """Return True: a module is one process, whatever the parallel sizes of its engines."""
         return True
 
     def setup(self) -> None:
-        """Load what sampling needs; an override may leave that to the first use."""
+        """Load what sampling needs; an override may leave this out, and the first use loads it."""
         _ = self.generator, self.tokenizer, self.runner.tool_parser
 
     def model_provider(self) -> object:
-        """Return the model that engines and trainer load; called once, before anything starts, with
-        `model_args` and `tokenizer` of the files. A call in `setup` returns the same object.
+        """Return the model that engines and trainer load; None, as here, loads `model.path`.
 
-        A folder in Hugging Face's format or a Hugging Face name; a model of transformers, or its
-        configuration, for random weights; or None, as here, for the model of `model.path`. Its
-        tokenizer is that of the module's file, or the one that it was saved with.
+        Called once, before anything starts; `model_args` and `tokenizer` then come from the files.
+        A call in `setup` returns the same object.
+
+        Returns:
+            A folder in Hugging Face's format, a Hugging Face name, a model of transformers, or a
+            configuration of transformers (random weights). A model or configuration uses the
+            tokenizer that the module's file names, or else the tokenizer of the model's own folder.
         """
         return None
 
     def generator_provider(self) -> Generator:
-        """Return the sampler: the pipeline's engines, which run in the pipeline's thread."""
+        """Return the sampler: the scheduler of the engines, which runs in the pipeline's thread."""
         return self.pipeline.generator
 
     def load_checkpoint(self, iteration: int | str | Path) -> None:
         """Resume from a pipeline's checkpoint, in `setup` or later; see `Pipeline.load`.
 
         Args:
-            iteration: A folder that `save` wrote, or a number, for checkpoints/step-NNNN in the
-                run's folder.
+            iteration: A folder that `save` wrote, or the number NNNN of the folder
+                checkpoints/step-NNNN in the run's folder.
         """
         self.pipeline.load(self._checkpoint(iteration))
 
@@ -240,11 +247,11 @@ class VLLMModule(Module):
         Args:
             train_prompts: Rows go through the configured environment, with its tools and reward.
                 Texts, messages and token ids, `{"input_ids": [...], "prompt": "text"}`, are
-                answered in one turn; their reward is 0, or that of `rollout.rewards`, which see
-                the other fields of such a mapping. Texts and token ids longer than
-                `longest_prompt` are cut at their end; rows and messages longer than
+                answered in one turn. `rollout.rewards` may score such an answer, and see the
+                other fields of its mapping; otherwise its reward is 0. Texts and token ids longer
+                than `longest_prompt` are cut at their end; rows and messages longer than
                 `data.max_prompt_tokens` are left out.
-            is_eval: Whether they are for `eval_forward`.
+            is_eval: Whether the problems are for `eval_forward`.
 
         Raises:
             InputError: naming the prompt that is empty or cannot be used.
@@ -256,8 +263,11 @@ class VLLMModule(Module):
         return [p for p in problems if isinstance(p, ConversationProblem) or p.id in kept]
 
     def longest_prompt(self, is_eval: bool = False) -> int:
-        """Return `data.max_prompt_tokens`, or the tokens that `sampling.max_tokens` leaves in the
-        context (all but one if it leaves none)."""
+        """Return the maximum number of tokens of a text prompt.
+
+        This is `data.max_prompt_tokens`, or without it the tokens that `max_tokens` leaves in the
+        context. One token less than the context is the maximum, also if `max_tokens` leaves none.
+        """
         room, own = self.config.model.max_length, self.config.data.max_prompt_tokens
         if own is not None:
             return min(own, room - 1)
@@ -265,7 +275,7 @@ class VLLMModule(Module):
         return left if left > 0 else room - 1
 
     def begin(self, item: Problem, sampling: SamplingConfig) -> "Future[Group]":
-        """Begin `sampling.n` trajectories of one problem; return a future of its group."""
+        """Begin `sampling.n` trajectories of one problem; return a future of their group."""
         if not isinstance(item, Problem):
             raise InputError(f"{self.name} got {repr(item)[:80]}, which build_dataset did not make")
         runner = self.conversations if isinstance(item, ConversationProblem) else self.runner
@@ -302,8 +312,10 @@ class VLLMModule(Module):
         prompt_token_id_list: Sequence[Sequence[int]],
         is_eval: bool = False,
     ) -> "list[Future[Group]]":
-        """Begin the trajectories of token ids, cut to `longest_prompt`; their texts appear only in
-        outputs, and None means the decoded ids."""
+        """Begin the trajectories of token ids, cut to `longest_prompt`.
+
+        The texts appear only in outputs; in place of None, outputs have the decoded ids.
+        """
         if len(prompt_list) != len(prompt_token_id_list):
             raise InputError(
                 f"{self.name} got {len(prompt_list)} texts for the token ids of "
@@ -326,15 +338,14 @@ class VLLMModule(Module):
         return request_outputs(groups, self.template, self._sampling(is_eval).stop)
 
     def execute_step(self, batch: object, *blocks: object) -> list[RequestOutput]:
-        """Do ChatLearn's step on the batch of a `forward_step`, to the end of all its answers.
+        """Run all answers of a batch to their end, in place of one step of vLLM's scheduler.
 
-        vLLM's scheduler runs in the engines' processes now, and moves no blocks for a caller: there
-        is one step for a batch.
+        The scheduler runs in the engines' processes and moves no blocks for a caller.
 
         Args:
-            batch: `data`, or `data["seq_group_metadata_list"]`.
-            blocks: `data["blocks_to_swap_in"]`, `data["blocks_to_swap_out"]` and
-                `data["blocks_to_copy"]`, which are not looked at.
+            batch: The `data` of a `forward_step`, or `data["seq_group_metadata_list"]`.
+            blocks: Ignored: `data["blocks_to_swap_in"]`, `data["blocks_to_swap_out"]` and
+                `data["blocks_to_copy"]`.
 
         Example:
             def forward_step(self, data, iteration=0):
@@ -350,30 +361,30 @@ class VLLMModule(Module):
     def decode_internal(self, batched_outputs: Sequence[RequestOutput]) -> Outputs:
         """Return outputs as lists.
 
-        A pipeline trains on the sampled tokens and on `rewards`; other changes that an override
-        makes in the lists are for the program's own use.
+        A pipeline trains on the sampled tokens and on `rewards`. An override may change the other
+        lists for the program's own use; this does not change the training.
 
         Args:
-            batched_outputs: With the attributes of vLLM's (see `outputs`).
+            batched_outputs: Objects with the attributes of vLLM's outputs (see `outputs`).
 
         Returns:
-            Lists with an entry for each trajectory, in the outputs' order (for one with branches:
-            the branch that ends with its last turn). The dictionary that an override returns gets
-            `groups` as well, which a pipeline trains on.
+            Lists with one entry for each trajectory, in the outputs' order. The entry of a
+            trajectory with branches is the branch that ends with its last turn. The module adds
+            `groups`, which a pipeline trains on, to the dictionary that an override returns.
 
             trajectories          `Trajectory` each
             problem_ids           the problem's name
-            str_prompts           text of the prompt, with its special tokens
+            str_prompts           text of the prompt, special tokens included
             str_outputs           text of the last assistant message
-            all_tokens            T ids: the prompt and everything after it, tools' answers too
+            all_tokens            T ids: the prompt and everything after it, tool results too
             no_padded_query_ids   ids of the prompt alone
             loss_mask             T times 1 (sampled) or 0
-            logprobs              T floats, as sampled; 0.0 where the mask is 0
+            logprobs              T floats of the sampler; 0.0 where the mask is 0
             weight_versions       T versions; -1 where the mask is 0
-            prompt_token_length   ids before the first sampled one
-            response_token_length ids from there on
+            prompt_token_length   number of ids before the first sampled id
+            response_token_length number of ids from the first sampled id on
             rewards               trained on; may be replaced before training
-            truncated             whether a limit of tokens or turns ended it
+            truncated             whether a limit of tokens or turns ended the trajectory
         """
         pairs = [(output, done) for output in batched_outputs for done in output.outputs]
         return {
@@ -393,24 +404,24 @@ class VLLMModule(Module):
         }
 
     def forward_step(self, data: Batch, iteration: int = 0) -> Outputs:
-        """Answer all problems under `sampling`; return what `decode_internal` does.
+        """Answer all problems under `sampling`; return the lists of `decode_internal`.
 
         Args:
-            iteration: The caller's count; for overrides.
+            iteration: The caller's step number. Unused here; an override may read it.
         """
         return self.decode_internal(self.generate_vllm(data, False))
 
     def eval_forward(self, data: Batch, iteration: int = 0) -> Outputs:
-        """Answer all problems under `eval.sampling`; otherwise as `forward_step`."""
+        """Answer all problems under `eval.sampling`; otherwise like `forward_step`."""
         return self.decode_internal(self.generate_vllm(data, True))
 
     def wait(self, requests: "Sequence[Future[Group]]") -> list[Group]:
-        """Return the groups of requests, each trajectory within `rollout.trajectory_timeout`."""
+        """Return the groups of requests; `deadline` limits the wait for all of them."""
         count = len(requests)
         return self.pipeline.wait(requests, self.deadline(count), f"{count} groups of {self.name}")
 
     def deadline(self, count: int) -> float:
-        """Return the seconds that `count` groups may take together."""
+        """Return the maximum time of `count` groups together, in seconds."""
         rollout = self.config.rollout
         trajectories = count * max(self.config.sampling.n, self.config.eval.sampling.n)
         at_once = limits_of(self.config, self.config.serving.most_workers).at_once
@@ -432,22 +443,24 @@ class VLLMModule(Module):
 
 
 class _TokenModule(Module):
-    """A model in the trainer's processes that scores tokens, with which a step computes the same
-    values itself: the outputs are only for the program."""
+    """A model in the trainer's processes that scores tokens.
+
+    A training step computes the same values itself: the outputs are only for the program.
+    """
 
     _model: ClassVar[ModelName]
     _output: ClassVar[str]
 
     def setup(self) -> None:
-        """Check that the trainer has such a model."""
+        """Check that the trainer has this model."""
         self.pipeline.check_model(self._model)
 
     def forward_step(self, data: Data, iteration: int = 0) -> Outputs:
         """Score sequences of tokens.
 
         Args:
-            data: `all_tokens`, for each sequence its T ids; and `loss_mask`, for each T times 1
-                (a token to be scored) or 0; without it all but the first tokens are scored.
+            data: `all_tokens`, the T ids of each sequence, and `loss_mask`, for each id 1 (score
+                it) or 0. Without `loss_mask` all ids after the first of a sequence are scored.
 
         Returns:
             A list with T floats for each sequence, 0.0 where a token is not scored.
@@ -467,9 +480,9 @@ class _TokenModule(Module):
 
 
 class ReferenceModule(_TokenModule):
-    """The frozen model that the KL penalty and dpo compare with: `algorithm.kl.model`.
+    """The frozen reference model of the KL penalty and of dpo: `algorithm.kl.model`.
 
-    `forward_step` returns `ref_logprobs`: for each sequence T log-probs under `sampling`.
+    `forward_step` returns `ref_logprobs`: T log-probs for each sequence, under `sampling`.
 
     Example:
         reference = ReferenceModule("reference", "reference.yaml")
@@ -485,8 +498,8 @@ class ReferenceModule(_TokenModule):
 class ValueModule(_TokenModule):
     """PPO's value model: `algorithm.advantage.model`.
 
-    `forward_step` returns `old_values`: for each sequence T returns, as the model expects them
-    before each token.
+    `forward_step` returns `old_values`: T values for each sequence, each the return that the model
+    expects before the token.
 
     Example:
         value = ValueModule("value", "value.yaml")
@@ -512,14 +525,14 @@ class RewardModule(Module):
     role = "reward"
 
     def forward_step(self, data: Data, iteration: int = 0) -> Outputs:
-        """Return `rewards`, a float for each trajectory, without their weight.
+        """Return `rewards`, one float for each trajectory, without the entry's weight.
 
         Args:
-            data: The outputs of a policy's `forward_step` (`trajectories`, or `groups` of them), or
+            data: The outputs of a policy's `forward_step` (`trajectories` or `groups`), or
                 `messages`, the messages of each trajectory, which only reward models accept.
 
         Raises:
-            TrajectoryError: naming the trajectory that has no reward, and why.
+            TrajectoryError: names the reward that failed, and why.
         """
         judged: list[Trajectory]
         if "trajectories" in data:

@@ -1,9 +1,9 @@
 """Outputs of a module's requests, in the shape of vLLM's `RequestOutput`.
 
-Code that was written for vLLM's objects can read these: `output.outputs[i].logprobs[t][token_id]`.
-A trajectory of several turns is one completion: its ids are everything after the first prompt,
-tools' answers and templates included, so that prompt and completion together are the trained
-sequence; `loss_mask` has a 1 on every sampled id. With one turn all are sampled, as in vLLM.
+Code for vLLM's objects can read these: `output.outputs[i].logprobs[t][token_id]`. A trajectory of
+several turns is one completion. Its ids are everything after the first prompt, including tool
+results and template tokens, so that prompt and completion together are the trained sequence.
+`loss_mask` is 1 for every sampled id. With one turn all ids are sampled, as in vLLM.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +19,7 @@ from turnwise.rollouts.environment import read_reward
 from turnwise.trajectory import MAX_REWARD, Branch, ChatTemplate, Prompt, Trajectory
 
 Outputs = dict[str, Any]
-"""Lists with an entry for each trajectory, by their names: the outputs of a `forward_step`."""
+"""The outputs of a `forward_step`: lists by name, each with one entry for each trajectory."""
 Data = Mapping[str, Any]
 """Outputs that another module reads."""
 _NO_TURNS = Branch(leaf=-1, ids=Prompt(), response_mask=[], logprobs=[], weight_versions=[])
@@ -56,12 +56,12 @@ class CompletionOutput:
 
     trajectory: Trajectory
     branch: Branch
-    """Tokens of the trajectory; where it has several branches, of the last turn's branch."""
+    """Tokens of the trajectory; of several branches, the branch of the last turn."""
     prompt_length: int
-    """Number of ids of the branch before the first sampled one."""
+    """Number of ids of the branch before the first sampled id."""
     template: ChatTemplate
     stop: Sequence[str] = ()
-    """Strings that end a turn; `text` ends before the first of them."""
+    """Strings that end a turn; `text` ends before the first stop string of the last turn."""
 
     @property
     def index(self) -> int:
@@ -74,12 +74,12 @@ class CompletionOutput:
 
     @cached_property
     def loss_mask(self) -> list[int]:
-        """For each of the `T` tokens 1 where it was sampled, else 0."""
+        """`T` numbers: 1 for a sampled token, else 0."""
         return self.branch.response_mask[self.prompt_length :]
 
     @cached_property
     def logprobs(self) -> list[dict[int, Logprob]]:
-        """For each of the `T` tokens `{token_id: Logprob}`; 0.0 where it was not sampled."""
+        """One `{token_id: Logprob}` for each of the `T` tokens; 0.0 for tokens not sampled."""
         values = self.branch.logprobs[self.prompt_length :]
         return _by_token(self.token_ids, values, self.template)
 
@@ -89,13 +89,13 @@ class CompletionOutput:
 
     @property
     def finish_reason(self) -> str:
-        """`stop`, or `length` where a limit of tokens or turns ended it."""
+        """`stop`, or `length` if a limit of tokens or turns ended the trajectory."""
         return "stop" if self.trajectory.status == "completed" else "length"
 
     @cached_property
     def text(self) -> str:
-        """Text of the `T` tokens, special ones included, without the token or the string at which
-        the last turn stopped."""
+        """Text of the `T` tokens, special tokens included, without the stop token or stop string of
+        the last turn."""
         ids = self.token_ids
         if self.finish_reason != "stop":
             return self.template.decode_all(ids)
@@ -114,7 +114,7 @@ class RequestOutput:
     request_id: str
     """Number of the request in its batch, from 0."""
     prompt: str
-    """Text of the prompt: the given one, if it came with ids, or the decoded ids."""
+    """Text that the program gave with the ids; the decoded ids without such a text."""
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     """The `sampling.n` completions; fewer where trajectories failed."""
@@ -125,8 +125,8 @@ class RequestOutput:
 
     @cached_property
     def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
-        """For each id of the prompt but the first `{token_id: Logprob}`; None without
-        `sampling.prompt_logprobs`."""
+        """None for the first id of the prompt, then one `{token_id: Logprob}` for each id; in place
+        of the list None, without `sampling.prompt_logprobs`."""
         turns = [output.trajectory.turns for output in self.outputs]
         values = turns[0][0].added_logprobs if turns and turns[0] else None
         if values is None:
@@ -138,8 +138,10 @@ class RequestOutput:
 def request_outputs(
     groups: Sequence[Group], template: ChatTemplate, stop: Sequence[str] = ()
 ) -> list[RequestOutput]:
-    """Return the outputs of groups, in their order and that of their trajectories: of a group one
-    for each run of trajectories with the same prompt."""
+    """Return the outputs of groups, in the order of the groups and of their trajectories.
+
+    Adjacent trajectories of a group with the same prompt share one output.
+    """
     outputs = []
     for number, group in enumerate(groups):
         done: list[tuple[list[int], CompletionOutput]] = []
@@ -169,9 +171,12 @@ def _by_token(
 
 
 def rewarded_groups(outputs: Mapping[str, object]) -> list[Group]:
-    """Return the groups of a `forward_step`'s outputs, whose trajectories get its `rewards`: finite
-    numbers, or, for a game, dictionaries with one for each player. Where they differ from what the
-    trajectories have, they replace parts and rewards of turns, too."""
+    """Return the groups of a `forward_step`'s outputs, with its `rewards` set on the trajectories.
+
+    `rewards` are finite numbers or, for a game, dictionaries with a number for each player. If any
+    of them differs from its trajectory's reward, all trajectories also lose their reward parts and
+    turn rewards.
+    """
     groups = outputs.get("groups") if isinstance(outputs, Mapping) else None
     if not isinstance(groups, Sequence) or not all(isinstance(group, Group) for group in groups):
         raise InputError("train takes what forward_step returned: a dictionary with its groups")

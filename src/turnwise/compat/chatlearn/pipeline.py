@@ -1,9 +1,9 @@
-"""A pipeline: engines and trainer behind plain calls, for as long as a `with` block lasts.
+"""A pipeline: engines and trainer behind blocking calls, inside a `with` block.
 
 Everything runs in a separate thread. Every call waits with a deadline and raises the errors of that
-thread: `TrainerError`, `WeightUpdateError` and `DeadlineError` name who failed. Leaving the block,
-also by Ctrl-C, ends all processes that it started. Whenever a call returns, the engines have the
-trainer's weights.
+thread: `TrainerError`, `WeightUpdateError` and `DeadlineError` name the part that failed. Leaving
+the block, also by Ctrl-C, ends all processes that it started. Whenever a call returns, the engines
+have the trainer's weights.
 """
 
 import asyncio
@@ -59,13 +59,14 @@ class Module:
     """A model of a pipeline; the base class of all modules.
 
     Args:
-        name: Unique in the pipeline; of a model beside the policy, its name in the pipeline's file.
+        name: Unique in the pipeline. Models other than the policy have their names of the
+            pipeline's file.
         model_file: The model's YAML file (see `compat.chatlearn.model_file`), if the pipeline's
             file does not name it.
     """
 
     role: ClassVar[str] = ""
-    """The role, in a pipeline's file, of a model beside the policy."""
+    """The model's role in a pipeline's file; empty for the policy."""
 
     def __init__(self, name: str, model_file: str | Path | None = None) -> None:
         self.name = name
@@ -78,12 +79,16 @@ class Module:
 
     @property
     def settings(self) -> Settings:
-        """Values that the module needs in the configuration, by dotted key."""
+        """Configuration values that the module sets, by dotted key."""
         return self._settings
 
     def plan(self, config: Config, args: Args) -> None:
-        """Look at the configuration that all files make, and at the flat keys of the policy's file
-        that the pipeline's names, before anything starts."""
+        """Receive the merged configuration before anything starts.
+
+        Args:
+            config: The configuration of all files together.
+            args: Flat keys of the policy's file, if the pipeline's file names one.
+        """
         self._planned, self._pipeline = config, None
 
     def start(self, pipeline: "Pipeline") -> None:
@@ -110,28 +115,28 @@ class Module:
 
     @property
     def config(self) -> Config:
-        """The pipeline's configuration, this module's file included."""
+        """The pipeline's configuration, with the settings of this module's file."""
         if self._pipeline is None and self._planned is not None:
             return self._planned
         return self.pipeline.config
 
 
 class Pipeline:
-    """Runs modules, and trains the policy that the sampling ones share; a context manager.
+    """Runs modules, and trains the policy that the sampling modules share; a context manager.
 
-    Modules are given before it starts, because their model files are part of the configuration
-    that the engines start with. A module that is added later must not change the configuration.
+    Pass modules here rather than to `add`: their model files are part of the configuration that
+    the engines start with. A module that is added later must not change the configuration.
 
     Args:
-        config: A YAML file of a pipeline (see `pipeline_file`) or a configuration, or a `Config`;
-            a file may leave out `environment` and `data`.
-        modules: Their model files apply over `config`, in this order.
+        config: A `Config`, or a YAML file, of a pipeline (see `pipeline_file`) or of a
+            configuration. A file may leave out `environment` and `data`.
+        modules: Modules whose model files change `config`, in this order.
         overrides: `key.sub=value` changes, with the highest precedence.
         resume: A checkpoint to start from, written by `save` or `turnwise train`; None starts
             from the model's own weights.
 
     Raises:
-        InputError: when any of it cannot be used, or two modules' files disagree.
+        InputError: when an argument cannot be used, or two modules' files disagree.
 
     Example:
         policy = VLLMModule("policy", "policy.yaml")
@@ -156,22 +161,22 @@ class Pipeline:
         self._modules = list(modules)
         self._thread = EventLoopThread(self._open, "the pipeline")
         self.iteration = 0
-        """Number of calls of `train` so far, including those before a resumed checkpoint."""
+        """Number of calls of `train` so far, including calls before a resumed checkpoint."""
         self.exactness = ExactnessReport()
         """Audit of everything trained so far."""
         self.state: JsonObject = {}
-        """The values that the program gave to `save`, once a checkpoint is loaded."""
+        """The `state` of the loaded checkpoint, as the program gave it to `save`; else empty."""
         self._file: PipelineFile | None = None
-        """The pipeline's file, as it was read last."""
+        """The pipeline's file as it was last read; None if `config` is not a pipeline's file."""
         self._plan(self._modules, self._modules)
         self.config = self._shared(self._modules)
 
     def add(self, module: Module) -> None:
-        """Bind a module; in a running pipeline its `setup` is called at once.
+        """Bind a module; a running pipeline also calls its `setup`.
 
         Raises:
-            InputError: when its name is taken, or its model file contradicts another's or, in a
-                running pipeline, changes anything.
+            InputError: when its name is taken, when its model file contradicts another module's,
+                or when it would change the configuration of a running pipeline.
         """
         modules = [*self._modules, module]
         self._plan(modules, [module])
@@ -188,24 +193,25 @@ class Pipeline:
 
     @property
     def notes(self) -> list[str]:
-        """Sentences about the file's keys that do not do what they did in ChatLearn."""
+        """One sentence for each group of the file's keys with another effect than in ChatLearn."""
         return [] if self._file is None else self._file.notes
 
     def _plan(self, modules: Sequence[Module], new: Sequence[Module]) -> None:
-        """Show new modules the configuration of all modules' files."""
+        """Give the new modules the draft configuration that all modules' files make."""
         draft = self._resolved(_settings_of(modules), DRAFT)
         for module in new:
             module.plan(draft, {} if self._file is None else self._file.args)
 
     def _shared(self, modules: Sequence[Module]) -> Config:
-        """Return the given configuration under the modules' settings under the overrides."""
+        """Return the given configuration, changed by the modules' settings, then by overrides."""
         settings = _settings_of(modules)
         config = self._resolved(settings)
         for module in modules:
             for key, value in module.settings.items():
                 if key == REWARDS or value == settings[key]:
                     continue
-                # Different values may mean the same (top_k -1 and 0), or an override decides.
+                # No contradiction if both values mean the same (top_k -1 and 0), or if an override
+                # replaces both.
                 if self._resolved(settings | {key: value}) != config:
                     raise InputError(
                         f"the model file of {module.name} contradicts that of a module after it: "
@@ -224,7 +230,7 @@ class Pipeline:
         return load_config(given, overrides, defaults, settings, _OPTIONAL)
 
     def __enter__(self) -> Self:
-        """Start the engines and the trainer, send its weights, and set up the modules."""
+        """Start the engines and the trainer, send the weights, and set up the modules."""
         config = self.config
         try:
             config.run_folder.mkdir(parents=True, exist_ok=True)
@@ -246,9 +252,9 @@ class Pipeline:
 
     @asynccontextmanager
     async def _open(self) -> AsyncIterator[Parts]:
-        """Start the engines and the trainer, and bring its weights to the engines."""
+        """Start the engines and the trainer, and send the trainer's weights to the engines."""
         folder = self.config.run_folder
-        # Modules check theirs when they build them.
+        # No problems to check here: modules check prompts when they build their datasets.
         async with open_runtime(self.config, None, folder=folder) as runtime:
             trainer = runtime.policy
             assert trainer is not None
@@ -268,20 +274,20 @@ class Pipeline:
         return [problem.row for problem in problems]
 
     def train(self, *outputs: Mapping[str, object]) -> JsonObject:
-        """Train on the groups of one `forward_step` or several, then update the engines.
+        """Train on the groups of one or more calls of `forward_step`, then update the engines.
 
         Args:
-            outputs: Dictionaries with `groups`; `rewards`, one number for each trajectory, replace
-                those that the environment gave.
+            outputs: Dictionaries with `groups`. If they have `rewards`, one number for each
+                trajectory, these replace the environment's rewards.
 
         Returns:
             The step's metrics, as in metrics.jsonl; `weight_version` is the engines' new version.
 
         Raises:
-            InputError: when the outputs hold no groups, other than one reward a trajectory, or
-                answers of a beam search.
+            InputError: when the outputs hold no groups, not exactly one reward for each
+                trajectory, or answers of a beam search.
             ExactnessError: when a token is not as it was sampled; nothing is trained then.
-            StepError: when most trajectories failed.
+            StepError: when more than `rollout.max_failed_fraction` of the trajectories failed.
         """
         check_sampled(self.config)
         groups = [group for each in outputs for group in rewarded_groups(each)]
@@ -329,12 +335,12 @@ class Pipeline:
         """Score sequences of T tokens with one of the models in the trainer's processes.
 
         Args:
-            name: `policy` (as it is trained now), `reference` or `value`.
-            masks: For each sequence T times 1 (a token to be scored) or 0.
+            name: `policy` (with its current weights), `reference` or `value`.
+            masks: For each sequence T numbers: 1 for a token to score, else 0.
 
         Returns:
-            For each sequence T floats, 0.0 where a token is not scored: its log-prob under
-            `sampling`, or, of the value model, the return that it expects before the token.
+            For each sequence T floats: the token's log-prob under `sampling`, or the return that
+            the value model expects before the token; 0.0 where a token is not scored.
         """
         self.check_model(name)
         seconds = self.config.training.step_timeout
@@ -345,16 +351,16 @@ class Pipeline:
         )
 
     def check_model(self, name: ModelName) -> None:
-        """Raise an `InputError` if the trainer has no such model, naming the key that adds it."""
+        """Raise an `InputError` that names the missing key if the trainer has no such model."""
         if why := missing_model(self.config.algorithm, name):
             raise InputError(why)
 
     def judge(self, name: str, trajectories: Sequence[Trajectory]) -> list[float]:
-        """Return the value that one entry of `rollout.rewards` gives each trajectory, unweighted.
+        """Return the unweighted value of one entry of `rollout.rewards` for each trajectory.
 
         Raises:
             InputError: when no entry has this name, or it cannot score finished trajectories.
-            TrajectoryError: naming what gave no reward, and why.
+            TrajectoryError: names the entry that gave no reward, and why.
         """
         seconds = self.config.rollout.trajectory_timeout + self.config.engine.start_timeout
         rewards = self.runner.rewards
@@ -365,13 +371,13 @@ class Pipeline:
         )
 
     def load(self, folder: str | Path) -> int:
-        """Resume from a checkpoint that `save` or `turnwise train` wrote; the engines are updated.
+        """Resume from a checkpoint that `save` or `turnwise train` wrote, and update the engines.
 
         Restores the model, the optimizer, `iteration`, `exactness` and `state`; returns the
         checkpoint's weight version.
 
         Raises:
-            InputError: when it is not whole, or does not fit this model.
+            InputError: when the checkpoint is incomplete, or does not fit this model.
         """
         place = checkpoint.to_go_on_from(folder)
         seconds = self.config.training.step_timeout + self._update_seconds
@@ -389,14 +395,14 @@ class Pipeline:
     def save(self, folder: str | Path, state: Mapping[str, object] | None = None) -> Path:
         """Write a checkpoint: the model in Hugging Face's format, and state/ to resume from.
 
-        It appears whole or not at all. Returns the folder's absolute path.
+        The write is atomic. Returns the folder's absolute path.
 
         Args:
-            state: Plain values of the program's own, such as `ProblemStream.state()`; a pipeline
-                that loads the checkpoint has them as its `state`.
+            state: JSON values of the program, such as `ProblemStream.state()`. A pipeline that
+                loads the checkpoint has them in its attribute `state`.
 
         Raises:
-            InputError: when the folder holds anything but an earlier checkpoint.
+            InputError: when the folder holds anything other than an earlier checkpoint.
             TurnwiseError: when the disk is full.
         """
         loop = {
@@ -426,13 +432,13 @@ class Pipeline:
         return self._opened()[1].version
 
     def submit(self, work: Work[_Result]) -> "Future[_Result]":
-        """Call a coroutine function in the pipeline's thread; returns its future."""
+        """Call a coroutine function in the pipeline's thread; return a future of its result."""
         return self._thread.submit(work)
 
     def wait(
         self, requests: "Sequence[Future[_Result]]", seconds: float, who: str
     ) -> list[_Result]:
-        """Return the results of submitted calls; all are cancelled if the wait ends early."""
+        """Return the results of submitted calls; cancel all of them if the wait ends early."""
 
         async def gathered() -> list[_Result]:
             return await asyncio.gather(*map(asyncio.wrap_future, requests))
@@ -445,7 +451,7 @@ class Pipeline:
 
     @property
     def _update_seconds(self) -> float:
-        """Deadline of a weight update, including time for a worker to restart."""
+        """Deadline of a weight update in seconds, including time for a worker to restart."""
         return 2 * self.config.weights.update_timeout + self.config.engine.start_timeout
 
     def _call(self, work: Work[_Result], seconds: float, who: str) -> _Result:
@@ -457,7 +463,8 @@ class Pipeline:
 
 
 def _settings_of(modules: Sequence[Module]) -> Settings:
-    """Return all modules' settings, a later module's over an earlier one's; rewards add up."""
+    """Merge all modules' settings: a later module replaces values of earlier modules, and the
+    rewards of all are joined."""
     names = [module.name for module in modules]
     if twice := [name for name in names if names.count(name) > 1]:
         raise InputError(f"the pipeline has a module {twice[0]} already")

@@ -1,6 +1,6 @@
 """The file of a pipeline: several models, each with its own file, and how they are trained.
 
-The names are ChatLearn's; docs/how-to/pipelines.md lists them. All of it becomes one `Config`.
+The names are ChatLearn's; docs/how-to/pipelines.md lists them. The files become one `Config`.
 """
 
 import math
@@ -36,9 +36,9 @@ from turnwise.errors import InputError
 DEFAULTS: Settings = {"environment": "turnwise.compat.chatlearn.prompts:ConversationPrompt"}
 """Default of `environment`: rows are prompts, answered in one turn."""
 DRAFT: Settings = {**DEFAULTS, "model": {"path": UNNAMED}}
-"""Defaults of the configuration that modules see before they have said which model it is."""
+"""Defaults of the draft configuration, which modules see before `model_provider` has returned."""
 _OWN_SECTIONS = ("pipeline", "models", "runtime", "runtime_env", "includes")
-"""Sections of a pipeline's file beside those of a configuration."""
+"""Sections of a pipeline's file in addition to the sections of a configuration."""
 _KINDS: dict[str, Settings] = {
     "grpo": {"algorithm.advantage.name": "grpo"},
     "ppo": {
@@ -56,14 +56,14 @@ _ONLY_FOR: dict[str, tuple[str, ...]] = {
     "algorithm.loss.clip_low": ("ppo", "grpo"),
     "algorithm.loss.clip_high": ("ppo", "grpo"),
 }
-"""Keys that only some kinds of pipeline have; the others ignore them in the files of models."""
-_KL_COEF = 0.02  # default weight of the KL penalty towards a reference model that the file names
+"""Keys that only some kinds of pipeline use; other kinds ignore them in the files of models."""
+_KL_COEF = 0.02  # default KL weight of a file with a reference model
 
 _RUNTIME = (
     *("num_episode", "save_episode_interval", "eval_episode_interval", "output_dir", "exp_name"),
     *("data_path", "eval_data_path", "training_data_num_limit", "eval_data_num_limit"),
 )
-"""Keys of `runtime` that stand for one key of the configuration."""
+"""Keys of `runtime` that each set one key of the configuration."""
 _SIZES = ("sample_per_episode", "train_global_batch_size", "train_micro_batch_size")
 _COMPUTED = (*_SIZES, "colocation", "debug", "enable_resume_training")
 _FIXED: FixedKeys = {
@@ -95,20 +95,19 @@ _NO_EFFECT = {
     }.items()
     for key in keys.split()
 }
-"""Keys that are accepted and change nothing, and why."""
+"""Keys that are accepted but have no effect, with the reason."""
 _MODEL_KEYS = (
     *("model_config_file", "num_gpu", "num_device", "num_replica"),
     *("trainable", "function", "weight", "lora", "module"),
 )
 _LORA_KEYS = ("enable_lora", "lora_dim", "lora_scaling", "lora_dropout", "lora_layer")
-"""Keys of a model's `lora`; layers other than linear ones never get an adapter, and dropout never
-applies."""
+"""Keys of a model's `lora`. Only linear layers get adapters, and dropout is never applied."""
 _LORA_DIM, _LORA_SCALING = 8, 1.0
-"""ChatLearn's defaults; it divides the scaling by the dimension."""
+"""ChatLearn's defaults. ChatLearn divides lora_scaling by lora_dim, so it is our alpha."""
 
 
 def is_pipeline_file(path: str | Path) -> bool:
-    """Return whether a YAML file is a pipeline's: whether it has `models` or `runtime`."""
+    """Return whether a YAML file has `models` or `runtime`, which only pipelines' files have."""
     try:
         tree = read_yaml(Path(path).read_text(), str(path))
     except (OSError, UnicodeDecodeError, yaml.YAMLError, InputError):
@@ -117,12 +116,13 @@ def is_pipeline_file(path: str | Path) -> bool:
 
 
 class PipelineFile:
-    """A pipeline's file and the files of its models, read.
+    """The contents of a pipeline's file and of its models' files.
 
     Args:
         overrides: `key.sub=value` changes, of `models` and `runtime` or of the configuration.
-        settings: Values by dotted keys of the configuration, over the file and under overrides.
-        defaults: Values for keys that nothing sets.
+        settings: Values by dotted keys of the configuration. They take precedence over the file;
+            overrides take precedence over them.
+        defaults: Values for keys that nothing else sets.
     """
 
     def __init__(
@@ -144,22 +144,22 @@ class PipelineFile:
         self._defaults = defaults
         self._settings = Settings()
         self._devices: int | None = None
-        """Devices of the policy's engines, where the file gives their number."""
+        """Number of devices of all the policy's engines together, if the file gives it."""
         self._sources: dict[str, str] = {}
         self._mistakes: list[str] = []
         self._notes = Notes()
         self.module: str | None = None
-        """Path of the policy's own class, package.module:Class; None for the command's own loop."""
+        """Path of the policy's own class, package.module:Class; None if it has none."""
         self.args = Args()
         """Flat keys of the policy's file."""
         self.config = self._read()
         self.resumes = bool(self._section("runtime").get("enable_resume_training", True))
-        """Whether a run that already exists is resumed."""
+        """Whether `turnwise pipeline` resumes a run that already exists."""
         self.notes = [
             *sentences(self._notes),
             *check_structure(self.args, self.config.model.path),
         ]
-        """One sentence for each group of keys that do not do what they did in ChatLearn."""
+        """One sentence for each group of keys with another effect than in ChatLearn."""
 
     def _read(self) -> Config:
         models, runtime = self._section("models"), self._section("runtime")
@@ -179,7 +179,7 @@ class PipelineFile:
                 )
         if "policy" not in entries:
             self._mistakes.append("models needs a policy: the model that samples and is trained")
-        # Without a name, the models decide.
+        # Without a kind, the models decide.
         kind = self._tree.get("pipeline")
         if kind is None:
             kind = "ppo" if {"value", "ppo_value"} & entries.keys() else "grpo"
@@ -208,7 +208,7 @@ class PipelineFile:
         sizes = self._sizes(runtime, step, before.sampling.n, before.model.max_length)
         config = self._config(workers | sizes)
         for key, value in _KINDS[kind].items():
-            if key.endswith(".name"):  # sections of the configuration may make it another kind
+            if key.endswith(".name"):  # the file's `algorithm` section may contradict the kind
                 found = getattr(config.algorithm, key.split(".")[1]).name
                 if found != value and (kind != "grpo" or found == "gae"):
                     raise InputError(
@@ -223,7 +223,7 @@ class PipelineFile:
         return section
 
     def _known(self, section: str, values: Tree, known: Sequence[str]) -> Tree:
-        """Return the values that have an effect; note those without, and mistakes."""
+        """Return the values that have an effect; record the keys without effect, and mistakes."""
         kept: Tree = {}
         for key, value in values.items():
             if key in _FIXED:
@@ -241,7 +241,7 @@ class PipelineFile:
         return kept
 
     def _models(self, entries: Mapping[str, Tree], kind: str) -> None:
-        """Take the settings of the models' entries and files."""
+        """Collect the settings from the models' entries and files."""
         rewards: list[Tree] = []
         for name, entry in entries.items():
             role = role_of(name)
@@ -298,7 +298,7 @@ class PipelineFile:
         self._notes.setdefault(said, []).extend(keys)
 
     def _lora(self, name: str, section: object) -> None:
-        """Take the settings of a model's `lora`."""
+        """Collect the settings from a model's `lora`."""
         where = f"models.{name}.lora"
         if section is not None and not isinstance(section, dict):
             self._mistakes.append(f"{where} must hold keys and values")
@@ -309,7 +309,7 @@ class PipelineFile:
         if unknown := sorted(given.keys() - {*_LORA_KEYS}):
             self._mistakes.append(f"{where}.{unknown[0]} is not supported: remove it")
         elif name == "ppo_value":
-            pass  # it shares the policy's backbone, where that has adapters
+            pass  # the value model shares the policy's backbone and thus its adapters
         elif name != "ppo_policy":
             self._mistakes.append(f"{where}: adapters are trained by ppo_policy; set it there")
         elif rank == 0:
@@ -321,7 +321,7 @@ class PipelineFile:
             self._put("model.lora.alpha", float(given.get("lora_scaling", _LORA_SCALING)), where)
 
     def _put(self, key: str, value: object, source: str) -> None:
-        """Set a key of the configuration, on which all sources must agree."""
+        """Set a key of the configuration; a second source with another value is a mistake."""
         if key in self._settings and self._settings[key] != value:
             self._mistakes.append(
                 f"{self._sources[key]} and {source} disagree on {key}: {self._settings[key]!r} "
@@ -345,7 +345,7 @@ class PipelineFile:
             return
         lists = (g if isinstance(g, list) else str(g).split(",") for g in groups)
         named = [{str(part).strip() for part in parts} - {""} for parts in lists]
-        if all(len(group) == 1 for group in named):  # one group, a name an entry
+        if all(len(group) == 1 for group in named):  # a plain list of names is one group
             named = [set[str]().union(*named)]
         for name in sorted(set[str]().union(*named) - entries.keys()):
             self._mistakes.append(f"runtime.colocation names {name}, which is not in models")
@@ -353,7 +353,7 @@ class PipelineFile:
         self._put("training.colocated", together, "runtime.colocation")
 
     def _workers(self) -> Settings:
-        """Return the number of engines, if `num_gpu` of the policy gives that of their devices."""
+        """Return the number of engines that the policy's `num_gpu` devices make; {} without it."""
         if self._devices is None:
             return {}
         tree = self._merged({})
@@ -362,15 +362,16 @@ class PipelineFile:
         for override in self._overrides:
             apply_override(tree, override)
         given = (value_of(tree, f"engine.{kind}_parallel_size") for kind in ("tensor", "pipeline"))
-        each = math.prod(n for n in given if isinstance(n, int) and n > 0)  # others: an error later
+        # Other values are left to the check of the configuration.
+        each = math.prod(n for n in given if isinstance(n, int) and n > 0)
         sizes = "engine.tensor_parallel_size * pipeline_parallel_size"
         what = f"the {each} devices of an engine ({sizes})"
         count = self._quotient("models.policy.num_gpu", self._devices, each, what)
         return {"serving.workers": count}
 
     def _sizes(self, runtime: Tree, prompts: int, group: int, max_length: int) -> Settings:
-        """Return the sizes of an episode and of batches, which count samples: `group` for each of
-        a step's prompts."""
+        """Convert the sizes of an episode and of batches, in samples, to our settings; a step has
+        `prompts`, with `group` samples each."""
         sizes = {name: runtime[name] for name in _SIZES if runtime.get(name) is not None}
         for name, value in sizes.items():
             if not isinstance(value, int) or value < 1:
@@ -403,12 +404,12 @@ class PipelineFile:
         return total // part
 
     def _config(self, more: Settings) -> Config:
-        """Return the configuration; in increasing precedence: the models' settings, the file's own
-        sections, the caller's settings, overrides."""
+        """Return the configuration. Sources in increasing precedence: the models' settings, the
+        file's own sections, the caller's settings, overrides."""
         return make_config(self._merged(more), self._overrides, self._defaults, self._over)
 
     def _merged(self, more: Settings) -> Tree:
-        """Return the tree of the models' settings under the file's own sections."""
+        """Merge the models' settings and the file's own sections, which take precedence."""
         tree: Tree = {}
         for key, value in {**self._settings, **more}.items():
             set_key(tree, key, value)

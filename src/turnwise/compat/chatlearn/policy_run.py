@@ -1,9 +1,9 @@
-"""The policy's own class in the run of `turnwise pipeline`.
+"""The user's own policy class in a run of `turnwise pipeline`.
 
 The command's loop asks for one group at a time. Here the problems of groups that begin together
-become a batch of the class's `forward_step` or `eval_forward`, as in ChatLearn; the command still
-trains, evaluates, saves and resumes. The class is called outside the event loop, one call at a
-time, each within a deadline.
+become one batch for the class's `forward_step` or `eval_forward`, as in ChatLearn. The command
+still trains, evaluates, saves and resumes. The class is called outside the event loop, with one
+`forward_step` or `eval_forward` at a time; each call has a deadline.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ def _refused(method: str) -> Callable[..., NoReturn]:
 
 
 class _RunsPipeline(Pipeline):
-    """A pipeline whose engines and trainer are those of the command's run."""
+    """A pipeline that uses the engines and the trainer of the command's run."""
 
     train = _refused("train")
     score = _refused("score")
@@ -59,7 +59,8 @@ class _RunsPipeline(Pipeline):
     @contextmanager
     def attached(self, runtime: Runtime) -> Iterator[None]:
         assert runtime.policy is not None
-        self._parts = runtime, runtime.policy, cast(TrainingStep, None)  # which the loop has
+        # The step is unused: the command's loop has its own, and the methods that train refuse.
+        self._parts = runtime, runtime.policy, cast(TrainingStep, None)
         self._loop, self._calls = asyncio.get_running_loop(), set[Future[Foreign]]()
         try:
             yield
@@ -96,11 +97,11 @@ class _RunsPipeline(Pipeline):
 
 
 class PolicyRun:
-    """The policy's class, and its part in a run.
+    """Runs the user's policy class as a part of the command's run.
 
     Args:
         file: The pipeline's file.
-        path: Class of the policy, package.module:Class, a subclass of `VLLMModule`.
+        path: The policy's class as package.module:Class, a subclass of `VLLMModule`.
     """
 
     def __init__(self, file: Path, overrides: Sequence[str], path: str) -> None:
@@ -128,7 +129,8 @@ class PolicyRun:
 
     @asynccontextmanager
     async def join(self, runtime: Runtime, data: "Datasets") -> "AsyncIterator[Datasets]":
-        """Set the policy up, and let it make the runtime's groups; yield its own datasets."""
+        """Set up the policy and make it produce the runtime's groups; yield the problems of its
+        `build_dataset` for training and evaluation."""
         problems: list[Sequence[Problem]] = []
         run_groups: list[RunGroup] = []
         with self.pipeline.attached(runtime):
@@ -143,14 +145,14 @@ class PolicyRun:
             yield problems[0], problems[1]
 
     def _built(self, problems: Sequence[Problem], is_eval: bool) -> list[tuple[Problem, object]]:
-        """Return the items of `build_dataset`, each after its problem."""
+        """Return pairs of a problem and the item of `build_dataset` that it stands for."""
         if not problems:
             return []
         policy, prompts = self._policy, list[Foreign](problem.row for problem in problems)
         own = type(policy).build_dataset is not VLLMModule.build_dataset
         bare = all(row.keys() == {"prompt"} and isinstance(row["prompt"], str) for row in prompts)
         if own and bare and policy.model_args["prompt_key"] is None:
-            prompts = [row["prompt"] for row in prompts]  # as ChatLearn reads its files
+            prompts = [row["prompt"] for row in prompts]  # ChatLearn passes such rows as texts
         more = {"is_eval": True} if is_eval else {}
         made: list[tuple[Problem, object]] = []
         for number, item in enumerate(policy.build_dataset(prompts, **more), start=1):
@@ -164,7 +166,8 @@ class PolicyRun:
         return made
 
     def _in_batches(self, made: Sequence[tuple[Problem, object]], is_eval: bool) -> RunGroup:
-        """Return what runs the group of one of these problems, in a batch with others."""
+        """Return a function that runs the group of one of these problems, in a batch with the
+        problems that other calls ask for."""
         policy, rollout = self._policy, self.pipeline.config.rollout
         items = {problem.id: item for problem, item in made}
         most = len(made) if is_eval else rollout.prompts_per_step
@@ -204,7 +207,7 @@ class PolicyRun:
     async def _called(
         self, hook: str, function: Callable[[], _Result], seconds: float | None = None
     ) -> _Result:
-        """Call a method of the class; an error of its own becomes a sentence."""
+        """Call a method of the class; raise an error of the user's code as an `InputError`."""
         key = "rollout.trajectory_timeout"
         if seconds is None:
             seconds, key = self.pipeline.config.engine.start_timeout, "engine.start_timeout"

@@ -1,6 +1,6 @@
-"""A program's prompts as problems: texts, messages, token ids, and rows of the environment.
+"""Turn a program's prompts into problems: texts, messages, token ids, and rows of the environment.
 
-All but rows are answered in one turn, by an environment and a loop of their own.
+Texts, messages and token ids are answered in one turn, by `ConversationPrompt` and `PromptLoop`.
 """
 
 import logging
@@ -19,15 +19,18 @@ logger = logging.getLogger(__name__)
 Prompt = str | Sequence[Mapping[str, object]] | Mapping[str, object]
 """A text, messages, token ids with their text, or a row of the environment."""
 PromptFields = tuple[str, str, str | None]
-"""Names of the fields of a prompt that is a mapping: of token ids, of their text, and of a text or
-messages without ids; where the last is None, a mapping without ids is a row."""
+"""Field names of a prompt that is a mapping: for token ids, for the text of the ids, and for a text
+or messages without ids. If the third is None, every mapping without ids is a row."""
 _STEP = ("seq_group_metadata_list", "blocks_to_swap_in", "blocks_to_swap_out", "blocks_to_copy")
-"""Names of the parts of a scheduler's batch, of the vLLM for which ChatLearn was written."""
+"""Keys of a scheduler's batch in the vLLM version that ChatLearn uses."""
 
 
 class PromptList(list[Foreign]):
-    """Prompts as a `forward_step` gets them, which may read them as the batch of a scheduler, or
-    one of their fields as a list."""
+    """The prompts that a `forward_step` gets as a list.
+
+    A key of a scheduler's batch returns the prompts; any other text key returns that field of each
+    prompt, as a list.
+    """
 
     is_eval = False
 
@@ -40,7 +43,7 @@ class PromptList(list[Foreign]):
 
 
 class PromptColumns(dict[str, Foreign]):
-    """The same for prompts as a mapping of lists."""
+    """The prompts that a `forward_step` gets as a mapping of lists, otherwise like `PromptList`."""
 
     is_eval = False
 
@@ -51,7 +54,7 @@ class PromptColumns(dict[str, Foreign]):
 
 
 def scheduled(data: Foreign, is_eval: bool) -> PromptList | PromptColumns:
-    """Return a batch of prompts in the form of a step."""
+    """Return a batch of prompts that can also be read as a scheduler's batch."""
     if isinstance(data, PromptList | PromptColumns):
         return data
     columns = isinstance(data, Mapping)
@@ -61,10 +64,10 @@ def scheduled(data: Foreign, is_eval: bool) -> PromptList | PromptColumns:
 
 
 class ConversationPrompt:
-    """The environment of a prompt without one: its messages, no tools, and 0 as reward.
+    """The default environment, for plain prompts: messages, no tools, and 0 as reward.
 
     Args:
-        row: `messages`, or `prompt`, the text of a user's message.
+        row: Either `messages`, or `prompt`, the text of a user message.
     """
 
     problem: Sequence[Message]
@@ -87,10 +90,10 @@ class ConversationPrompt:
 
 @dataclass(frozen=True, slots=True)
 class ConversationProblem(Problem):
-    """A problem whose row holds `messages`, for people, and the engine's `input_ids`."""
+    """A problem whose row holds `messages`, to be read by people, and `input_ids`, the prompt."""
 
     text: str | None = None
-    """Text of the ids, where the program gave them."""
+    """Text of the ids, if the program gave ids."""
 
 
 class PromptLoop(SingleTurnLoop):
@@ -103,9 +106,10 @@ class PromptLoop(SingleTurnLoop):
 class ProblemBuilder:
     """Makes problems, whose names begin with `name`, from the prompts of a batch.
 
-    Texts and token ids of more than `limit` tokens are cut at the end, and counted. Conversations
-    of more than `longest` tokens (`data.max_prompt_tokens`) are left out; one that does not fit the
-    context of `room` tokens, is empty, or cannot be used raises an `InputError` that names it.
+    Texts and token ids of more than `limit` tokens are cut at the end, and their number is logged.
+    Conversations of more than `longest` tokens (`data.max_prompt_tokens`) are left out. A prompt
+    that does not fit the context of `room` tokens, is empty, or cannot be used raises an
+    `InputError` that names it.
     """
 
     def __init__(
@@ -137,7 +141,7 @@ class ProblemBuilder:
         return kept
 
     def _problem(self, name: str, prompt: object) -> Problem | None:
-        """Return the problem of one prompt; None if it is left out."""
+        """Return the problem of one prompt; None if the prompt is left out."""
         ids_field, text_field, message_field = self._fields
         if isinstance(prompt, str | Sequence | Mapping) and not prompt:
             raise InputError(f"{name}: the prompt is empty")
@@ -182,7 +186,7 @@ class ProblemBuilder:
         return ConversationProblem(name, {**row, "messages": messages, "input_ids": token_ids})
 
     def _text(self, name: str, row: Mapping[str, object], text: str) -> Problem:
-        """Return the problem of a user's message, cut until the conversation fits the limit."""
+        """Return the problem of a user message, cut until the rendered chat fits the limit."""
         if not text.strip():
             raise InputError(f"{name}: the prompt is empty")
         messages: list[Message] = [{"role": "user", "content": text}]

@@ -1,1 +1,1 @@
-"""TRL: its trainer and configuration, its environments and its reward functions."""
+"""TRL's trainer and configuration, environments and reward functions."""

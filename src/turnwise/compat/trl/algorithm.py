@@ -1,4 +1,4 @@
-"""The section `algorithm` of our configuration from the fields of TRL's `GRPOConfig`."""
+"""Our configuration's section `algorithm`, from the fields of TRL's `GRPOConfig`."""
 
 import logging
 from dataclasses import dataclass
@@ -13,8 +13,7 @@ _REDUCTIONS = {
     "dr_grpo": "constant",
 }
 _SUMMED = ("bnpo", "dr_grpo", "dapo", "cispo")
-"""Loss types that weight a sequence by its length, which one ratio for a sequence is not meant
-for."""
+"""Loss types that weight a sequence by its length; sequence-level ratios are not meant for them."""
 TYPES_OF_FIELDS = {
     "epsilon": ("bnpo", "dapo", "dr_grpo", "grpo", "luspo"),
     "epsilon_high": ("bnpo", "cispo", "dapo", "dr_grpo", "grpo", "luspo"),
@@ -23,7 +22,7 @@ TYPES_OF_FIELDS = {
     "sapo_temperature_pos": ("sapo",),
     **{f"vespo_{name}": ("vespo",) for name in ("k_pos", "lambda_pos", "k_neg", "lambda_neg")},
 }
-"""Loss types that have a field."""
+"""For each field, the loss types that use it."""
 ADAPTIVE = ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target")
 _CORRECTIONS = {
     **{"token_truncate": "token_tis", "sequence_truncate": "sequence_tis"},
@@ -34,7 +33,7 @@ _UNBOUNDED = 1e9
 
 @dataclass(kw_only=True)
 class LossFields:
-    """Fields of `GRPOConfig` that decide the section, with TRL's defaults."""
+    """Fields of `GRPOConfig` that set the section `algorithm`, with TRL's defaults."""
 
     gradient_accumulation_steps: int = 1
     use_vllm: bool = False
@@ -101,7 +100,7 @@ def algorithm_settings(args: LossFields) -> dict[str, object]:
 
 
 def _warn_about_loss(args: LossFields) -> None:
-    """Log what a combination of loss and ratio means, as TRL does."""
+    """Log the effect of unusual combinations of loss type and ratio level, as TRL does."""
     name, level = args.loss_type, args.importance_sampling_level
     for applies, meaning in (
         (
@@ -138,8 +137,9 @@ def _advantage(args: LossFields) -> dict[str, object]:
 
 
 def _correction(args: LossFields) -> dict[str, object]:
-    # No correction for the mismatch of engine and trainer by default: ratios are those to the
-    # engine's own log-probs. So TRL's default mode stands for it, unless its bounds are set.
+    # By default we correct nothing between engine and trainer, because ratios are relative to the
+    # engine's own log-probs. So TRL's default mode means no correction, unless its bounds differ
+    # from TRL's defaults.
     mode, low = args.vllm_importance_sampling_mode, args.vllm_importance_sampling_clip_min
     high, usual = args.vllm_importance_sampling_clip_max, LossFields()
     bounds = (usual.vllm_importance_sampling_clip_min, usual.vllm_importance_sampling_clip_max)
@@ -157,7 +157,7 @@ def _correction(args: LossFields) -> dict[str, object]:
 
 
 def _loss(args: LossFields, name: str, level: str) -> dict[str, object]:
-    """Return the section of a loss."""
+    """Return the section `algorithm.loss`."""
     high, delta = args.epsilon if args.epsilon_high is None else args.epsilon_high, args.delta
     if name == "cispo":
         check(high > 0, "epsilon_high", high, "it is the bound of cispo's weight")
@@ -170,6 +170,6 @@ def _loss(args: LossFields, name: str, level: str) -> dict[str, object]:
     if delta is not None:
         check(delta > 1, "delta", delta, "it must be above 1")
         bounds["dual_clip"] = max(delta, 1 + high)
-        if delta < 1 + high:  # the lower bound counts where the advantage is positive
+        if delta < 1 + high:  # if the advantage is positive, the smaller bound applies
             bounds["clip_high"] = delta - 1
     return {"name": "gspo" if level == "sequence" else "ppo_clip", **bounds}

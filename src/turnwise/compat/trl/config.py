@@ -1,9 +1,9 @@
-"""The fields of TRL's `GRPOConfig`, with TRL's defaults, and a configuration from them and from a
-`peft_config`; TRL is not imported.
+"""The fields of TRL's `GRPOConfig`, with TRL's defaults; our configuration is made from them and
+from a `peft_config`. TRL is not imported.
 
-All fields of TRL 1.16 are here, so that a script's keyword arguments are accepted as they are:
-those of the class and of `LossFields` set Turnwise's keys, the others stand in two tables. Values
-that cannot be mapped raise an `InputError` that names the field.
+All fields of TRL 1.16 are here, so that a script's keyword arguments need no change. The fields of
+the class and of `LossFields` set Turnwise's keys; all other fields are in two tables. Values that
+cannot be mapped raise an `InputError` that names the field.
 """
 
 import logging
@@ -52,9 +52,10 @@ WITHOUT_EFFECT: dict[str, object] = {
     "transformers_continuous_batching_config": None, "use_transformers_paged": False,
     "hub_strategy": "every_save", "hub_always_push": False,
 }  # fmt: skip
-"""Fields about TRL's own machinery, or about what Turnwise always does: it logs each step and each
-trajectory, evaluates before the first step, disables dropout, samples with vLLM, computes the head
-in chunks, in the precision of the model, and uploads to the Hub once, after the training."""
+"""Fields that are ignored: they configure TRL's own machinery, or something that Turnwise always
+does. It logs each step and each trajectory, evaluates before the first step, disables dropout,
+samples with vLLM, computes the output head in chunks and in the model's precision, and uploads to
+the Hub once, after training."""
 REFUSED: dict[str, object] = {
     "lr_scheduler_kwargs": None, "optim_args": None, "adam_beta1": 0.9, "adam_beta2": 0.999,
     "adam_epsilon": 1e-08, "optim_target_modules": None, "label_smoothing_factor": 0.0,
@@ -72,12 +73,12 @@ REFUSED: dict[str, object] = {
     "vllm_group_port": 51216, "log_completions_hub_repo": None,
     "vllm_importance_sampling_cap": None,
 }  # fmt: skip
-"""Fields that may only have TRL's default."""
+"""Fields for which only TRL's default is accepted."""
 
 
 _Others: Foreign = make_dataclass(
     "_Others",
-    [  # with types, by which Transformers' parser reads them from a command line
+    [  # Transformers' parser needs the types to read the fields from a command line
         (name, list[str], field(default_factory=list))
         if isinstance(default, list)
         else (name, str | None if default is None else type(default), field(default=default))
@@ -89,10 +90,10 @@ _Others: Foreign = make_dataclass(
 
 @dataclass
 class GRPOConfig(_Others, LossFields):  # type: ignore[misc]
-    """Arguments of `GRPOTrainer`, as TRL's class of this name has them.
+    """Arguments of `GRPOTrainer`, with the fields of TRL's class of this name.
 
-    A field that Turnwise cannot honour raises an `InputError` with its name when the trainer is
-    made, unless it has TRL's default.
+    A field that Turnwise cannot honour, and that has another value than TRL's default, raises an
+    `InputError` with its name when the trainer is made.
 
     Example:
         args = GRPOConfig(output_dir="maze-grpo", num_generations=8, learning_rate=1e-6)
@@ -147,10 +148,10 @@ class GRPOConfig(_Others, LossFields):  # type: ignore[misc]
     reward_weights: list[float] | None = None
     max_tool_calling_iterations: int | None = None
     turnwise: dict[str, object] = field(default_factory=dict)
-    """Keys of Turnwise's own configuration, such as {"engine.kv_cache_gib": 1}, which take
-    precedence over those that the other fields set; TRL has no such field."""
+    """Keys of Turnwise's own configuration, such as {"engine.kv_cache_gib": 1}. They take
+    precedence over all other fields. TRL has no such field."""
 
-    if TYPE_CHECKING:  # the fields of the tables are keyword arguments too
+    if TYPE_CHECKING:  # type checkers do not see the fields of the tables
 
         def __init__(self, output_dir: str | None = None, **fields: object) -> None: ...
 
@@ -158,7 +159,7 @@ class GRPOConfig(_Others, LossFields):  # type: ignore[misc]
 MAPPED = frozenset({*vars(GRPOConfig)["__annotations__"], *vars(LossFields)["__annotations__"]})
 """Fields that `settings` or the trainer reads."""
 _ADAM_BETA2 = 0.95
-"""Ours in any case; a field with this value is accepted too."""
+"""The value that Turnwise always uses. `adam_beta2` may be this or TRL's default."""
 _WHY = {
     "adam_beta2": f"AdamW's second beta is {_ADAM_BETA2}",
     "repetition_penalty": "the trainer computes the distribution without it; let the reward judge "
@@ -170,7 +171,7 @@ _OPTIMIZERS = {
     **{"adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_torch_8bit": "adamw_8bit"}
 }
 _CONSTANT = "constant"
-"""Name of the schedule that has no warm-up in Transformers, whatever `warmup_steps` says."""
+"""Name of the schedule for which Transformers ignores `warmup_steps`."""
 _SCHEDULES = {
     **{"linear": "linear", "cosine": "cosine", _CONSTANT: "constant"},
     "constant_with_warmup": "constant",
@@ -179,22 +180,22 @@ _SAMPLING = (
     *("ignore_eos", "max_tokens", "min_p", "min_tokens", "prompt_logprobs", "stop"),
     *("stop_token_ids", "temperature", "top_k", "top_p"),
 )
-"""Keys of `generation_kwargs` that are our own keys of `sampling`."""
+"""Keys of `generation_kwargs` with the same name in our section `sampling`."""
 _RENAMED = {"max_new_tokens": "max_tokens", "min_new_tokens": "min_tokens", "stop_strings": "stop"}
-"""Those of Transformers by another name."""
+"""Keys of `generation_kwargs` in Transformers' spelling, mapped to our names."""
 _NEUTRAL: dict[str, object] = {
     "do_sample": True, "num_beams": 1, "num_return_sequences": 1, "n": 1, "early_stopping": False,
     "length_penalty": 1.0, "repetition_penalty": 1.0, "presence_penalty": 0.0,
     "frequency_penalty": 0.0, "use_cache": True, "seed": None, "bad_words": None,
     "logit_bias": None, "allowed_token_ids": None, "structured_outputs": None,
 }  # fmt: skip
-"""Keys that may only have the value without effect: the trainer computes no distribution of this
-kind, or a group has its own key (num_generations)."""
+"""Keys of `generation_kwargs` that are accepted only with a value without effect: the trainer does
+not compute the distribution that they change, or another field sets them (num_generations)."""
 _OUTPUT = (
     *("detokenize", "skip_special_tokens", "spaces_between_special_tokens", "logprobs"),
     *("include_stop_str_in_output", "flat_logprobs", "output_kind", "skip_clone"),
 )
-"""Keys about the output of vLLM, of which token ids and log-probs are taken."""
+"""Keys about vLLM's output, which are ignored: only token ids and log-probs are read."""
 _LOADING = ("device_map", "low_cpu_mem_usage", "use_cache", "use_kernels")
 """Keys of `model_init_kwargs` without effect: the run's own processes load the model."""
 _UNLIMITED = 1_000_000
@@ -203,14 +204,16 @@ _LORA = {
     "r", "lora_alpha", "target_modules", "use_rslora", "auto_mapping", "base_model_name_or_path",
     "inference_mode", "peft_type", "peft_version", "revision", "task_type",
 }  # fmt: skip
-"""Fields of a `LoraConfig` that may have any value; those from the fifth on are about the file."""
+"""Fields of a `LoraConfig` that may have any value. From `auto_mapping` on, they describe the file
+and not the adapter."""
 
 
 def settings(args: GRPOConfig, rows: int | None, *, tools: bool) -> dict[str, object]:
-    """Return values of our configuration by their keys.
+    """Return our configuration's values by key.
 
     Args:
-        rows: Rows of the training data; None if their number is unknown.
+        rows: Number of rows of the training data; None if it is unknown.
+        tools: Whether the model may call tools.
     """
     _refuse_unsupported(args)
     n, groups, updates, epochs, steps = _sizes(args, rows)
@@ -230,7 +233,7 @@ def settings(args: GRPOConfig, rows: int | None, *, tools: bool) -> dict[str, ob
         "model.template_args": _dictionary(args, "chat_template_kwargs"),
         "data.shuffle": args.shuffle_dataset,
         **_model(args),
-        "rollout.max_turns": 1,  # so dr_grpo's constant is that of one completion
+        "rollout.max_turns": 1,  # so that dr_grpo divides by the length of one completion
         "rollout.prompts_per_step": groups,
         "training.steps": steps,
         "training.updates_per_step": updates,
@@ -256,9 +259,10 @@ def settings(args: GRPOConfig, rows: int | None, *, tools: bool) -> dict[str, ob
 
 
 def _refuse_unsupported(args: GRPOConfig) -> None:
-    """Raise for fields that cannot be honoured, and log those without effect."""
+    """Raise for fields that cannot be honoured, and log fields without effect."""
+    # Other fields make these ineffective in TRL, too.
     without: set[str] = set() if args.use_vllm else set(_WITH_VLLM)
-    if str(args.lr_scheduler_type) == _CONSTANT:  # what others leave without effect in TRL, too
+    if str(args.lr_scheduler_type) == _CONSTANT:
         without.add("warmup_steps")
     without |= {name for name, types in TYPES_OF_FIELDS.items() if args.loss_type not in types}
     if not args.sync_ref_model:
@@ -282,7 +286,8 @@ def _refuse_unsupported(args: GRPOConfig) -> None:
 
 
 def _one_of(args: GRPOConfig, name: str, known: Collection[str], why: str = "it must be ") -> str:
-    """Return the text of a field that accepts only some, also as an enumeration of Transformers."""
+    """Return the text of a field that must be one of `known`, or such a value of an enumeration of
+    Transformers."""
     value = getattr(args, name)
     for text in known:
         if text in (value, str(value)):
@@ -291,8 +296,8 @@ def _one_of(args: GRPOConfig, name: str, known: Collection[str], why: str = "it 
 
 
 def _sizes(args: GRPOConfig, rows: int | None) -> tuple[int, int, int, int, int]:
-    """Return trajectories per group, groups per training step, updates per pass over them, passes,
-    and steps."""
+    """Return trajectories per group, groups per training step, updates per pass over a step's
+    groups, passes per step, and training steps."""
     per_device, given = args.per_device_train_batch_size, args.steps_per_generation
     if args.generation_batch_size is not None:
         check(given is None, "steps_per_generation", given, "generation_batch_size is set too")
@@ -306,7 +311,7 @@ def _sizes(args: GRPOConfig, rows: int | None) -> tuple[int, int, int, int, int]
     check(more % less == 0, "steps_per_generation", given, why)
     n, updates = args.num_generations or 1, max(1, given // accumulated)
     repeated = accumulated // less
-    # Several passes over a batch of completions, or several batches, may make one update.
+    # One update may accumulate several passes over a batch of completions, or several batches.
     batches, passes = max(1, repeated // args.num_iterations), args.num_iterations
     epochs, rest = divmod(passes * batches, repeated)
     why = f"it must divide, or be divisible by, the {repeated} batches of an update"
@@ -331,12 +336,12 @@ def _sizes(args: GRPOConfig, rows: int | None) -> tuple[int, int, int, int, int]
 
 
 def _count(value: float, whole: int) -> int:
-    """Return a number of steps that may be given as a share of all."""
+    """Return a number of steps; a value between 0 and 1 is a fraction of `whole` steps."""
     return math.ceil(value * whole) if 0 < value < 1 else int(value)
 
 
 def _interval(args: GRPOConfig, kind: str, updates: int, steps: int, epoch: int) -> int:
-    """Return training steps between saves or evaluations; 0 for none."""
+    """Return the number of training steps between saves or evaluations; 0 if there are none."""
     strategy = _one_of(args, f"{kind}_strategy", ("no", "steps", "epoch"))
     if strategy != "steps":
         return 0 if strategy == "no" else epoch
@@ -351,8 +356,8 @@ def _dictionary(args: GRPOConfig, name: str) -> dict[str, object]:
 
 
 def _model(args: GRPOConfig) -> dict[str, object]:
-    """Return the precision of forward passes, with master weights in float32, the attention, and
-    how the engine runs."""
+    """Return the settings of the model (its dtype is that of forward passes; master weights are in
+    float32), of attention, and of the engines."""
     given = _dictionary(args, "model_init_kwargs")
     dtype = dtype_name(given.pop("dtype", given.pop("torch_dtype", None)))
     attention = given.pop("attn_implementation", None)
@@ -395,27 +400,29 @@ def _sampling(args: GRPOConfig, n: int) -> dict[str, object]:
             why = f"the trainer computes no such distribution; only {_NEUTRAL[name]!r} is possible"
         check(key in _SAMPLING, "generation_kwargs", {name: value}, why)
         values[key] = value
-        if value is None:  # vLLM's own default, which is ours, too, except for max_tokens
+        if value is None:  # vLLM's default, which is also ours, except for max_tokens
             del values[key]
     if "max_tokens" not in values:
         values["max_tokens"] = _unlimited(args)
     own = {f"sampling.{key}": value for key, value in values.items()}
     own["eval.sampling.n"] = args.num_generations_eval or n
-    # Only what is greedy by default: the rest follows `sampling`.
+    # Our evaluation is greedy by default; the other keys of eval.sampling default to `sampling`.
     own["eval.sampling.temperature"] = values.get("temperature", 1.0)
     return own
 
 
 def _unlimited(args: GRPOConfig) -> int:
-    """Return a number of tokens that only the model's context limits: TRL's None."""
+    """Return the number that stands for TRL's None: the model's context is the only limit."""
     why = "loss_type dr_grpo divides by it: set it"
     check(args.loss_type != "dr_grpo", "max_completion_length", None, why)
     return _UNLIMITED
 
 
 def lora_settings(peft_config: object, model: str, *, trust_remote_code: bool) -> dict[str, object]:
-    """Return values of `model.lora` for a `LoraConfig` of PEFT, which chooses the target modules by
-    the kind of the model, if they are not given."""
+    """Return the settings of `model.lora` for a PEFT `LoraConfig`.
+
+    Without `target_modules`, PEFT's defaults for the model's architecture are used.
+    """
     peft = optional("peft", "lora", "peft_config")
     if not isinstance(peft_config, peft.LoraConfig):
         why = "it must be a peft.LoraConfig: engines have no other adapters, and no prompt-learning"
@@ -424,7 +431,7 @@ def lora_settings(peft_config: object, model: str, *, trust_remote_code: bool) -
     for name, value in given.items():
         if name in _LORA or value == defaults.get(name):
             continue
-        if name != "lora_dropout":  # with it, the trainer would not compute what the engine does
+        if name != "lora_dropout":  # ignored: trainer and engine must compute the same log-probs
             _refuse_lora(f".{name}", value, f"PEFT's default is {defaults.get(name)!r}")
         logger.warning("peft_config.%s: without effect in Turnwise", name)
     targets = given["target_modules"]

@@ -1,8 +1,8 @@
-"""TRL's environments, tools and reward functions, played and called by ours; TRL is not imported.
+"""Adapters for TRL's environments, tools and reward functions; TRL is not imported.
 
-docs/how-to/trl.md describes them. As in TRL, instances are reused: each trajectory has one of its
-own until its group has been rewarded. An instance whose trajectory failed, or a call of which has
-not returned, is not.
+docs/how-to/trl.md describes them. As in TRL, instances are reused: a trajectory keeps its instance
+until its group has been rewarded. An instance is not reused if its trajectory failed, or if one of
+its calls has not returned.
 """
 
 import inspect
@@ -48,9 +48,13 @@ def load_trl(path: str) -> EnvironmentType:
 
 
 class TrlEnvironments:
-    """An environment type made of an `environment_factory` (a class or function without arguments,
-    a dictionary of them, or None) and tools, which every row offers before the methods of its
-    instance."""
+    """An environment type made from an `environment_factory` and tools.
+
+    Args:
+        factory: A class or function without arguments, a dictionary of them, or None.
+        tools: Functions that the model may call in every row; the methods of the row's instance
+            follow them.
+    """
 
     def __init__(self, factory: object = None, tools: Sequence[ToolFunction] = ()) -> None:
         self.chooses = isinstance(factory, Mapping)
@@ -69,14 +73,14 @@ class TrlEnvironments:
         self.reward_functions: dict[str, RewardFunction] = {}
         """Reward functions of a program, by their paths in `rollout.rewards`."""
         self.free: dict[object, deque[Any]] = {name: deque() for name in self.factories}
-        """Instances that the next trajectory may have, by their factories' names."""
+        """Unused instances for the next trajectories, by their factories' names."""
 
     def __call__(self, row: Row) -> "TrlEnvironment":
         """Return the environment of a row."""
         return TrlEnvironment(row, self)
 
     def first_instances(self) -> list[Any]:
-        """Return an instance of each factory, which the first trajectories will have."""
+        """Return an instance of each factory; the first trajectories will use these instances."""
         made = []
         for name, factory in self.factories.items():
             if factory is not None:
@@ -85,7 +89,8 @@ class TrlEnvironments:
         return made
 
     def take(self, name: object) -> Any:
-        """Return a free instance, or a new one, by user code; None without a factory."""
+        """Return a free instance, or else let the user's factory make one; None without a
+        factory."""
         factory = self.factories[name]
         if factory is None:
             return None
@@ -112,12 +117,12 @@ class TrlEnvironment(Environment):
                 f"the row's environment {self._name!r} is not among the environments {names}"
             )
         self._calls: list[object] = []
-        """An entry for each call of the instance that has not returned, in whatever thread."""
+        """One entry for each tool call that has not returned, in any thread."""
         self.instance: Any = None
         """The user's object; None before `setup`, and without a factory."""
         prompt = _with_images(row.get("prompt", _NO_PROMPT), row)
         self.text: str | None = prompt if isinstance(prompt, str) else None
-        """The prompt, if it is a plain text, which no chat template renders."""
+        """The prompt, if it is a plain text; no chat template is applied to it."""
         self.problem = prompt
 
     def setup(self) -> None:
@@ -171,8 +176,11 @@ class TrlEnvironment(Environment):
 
 
 def _with_images(prompt: Any, row: Row) -> Any:
-    """Return a row's prompt with the images of its column `images`, or else `image`, in its parts
-    `{"type": "image"}`; if it has none, they precede the user's first text."""
+    """Put the images of a row's column `images`, or else `image`, into its prompt.
+
+    They fill the prompt's parts `{"type": "image"}`. If it has no such parts, they precede the text
+    of the first user message.
+    """
     given = row["images"] if "images" in row else [row.get("image")]
     images = [image for image in given or () if image is not None]
     if not images:
@@ -197,7 +205,7 @@ def _with_images(prompt: Any, row: Row) -> Any:
 
 
 def methods_of(instance: Any) -> list[ToolFunction]:
-    """Return the methods of an environment of TRL's that the model may call."""
+    """Return the methods of a TRL environment that the model may call."""
     return [
         getattr(instance, name)
         for name, _ in inspect.getmembers(type(instance), inspect.isfunction)
@@ -206,8 +214,8 @@ def methods_of(instance: Any) -> list[ToolFunction]:
 
 
 def reward_of(kind: Any) -> RewardFunction:
-    """Return a reward function that asks the environments of one class for their reward; it does
-    not apply to others."""
+    """Return a reward function that calls `get_reward` of environments of one class; the reward of
+    all others is None, so that it does not apply to them."""
 
     def get_reward(environments: Sequence[Any], **_: object) -> list[object]:
         return [each.get_reward() if type(each) is kind else None for each in environments]
@@ -219,20 +227,22 @@ def reward_of(kind: Any) -> RewardFunction:
 
 
 class TextLoop(SingleTurnLoop):
-    """Continues a plain text, without a chat template, as TRL does if `prompt` is a string."""
+    """Continues a plain text without a chat template, as TRL does for a `prompt` of type str."""
 
     def text(self, context: RolloutContext, token_ids: list[int]) -> str:
         decode = context.template.tokenizer.decode
         return str(decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
     async def prompt(self, context: RolloutContext) -> PromptLike:
-        """Return the ids of the row's `prompt`, after those that begin any text."""
+        """Return the ids of the row's `prompt`, with the tokenizer's special tokens (BOS)."""
         return await context.encode(str(context.row["prompt"]), add_special_tokens=True)
 
 
 def _counted(function: ToolFunction, calls: list[object]) -> ToolFunction:
-    """Return a tool that calls a function or method of a TRL script and returns a text; `calls`
-    has an entry for each call that has not returned."""
+    """Wrap a function or method of a TRL script as a tool that returns `_shown` of its result.
+
+    While a call runs, `calls` has an entry for it.
+    """
 
     async def finish(result: Awaitable[object]) -> object:
         calls.append(function)
@@ -250,12 +260,14 @@ def _counted(function: ToolFunction, calls: list[object]) -> ToolFunction:
             calls.pop()
 
     call.__name__ = function.__name__
-    vars(call)["__func__"] = getattr(function, "__func__", function)  # describes it to the model
+    # The tool's description for the model is read from the original function.
+    vars(call)["__func__"] = getattr(function, "__func__", function)
     return call
 
 
 def _shown(result: object) -> object:
-    """Return a result as TRL shows it; of a list of text parts, their texts."""
+    """Return a tool's result as TRL shows it to the model: a text, or a list with other parts than
+    texts as it is. The texts of a list of text parts are joined."""
     if not isinstance(result, list):
         return str(result)
     texts = [part.get("text") for part in result if isinstance(part, Mapping)]
@@ -273,8 +285,10 @@ async def call_trl_function(
     row: Row,
     episodes: Mapping[int, Episode],
 ) -> object:
-    """Return what a reward function with TRL's signature returns for the finished trajectories of a
-    group, and keep what it logs; a metric that is no finite number is counted as `metrics_error`.
+    """Call a reward function with TRL's signature for the finished trajectories of a group.
+
+    Return its result, and keep its logs: `log_metric` adds metrics to the trajectories, `log_extra`
+    writes to extra.jsonl. A metric that is no finite number is counted as `metrics_error`.
     """
     metrics: dict[str, list[float]] = defaultdict(list)
     extra: list[dict[str, object]] = [{} for _ in trajectories]
@@ -303,7 +317,7 @@ async def call_trl_function(
             lines.append(json.dumps(known | columns, default=str))
         files.append("extra.jsonl", "".join(f"{line}\n" for line in lines))
 
-    # In a thread, because images are decoded.
+    # In a thread, because decoding images takes time.
     arguments = await run_in_thread(_arguments, max_steps, trajectories, row, episodes)
     arguments |= {"log_extra": log_extra, "log_metric": log_metric}
     values = await call(partial(function, **arguments))
@@ -319,7 +333,7 @@ async def call_trl_function(
 def _arguments(
     max_steps: int, trajectories: Sequence[Trajectory], row: Row, episodes: Mapping[int, Episode]
 ) -> dict[str, object]:
-    """Return the keyword arguments of a reward function, in which an image is one of PIL's."""
+    """Return the keyword arguments of a reward function, with images as PIL images."""
     picture = cache(lambda image: decode(image.read(), str(image)))
     with_pictures = partial(replaced, change=picture)
     played = [episodes[trajectory.sample_index] for trajectory in trajectories]
@@ -331,7 +345,7 @@ def _arguments(
             completions.append(trajectory.final_text)
         else:
             messages = with_pictures(trajectory.messages[len(episode.problem) :])
-            for message in messages:  # TRL's calls have no ids
+            for message in messages:  # in TRL, tool calls have no ids
                 message.pop("tool_call_id", None)
                 for call in message.get("tool_calls", ()):
                     call.pop("id", None)
@@ -343,7 +357,7 @@ def _arguments(
             whole = trajectory.prompt(last) + turns[last].completion_token_ids
             ids = whole.tolist()[turns[0].prompt_length :]
         completion_ids.append(ids)
-    steps = max(map(_newest_version, trajectories))  # in the newest weights that sampled them
+    steps = max(map(_newest_version, trajectories))  # steps behind the newest weights that sampled
     state = SimpleNamespace(global_step=steps, max_steps=max_steps)
     arguments: dict[str, object] = {
         "prompts": prompts,

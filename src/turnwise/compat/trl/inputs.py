@@ -1,4 +1,4 @@
-"""Arguments of `GRPOTrainer` in the form that a run takes: rows, rewards and models.
+"""Convert the arguments of `GRPOTrainer` to a run's inputs: rows, rewards and models.
 
 Objects in memory that other processes need (models, tokenizers) are saved below the run folder.
 """
@@ -22,7 +22,8 @@ from turnwise.rollouts.data import given_rows
 from turnwise.rollouts.problems import Lazy
 
 _CONTEXT = 4096
-"""Context length where neither the model nor the configuration sets a smaller or larger one."""
+"""Default context length in tokens. A model with fewer positions lowers it, and twice the maximum
+completion length raises it."""
 RewardSource = str | Path | RewardFunction
 Rows = Iterable[Mapping[str, Foreign]]
 HeldoutRows = Rows | Mapping[str, Rows]
@@ -30,13 +31,16 @@ HeldoutRows = Rows | Mapping[str, Rows]
 
 
 def is_stream(rows: object) -> bool:
-    """Return whether rows can only be read one after another, in an unknown number."""
+    """Return whether rows have no length, so that they can only be iterated."""
     return rows is not None and not isinstance(rows, Sized)
 
 
 def check_streams(args: GRPOConfig, *datasets: Foreign) -> None:
-    """Check, and set, what TRL requires of `args` where a dataset is a stream; the first one is
-    that of the training. Held-out rows may be several sets by name."""
+    """If a dataset is a stream, check `args`, and change it as TRL does.
+
+    Args:
+        datasets: The training rows, then held-out rows, which may be several sets by name.
+    """
     sets = (rows.values() if isinstance(rows, Mapping) else [rows] for rows in datasets)
     if not any(is_stream(rows) for each in sets for rows in each):
         return
@@ -55,7 +59,7 @@ def check_streams(args: GRPOConfig, *datasets: Foreign) -> None:
 def heldout_rows(
     rows: Foreign,
 ) -> Sequence[JsonObject] | dict[str, Sequence[JsonObject]] | None:
-    """Return held-out rows, or those of each set by name, as dictionaries."""
+    """Return held-out rows as dictionaries; several sets stay a mapping by name."""
     name = "eval_dataset"
     if isinstance(rows, Mapping):
         return {str(of): listed(each, f"{name}[{of!r}]") for of, each in rows.items()}
@@ -63,7 +67,7 @@ def heldout_rows(
 
 
 def training_rows(given: Rows | None, factory: object, args: GRPOConfig) -> Sequence[JsonObject]:
-    """Return the training rows; placeholders if the environment has the data."""
+    """Return the training rows; if the environment has the data, rows with an empty prompt."""
     if given is None:
         if factory is None:
             raise InputError("`train_dataset` is required unless an `environment_factory` has it")
@@ -87,12 +91,12 @@ def training_rows(given: Rows | None, factory: object, args: GRPOConfig) -> Sequ
 
 
 def listed(rows: Rows, name: str, most: int | None = None) -> Sequence[JsonObject]:
-    """Return rows, or the first of a stream, as dictionaries."""
+    """Return rows as dictionaries, at most the first `most` of them."""
     if isinstance(rows, Mapping):
         refuse_argument(name, "give one dataset, not several by name")
     given = given_rows(cast("Iterable[JsonObject]", rows))
     if isinstance(given, Lazy) and len(given) and {"image", "images"} & {*given[0]}:
-        return given  # a dataset, whose images are decoded when they are needed
+        return given  # a dataset that decodes its images when they are needed
     found = [dict(row) for row in islice(given, most)]
     if not found:
         raise InputError(f"{name} has no rows")
@@ -100,14 +104,14 @@ def listed(rows: Rows, name: str, most: int | None = None) -> Sequence[JsonObjec
 
 
 class TrlRewards:
-    """The rewards of a script: as entries of `rollout.rewards`, and as TRL's trainer keeps them.
+    """The rewards of a script: as entries of `rollout.rewards`, and as attributes of TRL's trainer.
 
     Args:
-        given: `reward_funcs`.
-        weights: `reward_weights`; None means 1 each.
-        tokenizers: `reward_processing_classes`.
-        environments: Environments, some of which may have a reward of their own (`get_reward`),
-            and which keep the functions for the run.
+        given: The argument `reward_funcs`.
+        weights: The argument `reward_weights`; None means 1 each.
+        tokenizers: The argument `reward_processing_classes`.
+        environments: Keeps the reward functions for the run. Environments with a `get_reward` add a
+            reward.
         folder: Models and tokenizers in memory are saved below it.
     """
 
@@ -148,7 +152,7 @@ class TrlRewards:
                 self.sources.append(function)
                 self.weights.append(1.0)
                 self.tokenizers.append(None)
-                # Of several classes, the part of one does not apply to others.
+                # With several classes, each needs a part that applies to its own instances only.
                 self._add(kind.__name__, {}, 1.0, function if environments.chooses else None)
         if not self.parts:
             raise InputError(
@@ -157,12 +161,15 @@ class TrlRewards:
             )
 
     def _model(self, source: Foreign, tokenizer: Foreign) -> tuple[str, dict[str, object]]:
-        """Return the name of a reward model and its entry; what is in memory is saved. The
-        tokenizer of a model in memory is that of its name, unless another is given."""
+        """Return the name of a reward model and its entry of `rollout.rewards`.
+
+        A model in memory is saved, and so is a given tokenizer. Without a given tokenizer, a model
+        in memory uses the tokenizer of the path or name that it was loaded from.
+        """
         path, place = str(source), str(self._folder / f"reward_model_{len(self.parts)}")
         entry: dict[str, object] = {"model": path}
         if not isinstance(source, str | Path):
-            if tokenizer is not None:  # the score is that of the last token that is not padding
+            if tokenizer is not None:  # the model scores the last token that is not padding
                 source.config.get_text_config().pad_token_id = tokenizer.pad_token_id
             source.save_pretrained(place)
             path = str(source.config.name_or_path)
@@ -203,14 +210,15 @@ def name_of(function: object) -> str:
 
 
 def environment_path(factory: object) -> str:
-    """Return the configuration's name of the environments."""
+    """Return the value of the key `environment` for a factory."""
     if factory is None or isinstance(factory, Mapping):
         return f"{TrlEnvironments.__module__}:{TrlEnvironments.__name__}"
     return f"trl:{getattr(factory, '__module__', '__main__')}:{name_of(factory)}"
 
 
 def saved_policy(model: Foreign, tokenizer: Foreign, folder: Path) -> dict[str, object]:
-    """Return the paths of model and tokenizer; objects are saved below the run folder."""
+    """Return the settings with the paths of model and tokenizer; objects in memory are first saved
+    below the run folder."""
     values: dict[str, object] = {}
     if tokenizer is not None:
         if not hasattr(tokenizer, "save_pretrained"):
@@ -244,7 +252,8 @@ def _processor(path: str) -> Foreign:
 
 
 def context_length(values: Mapping[str, object], args: GRPOConfig) -> int:
-    """Return the context length: the configured one, or a usual one that the model has."""
+    """Return the context length in tokens: `vllm_max_model_length`, or a default that the model
+    supports (see `_CONTEXT`)."""
     from transformers import AutoConfig  # seconds to import
 
     if args.vllm_max_model_length is not None:
@@ -257,6 +266,6 @@ def context_length(values: Mapping[str, object], args: GRPOConfig) -> int:
     except (OSError, ValueError) as error:
         if "trust_remote_code" in str(error):
             raise InputError(f"GRPOTrainer: model: {error}") from error
-        return wanted  # named when the run starts
+        return wanted  # the start of the run reports the error
     known = getattr(model.get_text_config(), "max_position_embeddings", None)
     return min(wanted, known or wanted)

@@ -1,6 +1,6 @@
-"""TRL's names of what a run reports: `state.log_history`, and the results of `evaluate`.
+"""TRL's names for a run's metrics: `state.log_history`, and the results of `evaluate`.
 
-Every record also has our own names, those of metrics.jsonl, beside TRL's.
+Every record has both TRL's names and our own names, as in metrics.jsonl.
 """
 
 from collections import defaultdict
@@ -21,11 +21,11 @@ _NAMES = {
 }
 _CLIPPED = "clip_ratio/region_mean"
 _OF_TRAINING = ("staleness_max", "train_tokens_per_s")
-"""Metrics that every record has, and that mean nothing in an evaluation."""
+"""Metrics of every record that have no meaning in an evaluation."""
 
 
 class TrlNames:
-    """TRL's names of what a run of a configuration reports."""
+    """Converts the metrics of a run with this configuration to TRL's names."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
@@ -35,10 +35,10 @@ class TrlNames:
 
         Args:
             records: Lines of metrics.jsonl.
-            rows: Rows of the training data.
+            rows: Number of rows of the training data.
         """
         history: list[JsonObject] = []
-        # In TRL, a step whose rewards are all equal has a loss, too.
+        # In TRL, a step whose rewards are all equal also has these values; ours has none.
         silent = {
             "loss": 0.0,
             "grad_norm": 0.0,
@@ -64,9 +64,9 @@ class TrlNames:
         return history
 
     def names(self, record: JsonObject) -> JsonObject:
-        """Return a record of metrics under our names, with TRL's beside them.
+        """Return a record of metrics under our names and under TRL's.
 
-        Means of what reward functions log (`log_metric`) have their own names, as in TRL.
+        Means of the values that reward functions log (`log_metric`) keep their names, as in TRL.
         """
         named: JsonObject = {"reward": record["reward_mean"]}
         for name, values in (("mean", "reward_parts"), ("std", "reward_parts_std")):
@@ -84,7 +84,7 @@ class TrlNames:
             if self._config.rollout.max_turns > 1:
                 events = record.get("events") or {}
                 calls = events.get("tool_call", 0)
-                # Others of this kind are failures, but for what is no call.
+                # All other tool_ events are failures, except tool_malformed: it is no call.
                 no_failures = calls + events.get("tool_malformed", 0)
                 failed = sum(n for k, n in events.items() if k.startswith("tool_")) - no_failures
                 named["tools/call_frequency"] = calls / trajectories
@@ -97,7 +97,7 @@ class TrlNames:
         return {**(record.get("env") or {}), **record, **named}
 
     def of_evaluation(self, trajectories: Sequence[Trajectory]) -> JsonObject:
-        """Return TRL's metrics of an evaluation's trajectories, `loss` included."""
+        """Return an evaluation's metrics under TRL's names and ours, `loss` included."""
         metrics = StepMetrics(loss=self.evaluation_loss(trajectories))
         metrics.add_trajectories(trajectories)
         named = self.names(metrics.to_json())
@@ -108,8 +108,11 @@ class TrlNames:
         }
 
     def evaluation_loss(self, trajectories: Sequence[Trajectory]) -> float:
-        """Return the policy's loss on its own answers, which TRL calls an evaluation's loss: minus
-        the advantages, since every ratio is 1, reduced as in training, without KL and entropy."""
+        """Return the policy's loss on its own answers, which is TRL's evaluation loss.
+
+        Every ratio is 1, so a token's loss is minus its advantage. The loss is reduced as in
+        training, without KL penalty and entropy bonus.
+        """
         from turnwise.training.samples import make_samples  # imports torch
 
         groups = defaultdict[str, list[Trajectory]](list)

@@ -1,8 +1,8 @@
-"""The policy, and the reference model, in a script's own memory: `GRPOTrainer.model`, which scripts
+"""The policy and the reference model in the script's process: `GRPOTrainer.model`, which scripts
 read, save and push, and `ref_model`.
 
-The run trains in processes of its own, so this is a copy for reading: it has the given weights
-before training, and those of the last checkpoint after it. Changes to it are not trained on.
+The run trains in other processes, so these are copies for reading. Before training they have the
+given weights, after it the weights of the last checkpoint. The run ignores changes to them.
 """
 
 from dataclasses import dataclass
@@ -19,31 +19,31 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _ADAPTER = "default"
-"""PEFT's name of a model's adapter, unless another is given."""
+"""PEFT's default name of an adapter."""
 
 
 @dataclass
 class Policy:
-    """A model of Transformers, or of PEFT, that is loaded when it is first asked for."""
+    """A model of Transformers or PEFT, which is loaded at the first use of `model`."""
 
     given: Foreign
-    """The script's own model; a path or a name, too, which is `path`."""
+    """The script's model object, or a path or name, which is then equal to `path`."""
     path: str
     """Folder or Hugging Face name of the model to load."""
     lora: Foreign
     """PEFT's configuration of the adapters that are trained; None trains all weights."""
     dtype: str
-    """Type of a loaded model's weights, by its name."""
+    """Name of the dtype of a loaded model's weights."""
     trust_remote_code: bool = False
     """Whether code that comes with the weights may run."""
     reference: bool = False
-    """Whether it is the reference model, whose weights are in a checkpoint's state."""
+    """Whether this is the reference model; its weights are in a checkpoint's `state` folder."""
     checkpoint: Path | None = None
-    """Folder of the weights; None means those of the model as it was given."""
+    """Folder of the weights; None keeps the weights of the given model."""
 
     @cached_property
     def model(self) -> "PreTrainedModel":
-        """The model, always the same object."""
+        """The model; always the same object."""
         model: PreTrainedModel = self.given
         if isinstance(self.given, str | Path):
             model = self._loaded(self.path, self.dtype)
@@ -54,8 +54,8 @@ class Policy:
         return model
 
     def refresh(self, checkpoint: Path | None) -> None:
-        """Give the model the weights of a checkpoint, in place: references that a script holds to
-        the model or its parameters see them."""
+        """Load the weights of a checkpoint in place, so that a script's references to the model or
+        to its parameters see them."""
         self.checkpoint = checkpoint
         if "model" in vars(self):
             self._read(self.model)
@@ -69,7 +69,7 @@ class Policy:
 
             from turnwise.training.checkpoint_state import load_moved
 
-            scorer = nn.Module()  # as the trainer holds it
+            scorer = nn.Module()  # the state's keys begin with "model.", as in the trainer
             scorer.model = model
             load_moved(folder, "reference", scorer)
         elif (folder / ADAPTER_CONFIG).is_file():
@@ -100,8 +100,8 @@ class Policy:
 
 
 def lora_of(model: Foreign, given: Foreign) -> Foreign:
-    """Return the configuration of the adapters to train: the given one, or that of the one adapter
-    of a PEFT model, which must be fresh."""
+    """Return the configuration of the adapters to train: `given`, or the configuration of a PEFT
+    model's only adapter, which must be untrained."""
     adapters: dict[str, Foreign] | None = getattr(model, "peft_config", None)
     if adapters is None:
         return given

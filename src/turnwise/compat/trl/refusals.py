@@ -1,4 +1,4 @@
-"""Errors of a script of TRL's, which name the argument or the field of `GRPOConfig`."""
+"""Errors for scripts with TRL's interface; they name the argument or the field of `GRPOConfig`."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,12 +8,12 @@ from turnwise.errors import InputError
 
 
 class ScriptError(InputError, ValueError):
-    """A mistake in a script; a `ValueError` too, as which TRL raises its own."""
+    """A mistake in a script. Also a `ValueError`, because TRL raises ValueErrors."""
 
 
 @contextmanager
 def as_value_error() -> Iterator[None]:
-    """Raise the InputErrors of what TRL's users call as `ScriptError`."""
+    """Raise an `InputError` of the wrapped code as `ScriptError`."""
     try:
         yield
     except ScriptError:

@@ -53,13 +53,13 @@ class TrainOutput(NamedTuple):
 
     global_step: int
     training_loss: float
-    """Mean loss of the steps that trained anything."""
+    """Mean loss over the training steps that have one."""
     metrics: dict[str, float]
 
 
 @dataclass(slots=True)
 class TrainState:
-    """The trainer's `state`: the position, and a record for each training step and evaluation."""
+    """The trainer's `state`: its progress, and a record for each training step and evaluation."""
 
     global_step: int = 0
     max_steps: int = 0
@@ -70,24 +70,25 @@ class TrainState:
 
 
 class GRPOTrainer:
-    """Trains a model by GRPO with TRL's arguments; what has no equal here is refused by name.
+    """Trains a model by GRPO with TRL's arguments; an argument without an equivalent is refused.
 
     Args:
         model: Folder or Hugging Face name, or a model of Transformers or PEFT, which is saved
             first.
-        reward_funcs: A function with TRL's signature, a reward model or its path, or a list.
+        reward_funcs: A function with TRL's signature, a reward model or its path, or a list of
+            them.
         args: Fields of TRL's configuration; None uses the defaults.
         train_dataset: Rows with a column `prompt`. Not needed if the environment has the data.
         eval_dataset: Held-out rows, or several sets by name.
-        processing_class: Tokenizer; None uses the model's.
-        reward_processing_classes: Tokenizers of the reward models, one for each reward function;
-            None uses a model's own.
+        processing_class: Tokenizer or processor; None uses the model's tokenizer.
+        reward_processing_classes: Tokenizers of the reward models, one entry for each reward
+            function; None uses a model's own tokenizer.
         peft_config: PEFT's `LoraConfig`: adapters are trained instead of the weights.
         tools: Functions that the model may call.
         environment_factory: A class or function without arguments, or a dictionary of them.
 
     Raises:
-        InputError: naming an argument that cannot be used; it is a ValueError too.
+        InputError: names an argument that cannot be used; it is a ValueError too.
 
     Example:
         trainer = GRPOTrainer(
@@ -101,13 +102,13 @@ class GRPOTrainer:
     """
 
     aux_loss_enabled = False
-    """Whether a mixture of experts is trained with a loss that balances its experts: it is not."""
+    """False: there is no auxiliary loss that balances a mixture's experts."""
     accelerator = SimpleNamespace(
         is_main_process=True, is_local_main_process=True, is_last_process=True,
         process_index=0, local_process_index=0, num_processes=1, wait_for_everyone=lambda: None,
         print=partial(Console().print, markup=False, highlight=False),
     )  # fmt: skip
-    """The script's own process, as far as scripts ask for it."""
+    """The part of accelerate's interface that scripts read, for a single process."""
 
     @as_value_error()
     def __init__(
@@ -134,14 +135,14 @@ class GRPOTrainer:
         folder = self._folder = Path(str(self.args.output_dir)).resolve()
         self._environments = TrlEnvironments(environment_factory, tools or ())
         lora = lora_of(model, peft_config)
-        asked = copy(self.args)  # without what TRL sets itself
+        asked = copy(self.args)  # before check_streams changes self.args, as TRL does
         inputs.check_streams(self.args, train_dataset, eval_dataset)
         rows = inputs.training_rows(train_dataset, environment_factory, self.args)
         self._rewards = rewards = inputs.TrlRewards(
             *(reward_funcs, self.args.reward_weights, reward_processing_classes),
             *(self._environments, folder),
         )
-        # Those of the classes of environments that have a `get_reward` are the last.
+        # The last entries are for environments' classes with a `get_reward`.
         self.reward_funcs: list[Foreign] = rewards.sources
         self.reward_func_names: list[str] = rewards.names
         self.reward_processing_classes: list[Foreign] = rewards.tokenizers
@@ -160,7 +161,7 @@ class GRPOTrainer:
             values |= lora_settings(lora, path, trust_remote_code=trust)
         values.setdefault("model.max_length", inputs.context_length(values, self.args))
         self.settings = values | self.args.turnwise
-        """Keys of Turnwise's configuration, with their values."""
+        """The run's configuration: values by Turnwise's dotted keys."""
         self._console = Console(quiet=bool(self.args.disable_tqdm))
         self._inputs = ProgramInputs(self._environments, rows, inputs.heldout_rows(eval_dataset))
         dtype = "float32" if self.args.bf16 else str(values["model.dtype"])
@@ -182,15 +183,16 @@ class GRPOTrainer:
     @property
     @as_value_error()
     def model(self) -> "PreTrainedModel":
-        """The policy, in this process's memory: as it was given, and after `train` as it was
-        trained. It is for reading; vLLM's engines sample, and not its `generate`."""
+        """A copy of the policy in this process, for reading: before `train` the given weights, then
+        the trained weights. Sampling uses vLLM's engines and not this model."""
         return self._policy.model
 
     @property
     @as_value_error()
     def ref_model(self) -> "PreTrainedModel | None":
-        """The reference model, for reading, after `train` as it was moved (`sync_ref_model`); None
-        without a KL penalty, and with adapters, whose base is the reference."""
+        """A copy of the reference model, for reading; after `train` with the weights to which
+        `sync_ref_model` moved it. None without a KL penalty, and with adapters, because then the
+        base model is the reference."""
         config = self._config
         if not config.algorithm.kl.coef or config.model.lora.rank:
             return None
@@ -220,7 +222,7 @@ class GRPOTrainer:
 
     @property
     def reward_weights(self) -> "torch.Tensor":
-        """Their weights in the sum."""
+        """The weights of the reward functions in the sum."""
         import torch
 
         return torch.tensor(self._rewards.weights, dtype=torch.float32)
@@ -232,15 +234,15 @@ class GRPOTrainer:
 
     @property
     def entropy_coef(self) -> float:
-        """The coefficient of the entropy bonus: the last step's, if it changes."""
+        """The coefficient of the entropy bonus; if it adapts, the value of the last step."""
         history = reversed(self.state.log_history)
         known = (entry["entropy_coef"] for entry in history if "entropy_coef" in entry)
         return float(next(known, self.args.entropy_coef))
 
     @property
     def _logs(self) -> JsonObject:
-        """The columns that reward functions logged with `log_extra`, under `extra`: those of the
-        last batch of completions."""
+        """Under `extra`, the columns that reward functions logged with `log_extra` for the last
+        batch of completions."""
         file, config = self._folder / "extra.jsonl", self._config
         last = config.rollout.prompts_per_step * config.sampling.n
         lines = file.read_text(encoding="utf-8").splitlines()[-last:] if file.is_file() else []
@@ -284,7 +286,7 @@ class GRPOTrainer:
         }
         every, steps = self.args.logging_steps, [entry for entry in history if "reward" in entry]
         with_last = steps and (every < 1 or state.global_step % every)
-        rest = steps[-1] if with_last else {}  # what TRL has not logged yet is in its last record
+        rest = steps[-1] if with_last else {}  # TRL's last record has the steps not logged before
         history.append({**rest, **metrics, **last})
         if self.args.push_to_hub:
             self.push_to_hub()
@@ -297,18 +299,18 @@ class GRPOTrainer:
         ignore_keys: Sequence[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> dict[str, float]:
-        """Evaluate the trained model, or before training the given one.
+        """Evaluate the trained model; before `train`, evaluate the given model.
 
         Args:
             eval_dataset: Held-out rows, several sets by name, or the name of a set of the trainer's
-                own `eval_dataset`; None uses all of that.
-            ignore_keys: Without effect.
-            metric_key_prefix: Beginning of the results' names; before a set's own name, if there
-                are several.
+                own `eval_dataset`; None uses the whole `eval_dataset`.
+            ignore_keys: Ignored.
+            metric_key_prefix: First part of the results' names; with several sets, the name of the
+                set follows it.
 
         Returns:
-            TRL's names of the results, `eval_loss` and `eval_reward` among them, and ours, such as
-            `eval_accuracy`. The loss has no KL penalty.
+            Results under TRL's names, such as `eval_loss` and `eval_reward`, and under ours, such
+            as `eval_accuracy`. The loss has no KL penalty.
         """
         given = self._heldout(eval_dataset)
         inputs.check_streams(self.args, None, given)
@@ -326,7 +328,7 @@ class GRPOTrainer:
         if isinstance(rows, dict):
             sets = {of: evaluation.sets.get(of, {}) for of in rows}
         for of, summary in sets.items():
-            # The problems of a set are named by it, "NAME/eval_data:1".
+            # Problem ids begin with the name of their set: "NAME/eval_data:1".
             found = [t for t in trajectories if t.problem_id.rpartition("/")[0] == of]
             measured = {**TrlNames(config).of_evaluation(found), **summary, "runtime": seconds}
             prefix = f"{metric_key_prefix}_{of}" if of else metric_key_prefix
@@ -337,8 +339,8 @@ class GRPOTrainer:
 
     @as_value_error()
     def save_model(self, output_dir: str | None = None) -> None:
-        """Write the model or adapter with its tokenizer, as it is trained, or before `train` as it
-        was given; None means `args.output_dir`."""
+        """Write the model or adapter, and the tokenizer; before `train` the given weights, then the
+        trained weights. None means `args.output_dir`."""
         folder = Path(output_dir or str(self.args.output_dir))
         folder.mkdir(parents=True, exist_ok=True)
         checkpoint = self._checkpoint
@@ -352,11 +354,11 @@ class GRPOTrainer:
 
     @as_value_error()
     def push_to_hub(self, commit_message: str = "End of training", **card: object) -> object:
-        """Upload model and tokenizer to `hub_model_id` on the Hugging Face Hub, by Transformers.
+        """Upload model and tokenizer to `hub_model_id` on the Hugging Face Hub with Transformers.
 
         Args:
             commit_message: The commit's message.
-            **card: TRL's words for its model card, without effect.
+            **card: TRL's arguments for its model card; ignored.
 
         Returns:
             The commit, as `huggingface_hub` describes it.
@@ -372,7 +374,7 @@ class GRPOTrainer:
         return model.push_to_hub(self.hub_model_id, **where)
 
     def _heldout(self, asked: inputs.HeldoutRows | str | None) -> Foreign:
-        """Return held-out rows, or sets of them by name."""
+        """Return the held-out rows that were asked for, or sets of them by name."""
         own: Foreign = self.eval_dataset
         if isinstance(asked, str):
             if not isinstance(own, Mapping) or asked not in own:
@@ -383,15 +385,15 @@ class GRPOTrainer:
         return own if asked is None else asked
 
     def get_train_dataloader(self) -> "DataLoader[object]":
-        """Return the rows in batches of a training step's prompts, for scripts that look at them;
-        the run reads and repeats its rows itself."""
+        """Return the rows in batches of `rollout.prompts_per_step`, for scripts that inspect them.
+        The run does not use this loader: it reads and repeats its rows itself."""
         return self._loader([] if self.train_dataset is None else self.train_dataset)
 
     @as_value_error()
     def get_eval_dataloader(
         self, eval_dataset: inputs.HeldoutRows | str | None = None
     ) -> "DataLoader[object]":
-        """Return held-out rows in batches in the same way."""
+        """Return held-out rows in batches, like `get_train_dataloader`."""
         rows = self._heldout(eval_dataset)
         return self._loader(rows[eval_dataset] if isinstance(eval_dataset, str) else rows)
 
@@ -405,8 +407,8 @@ class GRPOTrainer:
     def get_high_entropy_mask(
         self, entropies: "torch.Tensor", mask: "torch.Tensor", threshold: float
     ) -> "torch.Tensor":
-        """Return where tokens, 1 in the mask, have an entropy of at least the quantile: [B, T].
-        The run's own is `algorithm.entropy.top_quantile`."""
+        """Return which tokens of `mask` have an entropy of at least their quantile `threshold`:
+        booleans, [B, T]. The run does not use this method: see `algorithm.entropy.top_quantile`."""
         from turnwise.training.algorithms.entropy import entropy_floor  # imports torch
 
         real_BT = mask.bool()
@@ -420,8 +422,8 @@ class GRPOTrainer:
         mask: "torch.Tensor",
         off_policy_threshold: float,
     ) -> "torch.Tensor":
-        """Return 1 for sequences that are trained and 0 for others: [B, 1]. The run's own is
-        `algorithm.off_policy_mask_threshold`."""
+        """Return 1 for sequences to train, and 0 for sequences that are too far off-policy: [B, 1].
+        The run does not use this method: see `algorithm.off_policy_mask_threshold`."""
         drift_BT = (sampling_per_token_logps - per_token_logps.detach()).nan_to_num(nan=0.0)
         counts_B1 = mask.sum(dim=1, keepdim=True).clamp(min=1.0)
         drift_B1 = (drift_BT * mask).sum(dim=1, keepdim=True) / counts_B1
@@ -434,7 +436,7 @@ class GRPOTrainer:
 
     @as_value_error()
     def add_callback(self, callback: object) -> None:
-        """Raise an InputError: there are no callbacks."""
+        """Raise an `InputError`: callbacks are not supported."""
         refuse_argument("callbacks", _WHY["callbacks"])
 
     def log_metrics(self, split: str, metrics: Mapping[str, float]) -> None:
@@ -457,7 +459,8 @@ class GRPOTrainer:
 
 
 def _refuse_unsupported(*given: object) -> None:
-    """Raise for the arguments of `_WHY`, in its order, and for a launcher of several processes."""
+    """Raise for arguments that `_WHY` refuses, given in its order, and for a launcher of several
+    processes."""
     for (name, why), value in zip(_WHY.items(), given, strict=True):
         if value:
             refuse_argument(name, why)
@@ -469,8 +472,11 @@ def _refuse_unsupported(*given: object) -> None:
 
 
 def _loop_of(rows: Sequence[JsonObject], with_tools: bool) -> str:
-    """Return the agent loop: without tools, an answer that looks like a call is an answer, and no
-    chat template renders prompts that are texts."""
+    """Return the agent loop.
+
+    Without tools, an answer that looks like a tool call is a final answer. Prompts that are texts
+    get a loop that does not apply the chat template.
+    """
     if not isinstance(rows[0].get("prompt"), str):
         return "tool_calling" if with_tools else "single_turn"
     if with_tools:
@@ -479,7 +485,7 @@ def _loop_of(rows: Sequence[JsonObject], with_tools: bool) -> str:
 
 
 def _with_folder(args: GRPOConfig | None, model: object) -> GRPOConfig:
-    """Return the configuration with an output folder, as TRL chooses it."""
+    """Return the configuration; a missing `output_dir` becomes TRL's default folder."""
     if args is not None and not isinstance(args, GRPOConfig):
         raise InputError(f"args must be turnwise.trl.GRPOConfig, not {type(args).__name__}")
     name = model if isinstance(model, str | Path) else getattr(model, "name_or_path", "model")

@@ -1,4 +1,4 @@
-"""verl's interfaces: its server manager, its chat scheduler and its `DataProto`."""
+"""verl's interfaces: server manager, chat scheduler and `DataProto`."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -13,7 +13,7 @@ _PLACES = {"ChatCompletionScheduler": "chat_scheduler", "DataProto": "data_proto
 
 
 def __getattr__(name: str) -> object:
-    """Import a class at its first use: an error about a key needs this package, and no Ray."""
+    """Import a class at its first use, because errors about keys need this package without Ray."""
     if name not in __all__:
         raise AttributeError(f"module {__name__} has no attribute {name}")
     found: object = getattr(import_module(f"{__name__}.{_PLACES.get(name, 'manager')}"), name)

@@ -1,7 +1,7 @@
-"""Chat completions without HTTP, and users' classes that lead conversations with them.
+"""Chat completions without HTTP, and users' classes that run conversations with them.
 
-`ChatCompletionScheduler` has the methods of verl's class of that name. `ChatBackend` answers in
-this process with the OpenAI server's own code: sessions keep each conversation's tokens exactly as
+`ChatCompletionScheduler` has the methods of verl's class of the same name. `ChatBackend` answers in
+this process with the code of the OpenAI server. Sessions keep each conversation's tokens exactly as
 they were sampled, and every key of a request means the same as over HTTP.
 """
 
@@ -49,26 +49,27 @@ if TYPE_CHECKING:
 
 _HEADERS = {"x-request-id", "x-session-id"}
 _SAMPLING_NAMES = {"max_completion_tokens": "max_tokens", "vllm_xargs": "logits_processor_args"}
-"""Our names of sampling keys, by OpenAI's and vLLM's."""
+"""OpenAI's and vLLM's names of sampling keys, mapped to our names."""
 Callback = Callable[..., Awaitable[object] | object]
 """Called as `callback(completions, info, exception)`; may be async.
 
-`completions` is the `ChatCompletion`, with `stream=True` an async generator of
-`ChatCompletionChunk`s, and None after an error. `info` is the value that was submitted.
-`exception` is the error, or None.
+`completions` is the `ChatCompletion`, or with `stream=True` an async generator of
+`ChatCompletionChunk`s; it is None after an error. `info` is the submitted
+`callback_additional_info`. `exception` is the error, or None.
 """
 
 
 _conversation: ContextVar[Session | None] = ContextVar("conversation", default=None)
-"""The session of the call of `generate_sequences` that runs, also in tasks that it starts."""
+"""The session of the running call of `generate_sequences`; tasks that the call starts see it."""
 
 
 class SchedulerConfig:
-    """The configuration of a chat scheduler: the run's, by our names and by verl's of `rollout`.
+    """The run's configuration as a chat scheduler sees it: under our names, and under verl's names
+    of `actor_rollout_ref.rollout`.
 
-    `config.sampling.temperature` is `config.temperature`, `config.response_length` is
-    `rollout.max_response_tokens`, and `config.val_kwargs` is `eval.sampling`; `config.n` is 1,
-    because each conversation has a call of its own.
+    For example, `config.temperature` is our `sampling.temperature`, `config.response_length` is
+    `rollout.max_response_tokens`, and `config.val_kwargs` is `eval.sampling`. `config.n` is 1,
+    because each conversation is a separate call.
     """
 
     def __init__(self, config: Config, chats: "ChatBackend") -> None:
@@ -77,7 +78,7 @@ class SchedulerConfig:
         self._config = config
 
     def __getattr__(self, name: str) -> Foreign:
-        if name.startswith("_"):  # it is not set yet, in a copy
+        if name.startswith("_"):  # in a copy, _config is not set yet: no endless recursion
             raise AttributeError(name)
         if name in (fixed := {"n": 1, "val_kwargs": self._config.eval.sampling}):
             return fixed[name]
@@ -87,20 +88,20 @@ class SchedulerConfig:
         raise AttributeError(f"the configuration of a chat scheduler has no {name}")
 
     def get(self, name: str, default: object = None) -> Foreign:
-        """Return a value by its name, or the default where there is none, as verl's does."""
+        """Return a value by its name, or the default if there is none, as in verl."""
         return getattr(self, name, default)
 
 
 class ChatCompletionScheduler:
-    """Leads conversations; the base class for the class that `rollout.chat_scheduler` names.
+    """Runs conversations; the base class for the class that `rollout.chat_scheduler` names.
 
-    There is one instance in each process that runs trajectories; it keeps its state.
-    `generate_sequences` is called for each conversation, many at once. A request belongs to the
+    Each process that runs trajectories has one instance, which may keep state. Conversations run
+    concurrently, each in its own call of `generate_sequences`. A request belongs to the
     conversation whose call started its task, and all sampled turns become part of the trajectory.
 
     Args:
-        config: The run's configuration, as `self.config`.
-        model_path: Name of the model in requests, as `self.model_name`.
+        config: The run's configuration; kept as `self.config`.
+        model_path: Name of the model in requests; kept as `self.model_name`.
         server_addresses: Empty: requests reach the engines without HTTP.
         max_cache_size: Ignored: `serving.known_sessions` limits the remembered conversations.
 
@@ -126,7 +127,7 @@ class ChatCompletionScheduler:
         self.config = config
         self.model_name = model_path
         self.tokenizer = config.chats.tokenizer
-        self._chats = config.chats  # a subclass may have a configuration of its own
+        self._chats = config.chats  # kept, because a subclass may replace self.config
 
     async def submit_chat_completions(
         self,
@@ -136,13 +137,13 @@ class ChatCompletionScheduler:
     ) -> None:
         """Complete a chat, then call `callback(completions, callback_additional_info, exception)`.
 
-        Returns when the callback, which may be async, has returned, and raises its exception. It
-        may submit the next turn and await it. The request is as for `chat_completion`.
+        Returns when the callback has returned, and raises its exception. The callback may be async,
+        and may submit the next turn and await it. `chat_completion` describes the request's keys.
         """
         completions, exception = None, None
         try:
             completions = await self.chat_completion(**chat_complete_request)
-        except Exception as error:  # the callback decides about it
+        except Exception as error:  # the callback handles it
             exception = error
         result = callback(completions, callback_additional_info, exception)
         if inspect.isawaitable(result):
@@ -152,19 +153,19 @@ class ChatCompletionScheduler:
         """Answer one chat request.
 
         Args:
-            request: OpenAI's keys and vLLM's additional ones: `messages`, `model` (any name), `n`,
-                `temperature`, `max_tokens`, `tools` ... `extra_body` may contain more of them.
+            request: OpenAI's keys and vLLM's additional keys: `messages`, `model` (any name), `n`,
+                `temperature`, `max_tokens`, `tools` ... `extra_body` may contain further keys.
                 `extra_headers` may contain `x-request-id`, the id of the completion that `messages`
                 continue, or `x-session-id`, a conversation's name.
 
         Returns:
-            A `ChatCompletion`. Each choice has `token_ids`, and its message `prompt_token_ids`,
+            A `ChatCompletion`. Each choice has `token_ids`; its message has `prompt_token_ids`,
             `generation_token_ids`, `generation_log_probs` and `weight_versions`. With
-            `stream=True`: an async generator of `ChatCompletionChunk`s, whose choices have
+            `stream=True`, an async generator of `ChatCompletionChunk`s, whose choices have
             `token_ids` if they contain tokens; closing it ends the request.
 
         Raises:
-            InputError: naming the key that cannot be served, or when the prompt is too long.
+            InputError: names a key that cannot be served; also when the prompt is too long.
             EngineError, DeadlineError: when the workers fail.
         """
         return await self._chats.create(request, _conversation.get())
@@ -173,14 +174,16 @@ class ChatCompletionScheduler:
         """Run the conversations of a batch; this base class asks for one answer each.
 
         Args:
-            batch: `non_tensor_batch["raw_prompt"]` contains arrays of messages. There is only one;
-                in a run the other columns are those of the trajectory's row.
+            batch: `non_tensor_batch["raw_prompt"]` contains arrays of messages. Turnwise passes
+                one conversation; in a run, the other columns are the fields of the trajectory's
+                row.
             sampling_params: Keys for each request.
 
         Returns:
-            A `DataProto` decides what is trained (its masks, its rows, `rm_scores`; see
-            `data_proto.take_rows`), and is what `LLMServerManager.generate_sequences` returns. With
-            any other value, None for one, all sampled tokens are trained.
+            A `DataProto` or anything else, such as None. The rows, masks and `rm_scores` of a
+            `DataProto` decide what is trained (see `data_proto.take_rows`), and
+            `LLMServerManager.generate_sequences` returns its rows. Otherwise all sampled tokens
+            are trained.
         """
 
         def answered(completions: object, info: object, exception: Exception | None) -> None:
@@ -195,14 +198,15 @@ class ChatCompletionScheduler:
 
 
 class ChatBackend:
-    """Answers chat requests in this process, and leads conversations with an instance of the class
+    """Answers chat requests in this process, and runs conversations with an instance of the class
     `scheduler`.
 
-    `create` and `events` may be used on any event loop, all else only on the loop of `start`.
+    `create` and `events` may be used on any event loop, the other methods only on the event loop
+    that called `start`.
     """
 
     instance: ChatCompletionScheduler
-    """The instance, once `start` has returned."""
+    """The instance of `scheduler`; `start` sets it."""
 
     def __init__(
         self,
@@ -219,8 +223,11 @@ class ChatBackend:
         self._admission = admission or Admission(limits_of(config))
 
     async def start(self) -> None:
-        """Build vLLM's application, and the scheduler; raise `InputError` when vLLM refuses the
-        model, or the user's class fails."""
+        """Build vLLM's application and the scheduler.
+
+        Raises:
+            InputError: when vLLM refuses the model, or the user's class fails.
+        """
         # In a thread: importing vLLM's application takes seconds.
         vllm_app = await run_in_thread(import_module, "turnwise.serving.openai.vllm_app")
         self._loop = asyncio.get_running_loop()
@@ -231,7 +238,7 @@ class ChatBackend:
         await self.set_scheduler(self._scheduler)
 
     async def set_scheduler(self, scheduler: type[ChatCompletionScheduler]) -> None:
-        """Lead further conversations with an instance of this class, made with verl's arguments."""
+        """Run further conversations with an instance of this class, made with verl's arguments."""
         config, model = SchedulerConfig(self.config, self), self.model_name
         name = f"the chat scheduler {scheduler.__module__}:{scheduler.__qualname__}"
 
@@ -250,7 +257,7 @@ class ChatBackend:
     async def create(
         self, request: Mapping[str, object], session: Session | None = None
     ) -> "Completions":
-        """Answer a request, as `ChatCompletionScheduler.chat_completion` does."""
+        """Answer a request; see `ChatCompletionScheduler.chat_completion`."""
         from openai.types.chat import ChatCompletion, ChatCompletionChunk  # a second to import
 
         replies = self._replies(request, session)
@@ -272,8 +279,11 @@ class ChatBackend:
             return ChatCompletion.model_validate(_checked(first))
 
     async def events(self, request: Mapping[str, object]) -> AsyncGenerator[tuple[int, str], None]:
-        """Answer a request as verl's server actor does: yield a status of HTTP and a server-sent
-        event ("data: ..."), for the whole answer, for each chunk of a stream, or for an error."""
+        """Answer a request as verl's server actor does.
+
+        Yields pairs of an HTTP status and a server-sent event ("data: ..."): one for the whole
+        answer, one for each chunk of a stream, or one for an error.
+        """
         from turnwise.internals.vllm_server import create_error_response
         from turnwise.serving.openai.vllm_errors import client_error
 
@@ -286,16 +296,19 @@ class ChatBackend:
                             yield int(failed["code"] or 500), f"data: {json.dumps(reply)}\n\n"
                         elif reply is not None:
                             yield HTTPStatus.OK.value, str(reply)
-        except Exception as error:  # the caller gets it as an answer
+        except Exception as error:  # sent to the caller as an answer
             refusal = create_error_response(client_error(error))
             yield refusal.error.code, f"data: {refusal.model_dump_json()}\n\n"
 
     async def _replies(
         self, request: Mapping[str, object], session: Session | None
     ) -> AsyncGenerator[object, None]:
-        """Yield vLLM's answer; or None, and the events of a stream. Closing ends the request."""
+        """Yield vLLM's answer as a dictionary; for a stream, yield None and then its events.
+
+        Closing the generator ends the request.
+        """
         replies = asyncio.Queue[object]()
-        # Here, and not on the other loop: its objects may be the user's own.
+        # On this loop: the request may contain the user's objects.
         tree: JsonObject = dict(request)
         tree |= tree.pop("extra_body", None) or {}
         given = tree.pop("extra_headers", None) or {}
@@ -304,7 +317,7 @@ class ChatBackend:
             raise InputError(
                 f"extra_headers takes x-request-id and x-session-id, and not {min(unknown)}"
             )
-        tree["messages"] = [  # callers may pass OpenAI's objects, too
+        tree["messages"] = [  # callers may also pass OpenAI's message objects
             message.model_dump(exclude_none=True) if hasattr(message, "model_dump") else message
             for message in tree.get("messages", ())
         ]
@@ -340,12 +353,15 @@ class ChatBackend:
         place: Place | None = None,
         calls: list[TurnTimes] | None = None,
     ) -> DataProto | None:
-        """Run one conversation, a batch of one, and return the batch that the scheduler makes of
-        it; None without one.
+        """Run one conversation (a `batch` of one row); return the `DataProto` that the scheduler
+        returns, or None if it returns anything else.
 
-        `trajectory` records the sampled turns. Requests may change `sampling` as `agent_sampling`
-        says; if it is None, not at all. TrajectoryError
-        when the class raises (chat_scheduler_error) or samples nothing (chat_scheduler_silent).
+        `trajectory` records the sampled turns. `agent_sampling` decides how requests may change
+        `sampling`; None allows no changes.
+
+        Raises:
+            TrajectoryError: when the class raises (chat_scheduler_error) or samples nothing
+                (chat_scheduler_silent).
         """
         session = self.sessions.open_private(
             trajectory,
@@ -363,7 +379,7 @@ class ChatBackend:
         async def hold() -> DataProto | None:
             _conversation.set(session)
             value: Foreign = await instance.generate_sequences(batch, **(sampling_params or {}))
-            # Another package's class of that name is as good.
+            # Also accept another package's DataProto, such as verl's.
             is_batch = hasattr(value, "batch") and hasattr(value, "non_tensor_batch")
             return value if is_batch else None
 
@@ -392,14 +408,20 @@ class ChatBackend:
     async def generate_sequences(
         self, prompts: DataProto | Sequence[Sequence[Message]], **sampling_params: object
     ) -> DataProto:
-        """Run `sampling.n` conversations for each prompt (a list of messages, or a row of
-        `raw_prompt`), as many at once as `rollout.concurrency` says. `sampling_params` change the
-        configuration's `sampling`, by its keys or OpenAI's.
+        """Run `sampling.n` conversations for each prompt; return their tokens as one batch.
 
-        There is a row for each conversation (or for each of its branches), in the prompts' order,
-        as in `DataProto.from_trajectories`; `meta_info["dropped"]` counts failed conversations by
-        reason. If all fail, the first error is raised. Where the scheduler made a batch of a
-        conversation, its rows are there instead, with the columns that all rows have.
+        At most `rollout.concurrency` conversations run at once. If all fail, the first error is
+        raised.
+
+        Args:
+            prompts: Lists of messages, or a batch with the column `raw_prompt`.
+            sampling_params: Changes to the configuration's `sampling`, by its keys or OpenAI's.
+
+        Returns:
+            One row for each conversation (or for each of its branches), in the prompts' order, as
+            in `DataProto.from_trajectories`. If the scheduler returned a batch for a conversation,
+            the rows of that batch replace them. Only columns that all rows have are kept.
+            `meta_info["dropped"]` counts failed conversations by reason.
         """
         if not isinstance(prompts, DataProto):
             prompts = DataProto.from_conversations(prompts)
@@ -421,7 +443,7 @@ class ChatBackend:
             limits = trajectory_limits(rollout.trajectory_timeout, rollout.stall_timeout)
             try:
                 async with self._admission.admitted() as place, limits as clock:
-                    with place.idle():  # but for its requests
+                    with place.idle():  # only its requests count as busy
                         made = await self.converse(
                             *(trajectory, row, sampling),
                             sampling_params=params,
@@ -447,7 +469,12 @@ class ChatBackend:
     async def _batch_of(
         self, done: Sequence[tuple[int, Trajectory, DataProto | None]]
     ) -> DataProto:
-        """Return one batch of conversations, each with its row and what the scheduler made."""
+        """Join conversations into one batch.
+
+        Args:
+            done: For each conversation the index of its prompt, its trajectory, and the scheduler's
+                batch or None.
+        """
         pad = self.tokenizer.pad_token_id
         pad = self.tokenizer.eos_token_id if pad is None else pad
 
@@ -477,7 +504,8 @@ class ChatBackend:
         own: Session | None,
         replies: asyncio.Queue[object],
     ) -> None:
-        """Reply with vLLM's answer; or with None, a stream's events, and None; or an error."""
+        """Put the answer into `replies`: vLLM's answer; None, a stream's events and None; or an
+        error."""
         try:
             name, previous = headers.get("x-session-id"), headers.get("x-request-id")
             if own is not None:
@@ -503,16 +531,16 @@ class ChatBackend:
                             await context.deliver()
                             replies.put_nowait(event)
             replies.put_nowait(whole)
-        except asyncio.CancelledError:  # not always by the caller, who then waits
+        except asyncio.CancelledError:  # if the caller did not cancel it, the caller waits
             replies.put_nowait(EngineError("the chat completion was cancelled"))
             raise
-        except Exception as error:  # raised to the caller
+        except Exception as error:  # `_replies` raises it
             replies.put_nowait(error)
 
 
 @contextmanager
 def _own_errors() -> Iterator[None]:
-    """Raise errors of vLLM's application as ours, and any other one as it is."""
+    """Convert errors of vLLM's application to ours; other errors pass unchanged."""
     try:
         yield
     except Exception as error:
@@ -526,7 +554,7 @@ def _own_errors() -> Iterator[None]:
 
 
 def _sentence(error: Exception) -> str:
-    """Return an error as one sentence; for pydantic's errors the first, with its key."""
+    """Return an error as one sentence; of a pydantic error, the first detail with its key."""
     errors = getattr(error, "errors", None)
     if callable(errors) and (details := errors()):
         key = ".".join(str(part) for part in details[0]["loc"])
@@ -535,7 +563,7 @@ def _sentence(error: Exception) -> str:
 
 
 def _checked(tree: JsonObject) -> JsonObject:
-    """Return an answer of vLLM's application; raise it if it is an error."""
+    """Return an answer of vLLM's application; if it is an error, raise the error."""
     if error := tree.get("error"):
         kind = InputError if int(error.get("code") or 500) < 500 else EngineError
         raise kind(str(error.get("message")))

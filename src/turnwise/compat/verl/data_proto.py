@@ -1,7 +1,7 @@
 """verl's batch: conversations go in, padded tensors of the sampled tokens come out.
 
-A chat scheduler may make its own batch of a conversation: `take_rows` lets that decide what of the
-conversation is trained.
+A chat scheduler may return its own batch for a conversation; `take_rows` then trains only the
+tokens that this batch selects.
 """
 
 import math
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 Column = npt.NDArray[Any]
 """An array of N values."""
 _IDS = ("prompts", "responses", "input_ids")  # tensors of token ids
-_WHOLE = ("input_ids", "attention_mask", "position_ids")  # as wide as prompts and responses
-_FILLS = {"weight_versions": -1}  # of places without a token, where it is not 0
+_WHOLE = ("input_ids", "attention_mask", "position_ids")  # as wide as prompts + responses
+_FILLS = {"weight_versions": -1}  # padding values other than 0
 
 
 @dataclass(slots=True)
 class DataProto:
-    """A batch of `N` rows, with the attributes of verl's class of that name.
+    """A batch of `N` rows, with the attributes of verl's class of the same name.
 
     Input conversations are in `non_tensor_batch["raw_prompt"]`.
 
@@ -41,13 +41,13 @@ class DataProto:
     """
 
     batch: "dict[str, torch.Tensor] | None" = None
-    """Tensors by name, see `from_trajectories`; None for input conversations."""
+    """Tensors by name (see `from_trajectories`); None for input conversations."""
     non_tensor_batch: dict[str, Column] = field(default_factory=dict)
     """Columns of `N` values."""
     meta_info: dict[str, Any] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        # A TensorDict of the user's has no truth value.
+        # Compare with None: the user's batch may be a TensorDict, which has no truth value.
         tensors: Iterable[Sized] = () if self.batch is None else self.batch.values()
         columns: list[Sized] = [*tensors, *self.non_tensor_batch.values()]
         return len(columns[0]) if columns else 0
@@ -81,7 +81,7 @@ class DataProto:
         """Return a batch of N rows of token ids, padded as in `from_trajectories`.
 
         Args:
-            response_mask: 1 on each token of the responses that is trained.
+            response_mask: For each response token 1 if it is trained, else 0.
             columns: Further columns of N values.
 
         Example:
@@ -107,16 +107,16 @@ class DataProto:
     def from_trajectories(
         cls, trajectories: Sequence[Trajectory], rows: Sequence[int], pad_token_id: int
     ) -> "DataProto":
-        """Return a row for each branch of each trajectory, in their order.
+        """Return a batch with one row for each branch of each trajectory, in order.
 
         Args:
-            rows: The row of each trajectory's conversation, which becomes the column `index`.
+            rows: For each trajectory the index of its conversation: the column `index`.
 
         Returns:
-            A batch of N rows with at most P prompt tokens and R tokens after them: prompts [N, P],
-            padded on the left; responses, response_mask (1 on sampled tokens), rollout_log_probs
-            and weight_versions [N, R], padded on the right; input_ids, attention_mask and
-            position_ids [N, P + R].
+            A batch of N rows, with a maximum of P prompt tokens and R response tokens: prompts
+            [N, P], padded on the left; responses, response_mask (1 for sampled tokens),
+            rollout_log_probs and weight_versions [N, R], padded on the right; input_ids,
+            attention_mask and position_ids [N, P + R].
         """
         samples = [
             (row, trajectory.messages, sample, sample.response_mask.index(1))
@@ -144,10 +144,11 @@ class DataProto:
 
     @classmethod
     def concat(cls, batches: "Sequence[DataProto]", pad_token_id: int = 0) -> "DataProto":
-        """Return the rows of several batches, with what all of them have, padded to one width.
+        """Join the rows of several batches; keep the tensors and columns that all of them have.
 
-        Tensors as wide as the responses, or as prompts and responses together, are padded beside
-        these; all others must have the same shape but for their first dimension.
+        Prompts and responses are padded to the largest widths, and so are tensors as wide as the
+        responses, or as prompts and responses together. All other tensors must have the same shape
+        in all batches, except for the first dimension.
 
         Raises:
             InputError: when a batch has no prompts or responses.
@@ -183,15 +184,17 @@ class DataProto:
 
 
 def take_rows(trajectory: Trajectory, made: "DataProto", given: Collection[str] = ()) -> None:
-    """Train what the batch that a chat scheduler made of a conversation says.
+    """Mark the tokens that a chat scheduler's batch trains, and take over its scores.
 
-    Its rows are trained where `response_mask` [N, R] is 1 and the model sampled the token; without
-    that tensor, wherever it was sampled, and all of the conversation if the rows are not its own
-    ids. `rm_scores` [N, R], summed over R and averaged over the rows, replace the environment's
-    reward. Columns of numbers but the `given` ones become metrics, averaged over the rows.
+    A sampled token is trained where `response_mask` [N, R] is 1. Without that tensor, all sampled
+    tokens of the rows are trained; if the rows have other ids than the conversation, all sampled
+    tokens of the conversation. `rm_scores` [N, R], summed over R and averaged over the rows,
+    replace the environment's reward. Columns of finite numbers, except the columns `given`, become
+    metrics, averaged over the rows.
 
     Raises:
-        TrajectoryError: when rows with a mask are not what was sampled.
+        TrajectoryError: when rows with a mask differ from the sampled tokens, or when the batch
+            lacks a tensor.
     """
     batch: Foreign = made.batch
     if batch is not None:
@@ -222,7 +225,7 @@ def take_rows(trajectory: Trajectory, made: "DataProto", given: Collection[str] 
 
 
 def _padded(rows: Sequence[Sequence[float]], fill: float, *, left: bool = False) -> "torch.Tensor":
-    """Return a tensor of whole numbers, or of floats if `fill` is one."""
+    """Pad rows with `fill` to one tensor: float32 if `fill` is a float, else int64."""
     import torch
     from torch.nn.utils.rnn import pad_sequence
 
@@ -234,13 +237,14 @@ def _padded(rows: Sequence[Sequence[float]], fill: float, *, left: bool = False)
 
 
 def _common(mappings: Sequence[Foreign]) -> list[str]:
-    """Return the names that all of the mappings have, in the first one's order."""
-    names = [list(each.keys()) for each in mappings]  # a TensorDict iterates over its rows
+    """Return the names that all mappings have, in the order of the first mapping."""
+    # With keys(), because iteration over a TensorDict yields its rows.
+    names = [list(each.keys()) for each in mappings]
     return [name for name in names[0] if all(name in others for others in names)]
 
 
 def _objects(values: Sequence[object]) -> Column:
-    """Return an array with one entry for each value, lists included."""
+    """Return an array of objects; a list is one entry."""
     column = np.empty(len(values), dtype=object)
     for index, value in enumerate(values):
         column[index] = value

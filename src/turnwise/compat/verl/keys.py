@@ -1,11 +1,11 @@
-"""Keys of verl's `ppo_trainer.yaml`, each with the key here that does it, or a sentence about it.
+"""Keys of verl's `ppo_trainer.yaml`, each with our equivalent key or a sentence that replaces it.
 
-Errors, the documentation's test and the names that a chat scheduler's `self.config` answers to all
-come from this one table. A key below one that is listed has its answer.
+This table is the source of error messages, of a test of the documentation, and of verl's names in a
+chat scheduler's `self.config`. A key that is not listed has the answer of the listed key above it.
 """
 
 ROOT = "actor_rollout_ref."
-"""Section of verl's whose parts `_KEYS` names without it, as users may."""
+"""A section of verl's file. `_KEYS` leaves it out of most names, as users may."""
 _KEYS = {
     "model.tokenizer": "data.tokenizer model.tokenizer_path",
     "data.path": "data.train_files",
@@ -185,11 +185,11 @@ VERL_KEYS = {
     for ours, names in _KEYS.items()
     for name in names.split()
 }
-"""Keys here, or sentences, by verl's keys."""
+"""verl's keys, mapped to our keys or to sentences."""
 
 
 def verl_answer(key: str) -> str | None:
-    """Return the key here, or the sentence, for a key of verl's or one below it, or None."""
+    """Return our key, or a sentence, for a key of verl or a key below it; None for other keys."""
     while key:
         for name in (f"{ROOT}{key}", key):
             if name in VERL_KEYS:

@@ -1,4 +1,4 @@
-"""The agent loop of chat schedulers: classes of users that lead conversations."""
+"""The agent loop for chat schedulers: users' classes that run conversations."""
 
 import copy
 from collections.abc import AsyncIterator
@@ -20,14 +20,14 @@ from turnwise.trajectory.images import images_in
 
 
 class ChatSchedulerLoop:
-    """Passes a problem to the chat scheduler, whose requests become the turns."""
+    """Passes a problem to the chat scheduler; the scheduler's requests become the turns."""
 
     by_requests = True
     front = "starting the chat scheduler"
 
     def __init__(self) -> None:
         self.chats: ChatBackend | None = None
-        """The backend of the user's chat scheduler, while the loop is `opened`."""
+        """The backend of the user's chat scheduler, inside the block of `opened`; else None."""
 
     def load(self, rollout: RolloutConfig) -> None:
         """Import the user's class."""
@@ -37,7 +37,7 @@ class ChatSchedulerLoop:
     async def opened(
         self, config: Config, generator: Generator, admission: Admission
     ) -> AsyncIterator[None]:
-        """Lead conversations with an instance of the user's class during an `async with` block."""
+        """Run a chat backend with the user's class during an `async with` block."""
         scheduler = await import_chat_scheduler(config.rollout, config.engine.start_timeout)
         self.chats = chats = ChatBackend(config, generator, scheduler, admission)
         try:
@@ -51,7 +51,7 @@ class ChatSchedulerLoop:
         if self.chats is None:
             needs = "rollout.loop chat_scheduler needs a ChatBackend"
             raise InputError(f"{needs}, which is not running")
-        # A copy: the environment computes the reward from the original row.
+        # The scheduler gets a copy, because the environment's reward needs the original row.
         row, messages = await call_user_code(
             *(copy.deepcopy, (context.row, list(context.problem))),
             name="the copy of a row",

@@ -1,4 +1,4 @@
-"""verl's server manager behind plain calls: engines, and chats and batches on them."""
+"""verl's server manager with blocking calls: engines that answer chats and batches of prompts."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -31,12 +31,12 @@ from turnwise.weights.manifest import Manifest
 from turnwise.weights.sync import WeightSync
 from turnwise.weights.transport import find_transport
 
-_START_SECONDS = 120.0  # deadline of the work before the engines start: imports and Ray
-_GRACE_SECONDS = 20.0  # time after the engines' own deadline, whose error is more specific
+_START_SECONDS = 120.0  # for imports and Ray, before the engines start
+_GRACE_SECONDS = 20.0  # lets the engines' own deadline pass first: its error is more specific
 
 
 class ChatHost(ServingHost):
-    """An actor's class that answers chats without HTTP, too, as verl's server actor does."""
+    """A worker's actor class that also answers chats without HTTP, as verl's server actor does."""
 
     _chats: "asyncio.Task[ChatBackend] | None" = None
 
@@ -47,8 +47,8 @@ class ChatHost(ServingHost):
             request: vLLM's `ChatCompletionRequest`, or a dictionary of its keys.
 
         Yields:
-            A status of HTTP and a server-sent event, "data: ..." and an empty line: one with the
-            answer, with `stream` one for each chunk and "[DONE]", or one with the error.
+            An HTTP status and a server-sent event ("data: ..." and an empty line): one pair for
+            the answer or error; with `stream`, one pair for each chunk and one for "[DONE]".
         """
         tree = request if isinstance(request, dict) else request.model_dump(exclude_unset=True)
         if self._chats is None:
@@ -70,8 +70,12 @@ async def open_manager(
     progress: Display = SILENT,
     hosts: Mapping[str, RayActor] | None = None,
 ) -> AsyncIterator[tuple[AsyncLLMServerManager, ChatBackend]]:
-    """Start Ray, the workers, and a chat backend in front of them; stop them all on exit. With
-    `hosts`, the workers' models are in these actors, in the Ray that the program has joined."""
+    """Start Ray, the workers, and a chat backend in front of them; stop them all on exit.
+
+    Args:
+        hosts: The program's own actors by name, in which the workers run; the program has
+            connected to Ray then. None starts actors.
+    """
     async with open_fleet(
         config,
         progress,
@@ -90,17 +94,17 @@ async def open_manager(
 
 
 class LLMServerManager:
-    """The engines of a configuration behind plain calls; a context manager.
+    """The engines of a configuration behind blocking calls; a context manager.
 
-    The engines run in a separate thread for the duration of the `with` block.
+    A separate thread controls the engines during the `with` block.
 
     Args:
-        config: A YAML file or a `Config`; a file may leave out `environment` and `data`, and its
+        config: A YAML file or a `Config`. A file may leave out `environment` and `data`; its
             workers serve HTTP unless it sets `serving.worker_servers` to false.
         overrides: `key.sub=value` changes to a file.
-        workers: Handles of your own actors (`WorkerHost`), in which the engines run: each engine in
-            the next `engine.tensor_parallel_size` of them, and as many engines as they suffice for.
-            None starts processes for the engines.
+        workers: Handles of your own actors (`WorkerHost`), in which the engines run. Each
+            `engine.tensor_parallel_size` successive actors hold one engine. None starts processes
+            for the engines.
 
     Raises:
         InputError: when the number of actors is not a multiple of an engine's devices.
@@ -150,20 +154,20 @@ class LLMServerManager:
 
     @property
     def chat_scheduler(self) -> ChatCompletionScheduler:
-        """The scheduler of chats, always the same one; its methods may be awaited on any event
-        loop, as callbacks do."""
+        """The only instance of the chat scheduler. Its methods may be awaited on any event loop,
+        also in callbacks."""
         return self._thread.opened[1].instance
 
     @property
     def async_llm_servers(self) -> list[RayActor]:
-        """Ray's handles of the workers, whose `chat_completion_generator` answers chats."""
+        """Ray handles of the workers; their `chat_completion_generator` answers chats."""
         return [engine.actor for engine in self._thread.opened[0].engines]
 
     @property
     def server_addresses(self) -> list[str]:
-        """Addresses of the workers' own OpenAI servers, HOST:PORT, for
-        `base_url=f"http://{address}/v1"`; other nodes need `serving.host` 0.0.0.0. InputError
-        without `serving.worker_servers`."""
+        """Addresses HOST:PORT of the workers' OpenAI servers, for
+        `base_url=f"http://{address}/v1"`. Clients on other nodes need `serving.host` 0.0.0.0.
+        Raises `InputError` if `serving.worker_servers` is false."""
         if not self.config.serving.worker_servers:
             raise InputError("server_addresses needs serving.worker_servers: set it to true")
         return [urlsplit(url).netloc for url in self._thread.opened[0].base_urls.values()]
@@ -174,10 +178,10 @@ class LLMServerManager:
         callback_additional_info: JsonObject,
         **chat_complete_request: object,
     ) -> None:
-        """Complete a chat and wait for its callback, with all further turns that it awaits.
+        """Complete a chat, and wait for its callback and all further turns that it awaits.
 
-        The callback runs on a new event loop in this thread; inside a running event loop, await
-        `chat_scheduler.submit_chat_completions` instead, which takes the same arguments.
+        The callback runs on a new event loop in this thread. Inside a running event loop, await
+        `chat_scheduler.submit_chat_completions` instead; it takes the same arguments.
         """
         self._check_awake()
         submit = self.chat_scheduler.submit_chat_completions
@@ -186,21 +190,21 @@ class LLMServerManager:
     def generate_sequences(
         self, prompts: DataProto | Sequence[Sequence[Message]], **sampling_params: object
     ) -> DataProto:
-        """Hold conversations in parallel; see `ChatBackend.generate_sequences`."""
+        """Run conversations concurrently; see `ChatBackend.generate_sequences`."""
         self._check_awake()
         work = partial(self._thread.opened[1].generate_sequences, prompts, **sampling_params)
         # Each conversation has its own deadline.
         return self._thread.call(work, NO_DEADLINE, "the conversations")
 
     def update_weights(self, publish: Callable[[], Manifest]) -> int:
-        """Bring new weights to all engines, or to none; return their version.
+        """Load new weights into all engines, or into none; return their version.
 
         Args:
-            publish: Has every actor publish its weights (`WorkerHost.publish_weights`), and returns
-                the first one's result. It is called again when an engine has to be restarted.
+            publish: Makes every actor publish its weights (`WorkerHost.publish_weights`), and
+                returns the first actor's result. It is called again after an engine's restart.
 
         Raises:
-            WeightUpdateError: when an engine refuses them.
+            WeightUpdateError: when an engine refuses the weights.
         """
         seconds, patience = self.config.weights.update_timeout, self.config.engine.start_timeout
         sync = WeightSync(_Publisher(publish, seconds), seconds, patience)
@@ -210,17 +214,18 @@ class LLMServerManager:
             updated = await self._thread.opened[0].update_weights(sync)
             return max(each.version for each in updated)
 
-        # To publish, to check, and to load.
+        # Once the limit each for publishing, checking and loading.
         return self._thread.call(update, 3 * seconds, "the engines' new weights")
 
     def sleep(self) -> None:
-        """Free the engines' memory; until `wake_up` turns in progress wait, and none can start."""
+        """Free the engines' memory. Until `wake_up`, turns in progress pause, and no new turn can
+        start."""
         work, seconds = self._thread.opened[0].sleep, self.config.engine.request_timeout
         self._thread.call(work, seconds, "the engines to sleep")
         self._asleep = True
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Resume serving; `tags` (weights, kv_cache) wake a part, None wakes all of it."""
+        """Resume serving; `tags` ("weights", "kv_cache") restore a part of the memory, None all."""
         work = partial(self._thread.opened[0].wake_up, tags)
         self._thread.call(work, self.config.engine.request_timeout, "the engines to wake up")
         self._asleep = bool(tags) and "kv_cache" not in (tags or ())
@@ -228,8 +233,8 @@ class LLMServerManager:
     def collective_rpc(
         self, method: str, timeout: float | None = None, args: Args = (), kwargs: Kwargs = None
     ) -> list[Foreign]:
-        """Call a method of all engines' workers, such as one of the class that
-        `engine.vllm_args.worker_extension_cls` names; see `VllmEngine.collective_rpc`."""
+        """Call a method of all engines' workers, such as a method of the class in
+        `engine.vllm_args.worker_extension_cls`; see `VllmEngine.collective_rpc`."""
         rpc = self._thread.opened[0].scheduler.collective_rpc
         work = partial(rpc, method, timeout, args, kwargs)
         seconds = (timeout or self.config.engine.request_timeout) + _GRACE_SECONDS
@@ -253,7 +258,7 @@ class _Publisher:
         if not isinstance(made, Manifest):
             kind = type(made).__name__
             raise InputError(f"{name} must return what publish_weights did, and not a {kind}")
-        if find_transport(made.transport).streamed:  # an engine would wait for a sender
+        if find_transport(made.transport).streamed:  # engines would wait for a sender in vain
             await self.send()
         return made
 

@@ -52,7 +52,7 @@ class ColocatedExecutor(vllm.Executor):  # type: ignore[misc]
             arguments = [
                 {
                     "vllm_config": self.vllm_config,
-                    # A GPU is the first, and the only one, that its actor sees.
+                    # Each actor sees only its own GPU, as the first one.
                     "local_rank": rank if vllm.current_platform.is_cpu() else 0,
                     "rank": rank,
                     "distributed_init_method": addresses[0],
@@ -93,7 +93,7 @@ class ColocatedExecutor(vllm.Executor):  # type: ignore[misc]
         return [pickle.loads(reply) for reply in replies]
 
     def execute_model(self, scheduler_output: object, non_block: bool = False) -> object:
-        """Remember the step: `sample_tokens` follows, and one call does both."""
+        """Remember the step; `sample_tokens` follows, and runs both in one call."""
         self._scheduled = scheduler_output
         return _done(lambda: None) if non_block else None
 

@@ -51,11 +51,11 @@ _PARTS: dict[str, tuple[Callable[[], object], Callable[..., object]]] = {
     "torch_random": (torch.get_rng_state, torch.set_rng_state),
     "cuda_random": (
         lambda: torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],  # type: ignore[no-untyped-call]
-        torch.cuda.set_rng_state_all,  # of no GPU, without an effect
+        torch.cuda.set_rng_state_all,  # without a GPU it has no effect
     ),
 }
-"""The global state that both a trainer and a vLLM worker in its process change: how its parts are
-read and set."""
+"""Functions that read and set each part of the global state that a trainer and a vLLM worker in its
+process both change."""
 
 
 def _read() -> dict[str, object]:
@@ -68,7 +68,7 @@ def _install(state: dict[str, object]) -> None:
 
 
 def own_state(threads: int) -> dict[str, object]:
-    """Return the global state of another program in this process, which is active only `inside`.
+    """Return a separate global state for a vLLM worker in this process; it is active `inside` only.
 
     It starts with torch's defaults, with `threads` threads and without process groups.
     """
@@ -111,8 +111,8 @@ class WorkerHost:
     `LLMServerManager(config, workers=...)` takes the actors' handles. An actor runs one call at a
     time: it either trains or generates, and never waits for its own engine. Between two calls of
     its engine, vLLM has no effect on the process: random numbers, number of threads, process groups
-    and torch's defaults are yours. Untested on GPUs, where each actor must see exactly one, and
-    `LLMServerManager.sleep` would also free the worker's memory for you.
+    and torch's defaults are yours. This is untested on GPUs. There, each actor must see exactly one
+    GPU, and `LLMServerManager.sleep` would also free the worker's memory for you.
 
     Example:
         @ray.remote(num_cpus=0)
@@ -133,7 +133,7 @@ class WorkerHost:
 
         Args:
             version: Number of the weights, which every sampled token records; it never decreases.
-            tensors: Pairs of the names of a Hugging Face checkpoint, and whole tensors.
+            tensors: Pairs of a name, as in a Hugging Face checkpoint, and a whole tensor.
         """
         return InProcessSender().publish(version, tensors)
 
@@ -205,7 +205,7 @@ class ActorPlacement:
     """Further entries of `additional_config`, such as those of logits processors."""
 
     def __or__(self, more: Mapping[str, object]) -> "ActorPlacement":
-        """Add entries, as to the dictionary that `additional_config` is for other engines."""
+        """Return a copy with more entries, as the dictionary of other engines does."""
         return replace(self, more={**self.more, **more})
 
     def __getitem__(self, name: str) -> object:
@@ -221,8 +221,8 @@ def on_actors(
 ) -> EngineConfig:
     """Return the engine's configuration with its vLLM workers in actors.
 
-    Build the engine with `VllmEngine` or `WorkerHandle` in another process than the actors', which
-    could not answer it otherwise.
+    Build the engine with `VllmEngine` or `WorkerHandle` in a process that is none of the actors:
+    an actor that waits for its own engine could not answer it.
 
     Args:
         actors: Handles of `WorkerHost`s by their names in errors; the first is tensor-parallel

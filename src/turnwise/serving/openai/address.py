@@ -1,4 +1,4 @@
-"""A server's address and key: its socket, its address for others, what clients must send."""
+"""A server's address and key: its socket, its address for other machines, and its API key."""
 
 import socket
 from contextlib import suppress

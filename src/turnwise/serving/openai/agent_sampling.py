@@ -1,10 +1,10 @@
-"""Sampling of a training session's turns, where a request asks for more than `sampling`.
+"""Sampling of a training session's turns whose requests have other parameters than `sampling`.
 
-Temperature, top-p, top-k, min-p and grammars are a turn's own: the trainer scores its tokens under
-the same values, and from the ids that the grammar allowed, so that they are trained exactly. What
-the trainer cannot repeat, such as a penalty, is decided by `rollout.agent_sampling`; in training
-sessions that clients open themselves, whose trainer is not ours, everything but the run's own
-sampling is refused. `AgentSampling.decide` is the only place that decides.
+A turn may have its own temperature, top-p, top-k, min-p and grammar: the trainer scores its tokens
+under the same values, and from the ids that the grammar allowed, so that they are trained exactly.
+`rollout.agent_sampling` decides about parameters that the trainer cannot repeat, such as a penalty.
+In training sessions that clients open themselves, whose trainer is not ours, everything except the
+run's own sampling is refused. `AgentSampling.decide` is the only place that decides.
 """
 
 import logging
@@ -29,7 +29,7 @@ EXACT = (*DISTRIBUTION, *GRAMMARS, "ignore_eos")
 """Parameters under which tokens can be trained as they were sampled."""
 _CALLS = "parallel_tool_calls"
 _GREEDY = 0.01
-"""Temperature below which engines sample greedily, or at this temperature in its place."""
+"""Temperature below which engines sample greedily, or at this temperature instead."""
 _ADVICE = {
     "response_format": "a grammar changes what is sampled; leave it out",
     "text": "a grammar changes what is sampled; leave it out",
@@ -49,7 +49,7 @@ class Decision:
 
 
 class AgentSampling:
-    """Decides for each request, and tells once what the run's own sampling replaces.
+    """Decides for each request, and logs once each parameter that the run's own sampling replaces.
 
     Args:
         exact: Whether a trainer can score a turn by its own distribution.
@@ -60,11 +60,11 @@ class AgentSampling:
         self._named: set[str] = set()
 
     def decide(self, asked: Mapping[str, object], session: Session) -> Decision:
-        """Decide about parameters with other values than those of the session's `sampling`.
+        """Decide about parameters whose values differ from the session's `sampling`.
 
         Raises:
-            RefusedParameter: when a value is none that can be sampled by, or
-                `rollout.agent_sampling` refuses it.
+            RefusedParameter: when sampling is impossible with a value, or `rollout.agent_sampling`
+                refuses it.
         """
         own, rule = session.sampling, session.agent_sampling
         if own is None or not asked:
@@ -79,7 +79,7 @@ class AgentSampling:
         if not self._exact:
             inexact |= drawn | grammars
         if written(own) or own.logits_processor_args:
-            inexact |= grammars  # vLLM fails a request whose processor leaves its grammar
+            inexact |= grammars  # vLLM fails a request if its processor breaks its grammar
         elif "temperature" in asked and wanted.temperature < _GREEDY:
             inexact.add("temperature")
         if rule == "override_all":
@@ -117,7 +117,7 @@ class AgentSampling:
 
 
 def _drawn(own: SamplingConfig, asked: Mapping[str, object]) -> Distribution:
-    """Return what tokens are drawn from under `own` with the values of a request."""
+    """Return the sampling distribution of a request: its own values, and `own` for the others."""
     values: JsonObject = {name: asked.get(name, getattr(own, name)) for name in DISTRIBUTION}
     return Distribution(**values)
 

@@ -1,7 +1,7 @@
-"""Bodies of requests: what they would become is counted while they arrive, and each is read once.
+"""Bodies of requests: their JSON values are counted while they arrive, and each body is read once.
 
-A limit in bytes is none for what a body costs: a value takes two bytes of it, but a hundred of
-memory, and an object takes the time of its checks, on the event loop of all other requests.
+A limit in bytes does not bound the cost of a body. A value may take two bytes of the body, but a
+hundred bytes of memory. Checking an object takes time on the event loop that all requests share.
 """
 
 import json
@@ -18,11 +18,12 @@ from starlette.types import Scope
 from turnwise.core.untrusted import MAX_DEPTH, JsonCount
 from turnwise.internals.fastapi import read_bodies
 
-PROTOBUF = "/api/v1/"  # beginning of the paths where a body may be no JSON
+PROTOBUF = "/api/v1/"  # beginning of the paths where a body may be protobuf
 TREE = "turnwise.tree"
 """Key of the scope for the `Tree` of a body that was read already."""
 _VALUES, _KEYS, _NESTED = 65_536, 4_096, 1_024
-"""Values, keys, and objects and lists that a body may have for each MB of its largest size."""
+"""Maximum numbers of values, of keys, and of objects and lists in a body, for each MB of
+`serving.max_body_mb`."""
 
 
 def is_protobuf(scope: Scope, headers: Headers) -> bool:
@@ -32,7 +33,8 @@ def is_protobuf(scope: Scope, headers: Headers) -> bool:
 
 
 def check(count: JsonCount, megabytes: int) -> None:
-    """Refuse a body, 413, of which so much has arrived, or 400 for its depth."""
+    """Refuse a body with 413 if too many values have arrived, or with 400 if it is nested too
+    deeply."""
     for what, number, each in (
         ("values", count.values, _VALUES),
         ("keys", count.keys, _KEYS),
@@ -49,19 +51,19 @@ def check(count: JsonCount, megabytes: int) -> None:
 
 
 class Tree(NamedTuple):
-    """A body as JSON was read."""
+    """A body, read as JSON."""
 
     value: Any
     standard: bool
-    """Whether it has no NaN, no infinity and no lone surrogate, which Python's reader takes."""
+    """Whether it has no NaN, no infinity and no lone surrogate, which Python's parser accepts."""
 
 
 def decoded(body: bytes, constant: Callable[[str], object] | None = None) -> Tree:
-    """Return what a body is in JSON; JSONDecodeError when it is none. A `constant` reads NaN and
+    """Read a body as JSON; JSONDecodeError when it is not valid. `constant` converts NaN and
     infinities."""
     try:
         return Tree(msgspec.json.decode(body), standard=True)
-    except (ValueError, RecursionError):  # it may have what Python's reader takes
+    except (ValueError, RecursionError):  # Python's parser accepts more
         pass
     try:
         read = json.loads(body.decode("utf-8-sig"), parse_constant=constant)
@@ -77,7 +79,7 @@ def decoded(body: bytes, constant: Callable[[str], object] | None = None) -> Tre
 
 
 def read_once(app: FastAPI) -> None:
-    """Let an application's routes take the trees of their scopes."""
+    """Let an application's routes use the trees in their scopes, and not read bodies again."""
 
     def decode(request: Request, body: bytes) -> object:
         tree: Tree = request.scope[TREE] if TREE in request.scope else decoded(body)

@@ -1,8 +1,8 @@
 """vLLM's parsers of answers, which run on the event loop, within a limited time.
 
-A whole answer is parsed there only if it is short, or another process has parsed it quickly; else
-it has the calls that this process found, or none if that was not in time. A stream is parsed until
-its pieces take long, and is text from there on.
+A whole answer is parsed there only if it is short, or if another process has parsed it quickly.
+Otherwise the answer has the calls that the other process found, or none if that took too long. A
+stream is parsed until its pieces take too long; from there on it is text.
 """
 
 import math
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 
 _SECONDS = 0.03
 """Maximum processor time of a parse on the event loop, of a text or of a piece of a stream."""
-_SLOW_PIECES = 3  # pieces that may take longer, for a machine that is slow for a moment
+_SLOW_PIECES = 3  # slow pieces that end parsing; fewer may be due to a busy machine
 _MAX_KNOWN = 1_024
 
 
 class BoundedParsing:
-    """The time and the outcome of parses of long answers, for vLLM's parsers.
+    """Limits the time of vLLM's parsers, and keeps the outcomes of parses of long answers.
 
     Args:
         name: vLLM's parser of tool calls.
         model: The model, whose tokenizer is loaded again in a process that parses.
-        reasons: Whether another parser of vLLM's takes reasoning off first.
-        tokenizer: The model's.
-        late: Function that is called when an answer is not parsed, because that takes too long.
+        reasons: Whether another parser of vLLM's removes reasoning first.
+        tokenizer: The model's tokenizer.
+        late: Function that is called when an answer is not parsed because that takes too long.
     """
 
     def __init__(
@@ -56,17 +56,17 @@ class BoundedParsing:
             self._parser: ToolParser | None = ToolParser(
                 name, tokenizer, partial(load_tokenizer, model)
             )
-        except InputError:  # one that reads calls by their tokens, each once
+        except InputError:  # a parser that reads calls by their tokens, and each token once
             self._parser = None
 
     async def prepare(self, text: str, tools: Sequence[JsonObject] | None) -> None:
-        """Parse a finished answer in another process, if that may take long; to be awaited before
-        vLLM's parser gets it."""
+        """Parse a finished answer in another process if that may take long. Await this before
+        vLLM's parser gets the answer."""
         parser = self._parser
         if parser is None or not parser.may_take_long(text):
             return
         schemas = [{"function": tool.get("function") or tool} for tool in tools or ()]
-        if self._reasons:  # vLLM takes the reasoning off first: its calls are not those of the text
+        if self._reasons:  # vLLM removes the reasoning first, and may find other calls in the rest
             seconds = await self._seconds(text, schemas)
             seconds += await self._seconds(text.partition("</think>")[2], schemas)
             if seconds > max(_SECONDS, len(text) * 30e-6):
@@ -103,7 +103,7 @@ class BoundedParsing:
         return None, outcome.content if outcome.content.strip() else None, calls
 
     def bounded(self, parser: Foreign) -> Foreign:
-        """Return a class like a class of vLLM's parsers, whose objects take no long time."""
+        """Return a subclass of one of vLLM's parsers whose parses take a limited time."""
         own = self
 
         def parse(self: Foreign, text: str, request: Foreign, **options: object) -> object:

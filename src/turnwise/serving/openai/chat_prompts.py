@@ -1,4 +1,4 @@
-"""The prompts of chats: exact where a session knows the turn, rendered everywhere else.
+"""The prompts of chats: exact if the session has the earlier turns, rendered otherwise.
 
 Every conversation that the server renders passes here, with the template that agent loops use.
 """
@@ -27,7 +27,7 @@ from turnwise.trajectory.left_out import check_tools
 logger = logging.getLogger(__name__)
 
 ECHO = ("prompt_token_ids", "generation_token_ids", "generation_log_probs", "weight_versions")
-"""Keys of an answer's message by which a client may send its ids back."""
+"""Keys of an assistant message in which a client may send its token ids back."""
 _TEMPLATES = 16  # maximum number of cached templates, one for each set of template variables
 _VARIABLES = ("documents", "continue_final_message")
 """Options of a request that the template gets under the same names."""
@@ -65,8 +65,8 @@ class ChatPrompts:
         messages: Sequence[JsonObject],
         tools: list[JsonObject] | None,
     ) -> Conversation:
-        """Return what a client asks, with its images read; a request with images that cannot be
-        read, or are too many, is refused."""
+        """Return a client's conversation with its images read. A request is refused if its images
+        cannot be read or are too many."""
         with refusing():
             listed = [_listed(message) for message in messages]
             if vllm.has_non_text_content(listed):
@@ -185,8 +185,8 @@ class ChatPrompts:
 
 
 def _listed(message: JsonObject) -> JsonObject:
-    """Return a copy of a message whose parts can be read again: vLLM's may be an iterator that is
-    read once, or its own objects. Claude Code's line for its bills is left out."""
+    """Return a copy of a message whose parts can be read repeatedly: in vLLM's message they may be
+    an iterator, or vLLM's own objects. Claude Code's billing line is left out."""
     content = message.get("content")
     if content is not None and not isinstance(content, str):
         content = [

@@ -1,7 +1,7 @@
 """The requests of chats, read and checked.
 
-Nearly all requests of agents are plain: known keys, texts, one answer. `PlainRequest` reads them
-quickly, and makes of them what vLLM's model of a request makes of all others.
+Nearly all requests of agents are plain: they have known keys and texts, and want one answer.
+`PlainRequest` reads them quickly. vLLM's model of a request reads all others, to the same form.
 """
 
 from functools import lru_cache
@@ -52,7 +52,7 @@ class _Tool(Struct, tag_field="role", tag="tool", forbid_unknown_fields=True):
 
 
 class _Assistant(Struct, tag_field="role", tag="assistant", forbid_unknown_fields=True):
-    """An answer; clients send keys without a value back as well, and may send its ids."""
+    """An answer that a client sends back, perhaps with its null keys and its token ids."""
 
     content: str | None = None
     tool_calls: list[_Call] | None = None
@@ -101,16 +101,16 @@ class ParsedRequest(NamedTuple):
     """A chat's request, read and checked."""
 
     request: vllm.ChatCompletionRequest
-    """As vLLM reads it, with what its parser of answers changes; made for this request alone."""
+    """The request as vLLM reads it, with the changes of vLLM's answer parser; not shared."""
     conversation: Conversation
     variables: JsonObject
     """Variables of the chat template, for vLLM's parser."""
     checked: bool
-    """Whether its values are known to be in their ranges, without vLLM's checks."""
+    """Whether its values are known to be valid, so that vLLM need not check them."""
 
 
 class _Offer(NamedTuple):
-    """A set of tools, as each of its readers gets it."""
+    """A set of tools in the forms that the template and vLLM get."""
 
     conversation: Conversation
     """The tools as the template gets them, without messages."""
@@ -121,7 +121,7 @@ class _Offer(NamedTuple):
 
 class ChatReader:
     """Reads the requests of chats: plain ones in a fraction of a millisecond, all others by vLLM's
-    model of a request, which takes several.
+    model of a request, which takes several milliseconds.
 
     Args:
         chat: vLLM's service of chats, which knows its parser.
@@ -138,7 +138,7 @@ class ChatReader:
         bound(self._checked)
 
     def read(self, tree: JsonObject) -> ParsedRequest | vllm.ChatCompletionRequest:
-        """Return a plain request, or another one as vLLM reads it, for `complete`.
+        """Return a plain request parsed, or any other request as vLLM reads it, for `complete`.
 
         Raises:
             pydantic.ValidationError: when vLLM refuses it.
@@ -160,7 +160,7 @@ class ChatReader:
                 conversation = Conversation(messages, offered.tools)
                 conversation.tools_digest = offered.tools_digest
                 return ParsedRequest(request, conversation, offer.variables, checked=True)
-        # Clients without tools send an empty list and a choice among them, which vLLM refuses.
+        # Clients without tools may send an empty list and a `tool_choice`, which vLLM refuses.
         if (
             tree.keys() & {"tools", "tool_choice"}
             and tree.get("tools") in (None, [])
@@ -178,8 +178,8 @@ class ChatReader:
     def complete(
         self, request: vllm.ChatCompletionRequest, conversation: Conversation
     ) -> ParsedRequest:
-        """Return a request of vLLM's with what its parser changes, once its sampling parameters are
-        complete: a parser may add a grammar to them."""
+        """Return vLLM's request with the changes of vLLM's answer parser. Its sampling parameters
+        must be complete, because the parser may add a grammar to them."""
         variables = vllm.template_variables(self._chat, request)
         request = self._adjusted(request, variables)
         return ParsedRequest(request, conversation, variables, checked=False)
@@ -194,7 +194,7 @@ class ChatReader:
         return request
 
     def _read_offer(self, encoded: bytes) -> _Offer | None:
-        """Return a set of tools as vLLM reads it; None if they have a grammar, or are refused."""
+        """Return a set of tools as vLLM reads it; None if they need a grammar, or are refused."""
         try:
             request = vllm.ChatCompletionRequest(messages=[], tools=msgspec.json.decode(encoded))
             tools = [tool.model_dump() for tool in request.tools or ()] or None
@@ -204,9 +204,9 @@ class ChatReader:
             request = self._adjusted(request, variables)
             if request.extract_structured_outputs() is not None:
                 return None
-        except Exception:  # a client's tools may be anything: the whole request's check words it
+        except Exception:  # a client's tools may be anything: vLLM refuses the whole request later
             return None
-        request.model_fields_set.clear()  # the next sets what its client has set
+        request.model_fields_set.clear()  # `read` adds the keys that the client has set
         return _Offer(Conversation(tools=tools), request, variables)
 
 

@@ -33,7 +33,7 @@ class Chat(NamedTuple):
     prompt: Prompt
     adapter: vllm.LoRARequest | None
     core: vllm.EngineCoreRequest | None = None
-    """vLLM's request of the engine, for all choices; None for a search of beams."""
+    """vLLM's engine request, for all choices; None for a beam search."""
 
     @property
     def request(self) -> vllm.SamplingRequest:
@@ -59,12 +59,12 @@ class ChatSampler:
         self._tokenizer = chat.renderer.tokenizer
 
     def ready(self, chat: Chat) -> Chat:
-        """Return a chat with its request of the engine, whose parameters are in their ranges; a
-        search of beams, whose answers are no turns, is checked by vLLM alone.
+        """Return a chat with its engine request, whose parameters are valid. A beam search, whose
+        answers are no turns, is checked by vLLM alone.
 
         Raises:
-            VLLMValidationError: when a parameter is none that can be sampled by, or the prompt
-                fills the context, and so the session (`context_full`).
+            VLLMValidationError: when sampling is impossible with a parameter, or when the prompt
+                fills the context; then the session is full (`context_full`).
             InputError: as `RequestContext.within`.
         """
         request, session, most = chat.request, chat.context.session, self._most_tokens(chat)
@@ -200,7 +200,7 @@ class ChatSampler:
                 yield piece
 
     async def _beams(self, chat: Chat) -> list[Piece]:
-        """Return the answers that a search of beams finds, which belong to no session."""
+        """Return the answers that a beam search finds; they belong to no session."""
         request, result = chat.request, None
         search = self._chat.beam_search(
             prompt=vllm.tokens_input(chat.prompt.tolist()),

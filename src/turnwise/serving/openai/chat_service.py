@@ -1,9 +1,10 @@
 """Chat completions of sessions, over HTTP and in this process: one path for every chat.
 
-`ChatReader` reads a request, `ChatPrompts` finds its exact prompt, `sample` samples it for its
-session within the tokens that are left, a `ChoiceReader` and vLLM's parser read each choice, and
+`ChatReader` reads a request, `ChatPrompts` finds its exact prompt, and `sample` samples it for its
+session, within the session's token budget. A `ChoiceReader` and vLLM's parser read each choice, and
 `ChatWriter` writes the answer, whole or as events. Responses (`responses`) and Anthropic's
-Messages, which vLLM translates, are such chats. vLLM's application (`vllm_app`) answers the rest.
+Messages, which vLLM translates, are such chats. vLLM's application (`vllm_app`) answers all other
+requests.
 """
 
 import asyncio
@@ -85,7 +86,7 @@ class ChatService:
             config.sampling,
             max_length=config.model.max_length,
             processors=config.engine.logits_processors_allowed,
-            # Engines and servers of teachers give log-probs under one distribution.
+            # Teachers in engines or servers give log-probs under one distribution only.
             exact=all(teacher.in_ranks for teacher in config.teachers().values()),
         )
         self.sampler = ChatSampler(config.sampling, self._chat, self.sample)
@@ -98,7 +99,7 @@ class ChatService:
         self, name: str | None, previous: str | None, child: str | None = None
     ) -> Iterator[RequestContext]:
         """Hold the session of a request, and make the request `CURRENT`, until it is answered;
-        completions not delivered then are lost. Raises as `SessionStore.request` does."""
+        completions that are not delivered by then are lost. Raises as `SessionStore.request`."""
         with ExitStack() as held:
             session = held.enter_context(self._store.request(name, previous, child))
             context = RequestContext(session, held)
@@ -134,12 +135,12 @@ class ChatService:
     async def answer_for_vllm(
         self, objects: bool, request: vllm.ChatCompletionRequest, _: object = None
     ) -> vllm.ChatCompletionResponse | Events:
-        """Answer a request of vLLM's application, in place of its own method. With `objects`, the
-        client holds arguments as objects."""
+        """Answer a request of vLLM's application, in place of its own method; for `objects` see
+        `RequestContext`."""
         context = CURRENT.get()
         assert context is not None  # the routes that sample are served in sessions
         context.objects = objects
-        await asyncio.sleep(0)  # other requests come between the steps of one
+        await asyncio.sleep(0)  # let other requests run between the steps of this one
         with for_clients():
             answered = await self._answer(await self.prepare_chat(request, context))
         if isinstance(answered, AsyncGenerator):
@@ -158,7 +159,7 @@ class ChatService:
     async def prepare_chat(
         self, request: vllm.ChatCompletionRequest, context: RequestContext
     ) -> Chat:
-        """Return vLLM's request of a chat, ready to be sampled."""
+        """Return the chat of a request that vLLM has read, ready to be sampled."""
         wrong = self._chat.online_renderer.validate_chat_template(
             request_chat_template=request.chat_template,
             chat_template_kwargs=request.chat_template_kwargs,
@@ -177,7 +178,7 @@ class ChatService:
         context: RequestContext,
         name: str,
     ) -> Chat:
-        """Return a request of vLLM's with these messages and tools, ready to be sampled."""
+        """Return the chat of vLLM's request with these messages and tools, ready to be sampled."""
         vllm.validate_request_mm_kwargs(
             mm_processor_kwargs=request.mm_processor_kwargs,
             media_io_kwargs=request.media_io_kwargs,
@@ -185,7 +186,7 @@ class ChatService:
         )
         adapter = self.choose_adapter(request)
         if not tools and request.tool_choice is None:
-            request.tool_choice = "none"  # or vLLM removes calls from the text
+            request.tool_choice = "none"  # otherwise vLLM removes calls from the text
         context.request = request
         context.conversation = await self.prompts.read(request, messages, tools)
         self._complete_sampling(context)
@@ -211,7 +212,8 @@ class ChatService:
         return self.sampler.ready(Chat(name, context, parsed, prompt, adapter))
 
     async def _answer(self, chat: Chat) -> JsonObject | Events:
-        session = None if chat.context.objects else chat.context.session  # others have other names
+        # Clients of Anthropic's Messages get other ids than the chat's name.
+        session = None if chat.context.objects else chat.context.session
         if chat.request.stream:
             if session is not None:
                 self.remember(chat.name, session)
@@ -224,8 +226,8 @@ class ChatService:
     def choose_adapter(
         self, request: vllm.SamplingRequest, **options: object
     ) -> vllm.LoRARequest | None:
-        """Return the adapter that a request names by its `model`, or that of its session's last
-        turn; None for the model itself. A training session is sampled by the policy alone."""
+        """Return the adapter that a request names by its `model`; without a name, the adapter of
+        its session's last turn. None is the model itself, the only one for training sessions."""
         if not self._adapters:
             return None
         context = CURRENT.get()
@@ -285,8 +287,8 @@ class ChatService:
         """Keep a finished completion, to be recorded as a turn once the client gets it."""
 
         def answer() -> Answer:
-            """Return an answer as the client got it, or the whole text if it is no chat's; count
-            its tool calls as a loop does: the client may not notice a broken one."""
+            """Return the answer as the client got it, or the whole text if the request is no chat.
+            Count tool calls like an agent loop, because the client may not notice a broken one."""
             said = context.answers.get(key[1])
             if said is None:
                 text = context.texts.get(key)
@@ -322,7 +324,7 @@ class ChatService:
 
 
 def _count_late() -> None:
-    """Count an answer whose parse would take too long, with the session that it is for."""
+    """Count, for the current session, an answer that would take too long to parse."""
     if (context := CURRENT.get()) is not None:
         context.session.trajectory.events["parse_timeout"] += 1
 

@@ -20,7 +20,7 @@ from turnwise.serving.openai.vllm_errors import client_error
 Events = AsyncGenerator[str, None]
 """Server-sent events of a request that is streamed."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
-"""Half a character, which JSON can only write as an escape; a model may write one in a call."""
+"""A lone surrogate, which JSON can only write as an escape; a model may write one in a call."""
 
 
 class ChatWriter:
@@ -28,7 +28,7 @@ class ChatWriter:
 
     Args:
         chat: vLLM's service of chats.
-        reasons: Whether a parser takes reasoning off the answers.
+        reasons: Whether a parser separates reasoning from the answers.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class ChatWriter:
     def _choice(
         self, chat: Chat, index: int, piece: Piece, prompt: list[int]
     ) -> tuple[JsonObject, int]:
-        """Return one choice of an answer, and the number of its tokens of reasoning."""
+        """Return one choice of an answer, and the number of its reasoning tokens."""
         context, request, wanted = chat.context, chat.request, chat.request.tool_choice
         parser, reasoning, content, found = self.parsed(chat, piece)
         named = isinstance(wanted, vllm.ChatCompletionNamedToolChoiceParam)
@@ -98,7 +98,7 @@ class ChatWriter:
         elif wanted == "none" or not request.tools:
             found = []
         context.note(index, content, [(call.name, call.arguments) for call in found])
-        # A call that had to be made ends as OpenAI's does: a named one like any text.
+        # OpenAI's finish reasons: only a named call ends like a text.
         called = piece.finish_reason == "stop" if wanted == "required" else found and not named
         message = vllm.ChatMessage(
             role=_role(chat),
@@ -116,7 +116,7 @@ class ChatWriter:
             "finish_reason": "tool_calls" if called else piece.finish_reason,
             "stop_reason": piece.stop_reason,
         }
-        if request.include_reasoning:  # else ids and log-probs would tell it
+        if request.include_reasoning:  # otherwise ids and log-probs would reveal it
             if piece.logprobs is not None:
                 logprobs = vllm.chat_logprobs(self._chat, request, piece.token_ids, piece.logprobs)
                 choice["logprobs"] = logprobs.model_dump()
@@ -188,7 +188,7 @@ class ChatWriter:
             piece.text, request, enable_auto_tools=True, model_output_token_ids=piece.token_ids
         )
         found = list(calls or ())[: 1 if request.parallel_tool_calls is False else None]
-        for call in found:  # an object cannot hold half a character, as its JSON does
+        for call in found:  # an object cannot hold a lone surrogate, but its JSON can
             whole = "\ufffd" if chat.context.objects else _escaped
             call.arguments = _SURROGATE.sub(whole, call.arguments)
         return parser, reasoning, content, found
@@ -204,12 +204,12 @@ def _role(chat: Chat) -> str:
 
 
 def _echo(chat: Chat) -> str:
-    """Return the text of the last message, if the answer goes on with it."""
+    """Return the text of the last message if the answer continues it, otherwise ""."""
     last = chat.context.conversation.messages[-1]
     return str(plain(last)["content"]) if last["role"] == _role(chat) else ""
 
 
 def _echo_of(prompt: list[int], completion: Completion) -> JsonObject:
-    """Return the values of a message's `ECHO`."""
+    """Return the keys of `ECHO` with their values for a completion."""
     values = prompt, completion.token_ids, completion.logprobs, completion.weight_versions
     return dict(zip(ECHO, values, strict=True))

@@ -16,7 +16,7 @@ class Piece(NamedTuple):
     """The next tokens of a choice."""
 
     text: str
-    """Text that they add: a detokenizer keeps what may be the beginning of a stop string."""
+    """Text that they add; the detokenizer holds back what may be the beginning of a stop string."""
     token_ids: list[int]
     logprobs: list[dict[int, vllm.Logprob]] | None
     """For each token, log-probs with texts; None if the client did not ask for them."""
@@ -31,8 +31,8 @@ class ChoiceReader:
     """Reads one choice by vLLM's detokenizer and its reader of log-probs.
 
     Args:
-        tokenizer: The model's.
-        request: vLLM's request of this choice alone.
+        tokenizer: The model's tokenizer.
+        request: vLLM's engine request; only its id and parameters are used.
     """
 
     def __init__(self, tokenizer: Foreign, request: vllm.EngineCoreRequest) -> None:
@@ -105,8 +105,8 @@ def engine_outputs(
 
 
 def _columns(rows: Alternatives) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return ids and log-probs, both [T, N], and the ranks [T] of the first of each row."""
-    # A sampled token among the likeliest may have one entry less: it gets a second one.
+    """Return ids and log-probs, both [T, N], and the rank [T] of the first entry of each row."""
+    # A row is one entry shorter if the sampled token is among the likeliest; pad with that token.
     widest = max(map(len, rows))
     rows = [[*row, *row[:1] * (widest - len(row))] for row in rows]
     return (

@@ -81,7 +81,7 @@ class EngineClient:
             asked = context.request
             scoring = getattr(asked, "echo", False) and getattr(asked, "max_tokens", None) == 0
             if scoring or getattr(asked, "use_beam_search", False):
-                context = None  # it throws its token away, or chooses among the likeliest
+                context = None  # no turn: the token is thrown away, or beams are searched
         request = self.input_processor.process_inputs(
             request_id, prompt, params, supported_tasks=self.tasks, **options
         )
@@ -123,7 +123,7 @@ class EngineClient:
         detokenizer = self._outputs.request_states[request.request_id].detokenizer
         try:
             streamed = params.output_kind == vllm.RequestOutputKind.DELTA
-            asking = CURRENT.get()  # of a search of beams, too
+            asking = CURRENT.get()  # also for a beam search, which has no `context`
             images = () if asking is None else asking.images
             prompt, sampling = Prompt(request.prompt_token_ids, images), copy.copy(params)
             sampling.stream_interval = 1 if streamed else STREAM_INTERVAL

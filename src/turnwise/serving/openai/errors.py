@@ -1,8 +1,8 @@
-"""Errors as answers, in OpenAI's format; errors of validation in one sentence.
+"""Errors as answers, in OpenAI's format; validation errors become one sentence.
 
-pydantic reports a mistake in a union once for each of its members. The member that the client meant
-is the first one whose `role` and `type` fit. A sentence names the place in the body, and what is
-wrong there.
+pydantic reports a mistake in a union once for each member of the union. The client meant the first
+member whose `role` and `type` fit. The sentence names the place in the body, and what is wrong
+there.
 """
 
 import json
@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from turnwise.core.json_types import JsonObject
 
-UNKNOWN = object()  # a value of which only the errors are known
+UNKNOWN = object()  # a value that is not known, only its errors
 _TAGS = ("role", "type")
 _NAMED = 8
 _SHOWN = 80
@@ -51,7 +51,7 @@ async def answer_error(_: Request, error: Exception) -> Response:
 
 
 def errors_of(error: RequestValidationError | ValidationError) -> list[JsonObject]:
-    """Return what pydantic says is wrong, without the values that are."""
+    """Return the entries of pydantic's `errors()`; a sentence becomes an entry without a place."""
     if isinstance(error, ValidationError):
         return list(map(dict, error.errors(include_url=False, include_input=False)))
     said = error.errors()  # vLLM's own checks give sentences
@@ -62,8 +62,8 @@ def errors_of(error: RequestValidationError | ValidationError) -> list[JsonObjec
 
 
 def explain(errors: Sequence[JsonObject], body: object) -> tuple[str, str]:
-    """Return the sentence for pydantic's errors of one body, and the path of the value that is
-    wrong. The body tells a key from a member of a union; it may be `UNKNOWN`."""
+    """Return the sentence for pydantic's errors of one body, and the path of the wrong value. The
+    body distinguishes keys from members of unions in the errors' places; it may be `UNKNOWN`."""
     placed: _Placed = []
     for error in errors:
         value, place, steps = body, list(error["loc"]), list[_Step]()
@@ -83,7 +83,7 @@ def explain(errors: Sequence[JsonObject], body: object) -> tuple[str, str]:
 
 
 def _meant(errors: _Placed, value: object) -> tuple[str, str]:
-    """Return the place and the message of the error that the client of a value has to know."""
+    """Return the place and the message of the one error to report about a value."""
     for steps, error in errors:
         if not steps:
             return "", _message(error)

@@ -21,15 +21,15 @@ class StreamedChoice:
     request: vllm.SamplingRequest
     prompt: list[int]
     parser: "vllm.Parser | None"
-    """Parser of its reasoning and calls; None if it may have none."""
+    """Parser of its reasoning and calls; None if it can have neither."""
     content: str = ""
     calls: dict[int, list[str]] = field(default_factory=dict)
     """Name and arguments of each call."""
     sampled: list[int] = field(default_factory=list)
 
     def read(self, piece: Piece) -> vllm.DeltaMessage | None:
-        """Return what the client gets for the next tokens by the parser; None for nothing, and
-        without a parser, where it gets the text."""
+        """Return the parser's message to the client for the next tokens. None if it is empty, or if
+        there is no parser and the client gets the text."""
         self.sampled += piece.token_ids
         if self.parser is None:
             self.content += piece.text
@@ -59,7 +59,7 @@ class EventStream:
 
     Args:
         name: The answer's id.
-        chat: vLLM's service of chats, which knows its own name, and writes log-probs.
+        chat: vLLM's service of chats, which has the system fingerprint, and writes log-probs.
         model: Name of the model or of the adapter that answers.
         request: vLLM's request.
         role: Role of the answer.
@@ -67,7 +67,7 @@ class EventStream:
         prompt_text: Text of the prompt, if the client wants it.
         echo: Text that comes before the answer's own.
         choices: The choices, in their order.
-        reasons: Whether numbers of tokens tell those of reasoning.
+        reasons: Whether the usage has the number of reasoning tokens.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class EventStream:
         self._choices = choices
 
     def first(self) -> list[str]:
-        """Return the events that come before the first token's."""
+        """Return the events that come before those of the first tokens."""
         ids = self._prompt if self._request.return_token_ids else None
         more: JsonObject = {"prompt_token_ids": ids, "prompt_text": self._prompt_text}
         delta = _encoded({"role": self._role, "content": ""})
@@ -117,8 +117,8 @@ class EventStream:
         return events
 
     def following(self, index: int, piece: Piece) -> str:
-        """Return the event of a choice's next tokens; "" if they need none. With the last comes the
-        reason why there are no more."""
+        """Return the event of a choice's next tokens; "" if they need none. The last event has the
+        finish reason."""
         choice, request, finish = self._choices[index], self._request, piece.finish_reason
         if not (piece.text or piece.token_ids or choice.sampled or finish):
             return ""
@@ -127,7 +127,7 @@ class EventStream:
             delta = f'{{"content":{_encoded(piece.text)}}}'
         else:
             delta = "" if made is None else made.model_dump_json(exclude_unset=True)
-        hidden = not request.include_reasoning  # ids and log-probs would tell it
+        hidden = not request.include_reasoning  # ids and log-probs would reveal it
         logprobs: object = None
         if piece.logprobs is not None and not hidden:
             found = vllm.chat_logprobs(self._chat, request, piece.token_ids, piece.logprobs)
@@ -156,7 +156,7 @@ class EventStream:
         return self._event(index, delta or "{}", _encoded(ended)[1:], more)
 
     def last(self) -> str:
-        """Return the event with the numbers of tokens; "" if the client did not ask for it."""
+        """Return the event with the usage; "" if the client did not ask for it."""
         if not self._usage:
             return ""
         usage = self._numbers(self._choices)
@@ -171,7 +171,7 @@ class EventStream:
         return f'{self._begin}{index},"delta":{delta},{rest}]{tail}\n\n'
 
     def _so_far(self, index: int) -> JsonObject:
-        """Return the numbers of tokens of one choice, if each event has them."""
+        """Return the usage of one choice so far, if each event has it."""
         return {"usage": self._numbers([self._choices[index]])} if self._counts else {}
 
     def _numbers(self, choices: Sequence[StreamedChoice]) -> JsonObject:

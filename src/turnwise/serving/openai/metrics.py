@@ -29,8 +29,8 @@ class Families(Collector):
 
 
 def family(name: str, meaning: str, values: Mapping[str, float], label: str = "") -> Metric:
-    """Return a gauge, or (with a name in _total) a counter; `values` are by the value of the label,
-    or of "" without a label."""
+    """Return a counter if the name ends with _total, otherwise a gauge. The keys of `values` are
+    values of the label, or "" without a label."""
     kind: type[CounterMetricFamily | GaugeMetricFamily] = (
         CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
     )
@@ -41,8 +41,8 @@ def family(name: str, meaning: str, values: Mapping[str, float], label: str = ""
 
 
 class EngineMetrics:
-    """Collects the metrics of one engine, or of each engine of a scheduler, but for those that do
-    not answer within `seconds`."""
+    """Collects the metrics of one engine, or of each engine of a scheduler, except for engines that
+    do not answer within `seconds`."""
 
     def __init__(self, generator: Generator, seconds: float = _SECONDS) -> None:
         self.generator = generator
@@ -109,8 +109,8 @@ def scheduler_metrics(scheduler: Scheduler) -> Iterator[Metric]:
 
 
 async def metrics_text(engines: EngineMetrics, sessions: int, requests: Counter[str]) -> bytes:
-    """Return all metrics of a server in Prometheus' text format, with its number of open sessions
-    and of its requests by status or event."""
+    """Return all metrics of a server in Prometheus' text format, including the numbers of its open
+    sessions and of its requests by status or event."""
     generator = engines.generator
     families: list[Metric] = [
         *await engines.collect(),

@@ -1,8 +1,8 @@
 """The layer between the gate and vLLM's application: finds the session of each request.
 
-The chat service answers chats; all other requests are the application's. A request of a session
-that another process serves is redirected to it. A client's retry gets the answer of the request
-that it repeats. Each chat of a batch is answered as one that is sent alone.
+The chat service answers chats; all other requests go to the application. A request whose session
+another process serves is redirected to that process. A client's retry gets the answer of the
+request that it repeats. Each chat of a batch is answered like a chat that is sent alone.
 """
 
 import asyncio
@@ -36,37 +36,38 @@ _T = TypeVar("_T")
 SESSION_NAME = "turnwise.session"
 """Key of the scope for the name of the request's session, None without one."""
 _REPEATABLE = "turnwise.repeatable"
-"""Key of the scope for a request that may be a retry, or be retried: its key, whether it is one,
-and the request in flight."""
+"""Key of the scope for a request that may be a retry or be retried. The value is a hash of the
+request, whether it may be a retry, and the request in flight."""
 _CHAT = "/v1/chat/completions"
 IN_SESSIONS = (_CHAT, "/v1/completions", "/v1/responses", "/v1/messages")
-"""Paths of the requests that are served within a session, whose `RequestContext` is then the
-current one; their answers are counted, and their bodies read before the application gets them."""
+"""Paths of requests that are served within a session, with their `RequestContext` as `CURRENT`.
+Their answers are counted, and their bodies are read before the application gets them."""
 _BATCH = "/v1/chat/completions/batch"
 """Path of a request with several chats; `messages` is a list of conversations."""
 _INVOCATIONS = "/invocations"
 _OBJECTS = {_CHAT: "messages", "/v1/messages": "messages", "/v1/responses": "input"}
-"""Keys of lists of objects, in which vLLM would look at each entry before it refuses another."""
+"""Key of the list of objects in each API's body. vLLM would look into the entries before it
+refuses one that is no object."""
 _APIS = {"messages": _CHAT, "prompt": "/v1/completions", "input": "/v1/responses"}
 """Path of each API, by a key that only its requests have."""
 _READ = b"{}"
-"""Body of a request whose scope has the tree; of an empty one the framework reads no JSON."""
-_OPENING = "/v1/sessions"  # path, below that of a session, that opens another under it
+"""Body of a request whose scope has the tree; the framework would not read an empty one as JSON."""
+_OPENING = "/v1/sessions"  # path, within a session's, that opens a session under it
 _OWN_HEADERS = "endpoint-load-metrics-format"
-"""Header of a request whose answer needs headers of its own."""
+"""Header of a request that wants additional headers in the answer."""
 
 
 class SessionMiddleware:
     """Answers each request in its session.
 
-    The path or, without one in it, the header X-Session-ID names the session. A path and another
-    header name a session under that of the path.
+    The path names the session; if it has none, the header X-Session-ID does. If both have a name,
+    and they differ, the header names a session under the path's session.
 
-    A retry has the session, path and body of exactly one request, which is in flight or among the
-    last that the session answered, and gets its answer: nothing is sampled again. It is marked as a
-    retry: by `x-stainless-retry-count` (OpenAI's and Anthropic's clients) or by an
-    `Idempotency-Key` seen before. Without such a key it must name its session, or the completion
-    before it. A request is aborted when the last client waiting for it disconnects.
+    A retry gets the answer of the request that it repeats: nothing is sampled again. It has the
+    session, path and body of exactly one request, which is in flight or among the last that the
+    session answered. `x-stainless-retry-count` (OpenAI's and Anthropic's clients) or an
+    `Idempotency-Key` seen before marks it as a retry. Without such a key it must name its session,
+    or the completion before it. A request is aborted when its last waiting client disconnects.
     """
 
     def __init__(
@@ -94,12 +95,12 @@ class SessionMiddleware:
         conversation = headers.get("x-session-id")
         if not conversation and not name:
             conversation = headers.get("x-request-id") or None
-        # Equal requests that name neither may be two clients', each for a sample of its own.
+        # Equal requests without these names may come from two clients that each want a sample.
         named = bool(name) or conversation is not None
         shared = idempotent is not None or (count is not None and named)
         whole = shared or path in (*IN_SESSIONS, _BATCH, _INVOCATIONS)
-        # Of a redirected request, too: a connection whose body comes after the answer would have
-        # no deadline from then on.
+        # The body of a redirected request is read, too: if it came after the answer, the connection
+        # would have no deadline from then on.
         body: bytes | None = None
         if elsewhere is not None or (whole and scope["method"] == "POST"):
             try:
@@ -142,7 +143,7 @@ class SessionMiddleware:
     def _url_elsewhere(self, scope: Scope, name: str) -> str | None:
         """Return the URL of a request whose session another process serves; None for others.
 
-        A session in the path counts, or else the `name` in a header.
+        The session in the path counts; if it has none, the `name` from a header does.
         """
         path, begin = str(scope["path"]), ""
         if path.startswith("/sessions/"):
@@ -216,10 +217,10 @@ class SessionMiddleware:
             if TREE not in scope:
                 with suppress(ValueError):  # the application refuses what is no JSON
                     scope[TREE] = decoded(body)
-                await asyncio.sleep(0)  # other requests come between reading and checking one
+                await asyncio.sleep(0)  # let other requests run between reading and checking
             tree: Tree = scope.get(TREE, Tree(None, standard=False))
             if isinstance(tree.value, dict):
-                # The name of an answer would be a client's, and could be that of another's.
+                # It would become the name of the answer, and could be the name of another answer.
                 own_keys = {k: v for k, v in tree.value.items() if k != "request_id"}
                 tree = scope[TREE] = tree._replace(value=own_keys)
                 name = _OBJECTS.get(path)
@@ -263,7 +264,7 @@ class SessionMiddleware:
     async def _unwrap(
         self, path: str, scope: Scope, body: bytes, receive: Receive, send: Send
     ) -> None:
-        """Answer a batch of chats, or a request to the one path for every API."""
+        """Answer a batch of chats, or a request to the path that all APIs share."""
         answer: Response | None
         try:
             tree = decoded(body)
@@ -283,7 +284,7 @@ class SessionMiddleware:
             await answer(scope, receive, send)
 
     async def _ask_all(self, batch: Tree, scope: Scope) -> Response:
-        """Ask for each chat of a batch; return the answer of one chat, with a choice for each in
+        """Answer each chat of a batch; return a single answer with the choices of all chats in
         their order, or the first error."""
         tree: JsonObject = batch.value
         conversations, wrong = tree.get("messages"), ""
@@ -322,7 +323,7 @@ class SessionMiddleware:
             asking = []
             for messages in conversations or ():
                 asking.append(tasks.create_task(ask(messages)))
-                await asyncio.sleep(0)  # other requests come between two that begin
+                await asyncio.sleep(0)  # let other requests run in between
         trees = list[JsonObject]()
         for task in asking:
             status, body = task.result()
@@ -421,7 +422,7 @@ def _at(scope: Scope, path: str) -> Scope:
 
 
 def _replaying(body: bytes, receive: Receive) -> Receive:
-    """Return a `receive` that returns a body that was read already, then what else comes."""
+    """Return a `receive` that returns the body, which was read already, then later messages."""
     waiting: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
     async def replay() -> Message:

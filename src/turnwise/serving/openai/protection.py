@@ -2,10 +2,12 @@
 
 An `HttpConnection` limits times, headers and the number of connections, so that clients that send
 half a request, or nothing, cannot block others. The `Gate` is the outermost layer of the
-application. A page in a browser may read answers only of its own site, so an attacker lets the name
-of that site stand for the server's address (DNS rebinding); such a request has that name as its
-`Host`. Requests of other sites take effect, unread, unless they have JSON: a browser asks before it
-sends that.
+application, except for CORS.
+
+A page in a browser may read answers of its own site only. So an attacker lets the name of that site
+resolve to the server's address (DNS rebinding); such a request has that name as its `Host`.
+Requests from pages of other sites take effect although the page cannot read the answers. The
+exception is JSON: a browser asks the server before it sends JSON to another site.
 """
 
 import asyncio
@@ -41,17 +43,17 @@ _READ_SECONDS = 60.0  # time for a client to read the next part of its answer
 _HEAD_BYTES = 65_536
 _MOST = 4_096
 _FILES = 1 << 20
-"""Largest soft limit of open files that a server sets, Linux' own maximum by default."""
+"""Maximum soft limit of open files that a server sets; it is Linux' own default maximum."""
 _TOKENIZE_BYTES = 2 << 20
-"""Maximum body of /tokenize and /detokenize: no context length bounds their text, and tokenizers
-take 150 bytes for each byte of it."""
-_BODIES = 8  # number of bodies of maximum size that are in memory at once
-_MEMORY = 4  # bytes of memory of a body's values that count as much as a byte of the body
+"""Maximum size in bytes of the body of /tokenize and /detokenize. No context length bounds their
+text, and tokenizers take 150 bytes of memory for each byte of it."""
+_BODIES = 8  # number of bodies of maximum size that may be in memory at once
+_MEMORY = 4  # bytes of memory for a body's values that count as one byte of a body
 
 
 def most_connections() -> int:
-    """Raise the soft limit of open files to the hard one; return how many connections there may be:
-    at most half of it, because requests open further files."""
+    """Raise the soft limit of open files towards the hard one; return the maximum number of
+    connections: at most half of the limit, because requests open further files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     # Programs that agents start inherit the limit, and some close every number up to it.
     wanted = min(hard, _FILES) if hard != resource.RLIM_INFINITY else _FILES
@@ -63,9 +65,9 @@ def most_connections() -> int:
 
 
 class HttpConnection(HttpToolsProtocol):
-    """One client's connection, with deadlines for receiving a request's header and body and for the
-    client's reading of the answer. Beyond `most` connections of a server, each new one closes the
-    one that has waited for its client the longest."""
+    """One client's connection, with deadlines for the headers and the body of a request and for the
+    client to read the answer. If a server has more than `most` connections, each new one closes the
+    connection that has waited the longest for its client."""
 
     most: ClassVar[int] = _MOST
     _deadline: asyncio.TimerHandle | None = None
@@ -109,7 +111,7 @@ class HttpConnection(HttpToolsProtocol):
         super().on_message_complete()
         self._head_bytes = 0
         self._end_wait()
-        if self.cycle.response_complete:  # before its body came, which ended uvicorn's own wait
+        if self.cycle.response_complete:  # the later body has ended uvicorn's own wait
             self._wait(_HEAD_SECONDS)
 
     def on_response_complete(self) -> None:
@@ -163,14 +165,14 @@ class HttpConnection(HttpToolsProtocol):
 
 
 class Access:
-    """The place of the server's key in requests, and the requests that need none."""
+    """Finds the server's key in requests, and decides which requests need none."""
 
     def is_open(self, path: str) -> bool:
         """Return whether requests to a path need no key."""
         return path in ("/health", "/ping")
 
     def authorization(self, path: str, headers: Headers) -> str:
-        """Return the key of a request as its `Authorization` header has it, "Bearer KEY"."""
+        """Return the key of a request in the form of an `Authorization` header, "Bearer KEY"."""
         if "/v1/messages" in path and (own := headers.get("x-api-key")):
             return f"Bearer {own}"  # the header of Anthropic's clients
         return headers.get("authorization", "")
@@ -197,18 +199,19 @@ def guarded(
 
 
 class Gate:
-    """Refuses what is not meant for the server, may not be asked, or is too large.
+    """Refuses requests that are not meant for the server, are not allowed, or are too large.
 
-    - 421: the `Host` is no name of the server. Its names are its address, that of the connection,
-      loopback names, the machine's own name if it listens on all addresses, and
-      `serving.allowed_hosts`. A request without a `Host`, which no browser sends, may have any.
-    - 415 and 403: a POST request without JSON, or of a page of another site.
+    - 421: the `Host` is no name of the server. Its names are its address, the address of the
+      connection, loopback names, the machine's own name if it listens on all addresses, and
+      `serving.allowed_hosts`. A request without a `Host`, which no browser sends, passes.
+    - 415: a POST request with content that is neither JSON nor protobuf.
+    - 403: a POST request without a content type from a page of another site.
     - 401: no API key. Every route but /health and /ping needs it (see `Access`). Sessions of
       rollouts need none: their paths are random secrets, known only to their agents.
-    - 413 and 503: a body that is too large, or all bodies in flight are: in bytes, and in what they
-      become (`bodies`).
+    - 413: the body is too large, in bytes or in the number of its values (`bodies`).
+    - 503: all bodies in flight are too large together, in bytes or in memory for their values.
 
-    HEAD is answered as GET, without the body. Without a `key` every request passes.
+    HEAD is answered as GET, without the body. Without a `key`, no request needs one.
     """
 
     def __init__(
@@ -229,12 +232,12 @@ class Gate:
         self._most = serving.max_body_mb << 20
         self._megabytes = serving.max_body_mb
         self._held = 0
-        """Size of all bodies of requests in flight, or of their values, in bytes."""
+        """Size in bytes of all bodies of requests in flight; many small values count as more."""
         self._key = key
         self._store = store
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        head = scope["method"] == "HEAD"  # which not all routes of the framework know
+        head = scope["method"] == "HEAD"  # not all routes of the framework answer it
         limited_path = scope["path"] in ("/tokenize", "/detokenize")
         most = min(self._most, _TOKENIZE_BYTES) if limited_path else self._most
         read, held, started = 0, 0, False
@@ -288,7 +291,7 @@ class Gate:
             self._held -= held
 
     def _check_page(self, scope: Scope, headers: Headers) -> None:
-        """Refuse other names, and what pages of other sites can send without asking."""
+        """Refuse other host names, and POST requests that pages of other sites can send unasked."""
         bound = canonical((scope.get("server") or ("",))[0])
         for host in headers.getlist("host"):
             name = canonical(host)
@@ -305,12 +308,12 @@ class Gate:
                     "or add the name to serving.allowed_hosts",
                 )
         kind = headers.get("content-type", "").partition(";")[0].strip().lower()
-        # A browser asks before it sends these.
+        # A browser asks the server before it sends these types to another site.
         is_asked = kind.startswith("application/") and kind.endswith(("json", "x-protobuf"))
         if scope["method"] != "POST" or is_asked:
             return
         no_body = kind == "application/octet-stream" and headers.get("content-length") == "0"
-        if kind and not no_body:  # clients, such as aiohttp, give no body a type, too
+        if kind and not no_body:  # some clients, such as aiohttp, set a type without a body
             raise HTTPException(415, f"the content is {kind}: send JSON, as application/json")
         origin = headers.get("origin")
         allowed = {ANY, origin}.intersection(self._origins)
@@ -340,19 +343,19 @@ class Gate:
 
 
 def ticket(key: str, session: str) -> str:
-    """Return what stands for the key in requests of one session: in the URL of a redirect, because
-    HTTP libraries send the key to no other address than the first."""
+    """Return a ticket that replaces the key in requests of one session. It is for the URLs of
+    redirects, because HTTP libraries send the key to the first address only."""
     return hmac.new(key.encode(), f"session {session}".encode(), "sha256").hexdigest()
 
 
 def _equal(sent: str, secret: str) -> bool:
-    """Compare part of a request with a secret, in a time that tells nothing about the secret."""
+    """Compare part of a request with a secret, in a time that reveals nothing about the secret."""
     known = hashlib.sha256(secret.encode()).digest()
     return hmac.compare_digest(hashlib.sha256(sent.encode("latin-1", "replace")).digest(), known)
 
 
 def canonical(host: str) -> str:
-    """Return a host of a header or of the configuration without its port, in one form."""
+    """Return a host from a header or the configuration without its port, in canonical form."""
     host = host.strip().lower()
     if host.startswith("["):
         host = host[1:].partition("]")[0]

@@ -1,4 +1,4 @@
-"""One request on its way to the engine and back, and the context variable that has it."""
+"""One request on its way to the engine and back, and the context variable that holds it."""
 
 import asyncio
 import time
@@ -42,8 +42,8 @@ class RequestContext:
     answers: dict[int, Answer] = field(default_factory=dict)
     """Answers to a chat as the client got them, by the index of the choice (`note`)."""
     objects: bool = False
-    """Whether the client holds arguments of calls as objects, as those of Anthropic's Messages do,
-    so that arguments which are no JSON object are an empty one."""
+    """Whether the client holds the arguments of calls as objects, as clients of Anthropic's
+    Messages do. Arguments that are no JSON object then become an empty object."""
     adapter: str = ""
     sampling: TurnSampling = AS_CONFIGURED
     """The turn's own sampling parameters."""
@@ -52,13 +52,13 @@ class RequestContext:
 
     @property
     def images(self) -> Sequence[PlacedImage]:
-        """Images of a chat's prompt, of which vLLM's application passes on the ids alone."""
+        """Images of a chat's prompt; vLLM's application passes on only the prompt's ids."""
         prompt = self.next_prompt.token_ids
         return () if prompt is None else prompt.images
 
     @property
     def trained(self) -> bool:
-        """Whether what is sampled is trained, and with it the ids that a grammar allowed."""
+        """Whether the sampled tokens are trained, which needs the ids that a grammar allowed."""
         return self.session.sampling is not None and not self.sampling.untrained
 
     def score_prompt(self, params: "vllm.SamplingParams") -> None:
@@ -66,11 +66,11 @@ class RequestContext:
         own = self.session.sampling
         if own is not None and own.prompt_logprobs:
             params.prompt_logprobs = params.prompt_logprobs or 0
-            params.skip_reading_prefix_cache = True  # which leaves prompts unscored
+            params.skip_reading_prefix_cache = True  # cached tokens get no log-probs
 
     def within(self, prompt: Prompt, most: int) -> int:
-        """Return how many of `most` tokens may follow a prompt; InputError, and the session is full
-        (`context_full`), if none may."""
+        """Return how many tokens, at most `most`, may follow a prompt. If none may, mark the
+        session as full (`context_full`) and raise InputError."""
         room = self.session.room(prompt, self.next_prompt.fork_reason)
         most = most if room is None else min(most, room)
         if most <= 0:
@@ -82,8 +82,9 @@ class RequestContext:
         return most
 
     def note(self, index: int, content: str | None, calls: Iterable[Sequence[str]]) -> None:
-        """Note a finished choice as its client will send it back: where a call is malformed, that
-        may differ from the whole text parsed again. `calls` have names and arguments."""
+        """Note a finished choice in the form in which its client will send it back. If a call is
+        malformed, parsing the whole text again may differ. `calls` are pairs of name and
+        arguments."""
         given = [
             (name, arguments if not self.objects or is_object(arguments) else "{}")
             for name, arguments in calls
@@ -91,11 +92,11 @@ class RequestContext:
         self.answers[index] = canonical_answer(content, given)
 
     async def deliver(self) -> None:
-        """Record the finished completions, before the client gets the bytes that have their end: it
-        can leave as soon as it has read these, or send the next request."""
+        """Record the finished completions, before the client gets their last bytes: after reading
+        these, it may leave or send the next request."""
         while self.undelivered:
             self.undelivered.pop(0)()
-            if self.undelivered:  # of a thousand prompts, say: others' requests come between
+            if self.undelivered:  # there may be a thousand: let other requests run
                 await asyncio.sleep(0)
 
 

@@ -1,7 +1,7 @@
 """The sampling parameters that requests may have.
 
-The configuration's values are the defaults. What requests of a training session may change is
-decided in `agent_sampling`.
+The configuration's values are the defaults. `agent_sampling` decides which of them requests of a
+training session may change.
 """
 
 from typing import TYPE_CHECKING
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 MAX_CHOICES = 128
 MAX_COMPLETIONS = 1_024
 LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
-"""Limits of the tokens of an answer; the first that a request has counts."""
+"""Parameters that limit the tokens of an answer; the first one that a request has counts."""
 OWN_NAMES = (*DISTRIBUTION, "min_tokens", "ignore_eos")
-"""Sampling parameters that the configuration calls by the same names."""
+"""Sampling parameters that have the same names in the configuration."""
 _CONFIGURED = (*DISTRIBUTION, "stop", "stop_token_ids")
-"""Parameters that are the configured ones where a request does not set them."""
+"""Parameters that get the configured value if a request does not set them."""
 _NEUTRAL: dict[str, object] = {
     "presence_penalty": 0.0,
     "frequency_penalty": 0.0,
@@ -41,11 +41,11 @@ _NEUTRAL: dict[str, object] = {
 
 
 class RequestSampling:
-    """Settles by which parameters requests are sampled.
+    """Completes and checks the sampling parameters of requests.
 
     Args:
-        sampling: The configured parameters, of sessions without their own.
-        max_length: Tokens of the context.
+        sampling: The configured parameters, for sessions without their own.
+        max_length: Length of the context in tokens.
         processors: Pattern of the logits processors that clients may choose; None for none.
         exact: As in `AgentSampling`.
     """
@@ -57,10 +57,14 @@ class RequestSampling:
         self._agents = AgentSampling(exact=exact)
 
     def complete(self, request: "SamplingRequest", session: Session) -> TurnSampling:
-        """Set the sampling parameters that a request does not set to the configured ones, but for
-        `n`, and lower limits of tokens to the context, as vLLM does to what the prompt leaves.
-        Refuse those that cannot be served; return what is the turn's own, in a training session."""
-        # A model's own attributes take ten times as long, and warn of those that OpenAI gave up.
+        """Complete the sampling parameters of a request; return the turn's own parameters, in a
+        training session.
+
+        Parameters that the request does not set, except `n`, get the configured values. Token
+        limits are lowered to the context length; vLLM lowers them to what the prompt leaves.
+        Parameters that cannot be served are refused.
+        """
+        # The model's attributes take ten times as long, and warn of deprecated parameters.
         own, values, given = session.sampling, request.__dict__, request.model_fields_set
         n, listed = values.get("n") or 1, values.get("prompt")
         prompts = 1
@@ -112,7 +116,7 @@ class RequestSampling:
 
 
 def _asked(request: "SamplingRequest", sampling: SamplingConfig) -> dict[str, object]:
-    """Return the parameters by which a request is sampled otherwise than by `sampling`."""
+    """Return the parameters of a request whose values differ from `sampling`."""
     wanted: dict[str, object] = {
         "logits_processors": written(sampling),
         "vllm_xargs": sampling.logits_processor_args or None,
@@ -125,7 +129,7 @@ def _asked(request: "SamplingRequest", sampling: SamplingConfig) -> dict[str, ob
         if name in request.model_fields_set
         and (value := getattr(request, name)) not in (None, wants)
     }
-    if asked.get("top_k") == -1:  # all of them, as 0
+    if asked.get("top_k") == -1:  # all tokens, like 0
         asked["top_k"] = 0
         if sampling.top_k == 0:
             del asked["top_k"]
@@ -145,12 +149,13 @@ def _asked(request: "SamplingRequest", sampling: SamplingConfig) -> dict[str, ob
 
 
 def _function_of(tool: Foreign) -> Foreign:
-    """Return what has the attribute `strict` of a tool: itself, in Responses."""
+    """Return the object with the attribute `strict`: the tool's function, or in Responses the tool
+    itself."""
     return getattr(tool, "function", tool)
 
 
 def _replace(request: "SamplingRequest", name: str) -> None:
-    """Take a parameter of a request back, so that the configured value applies."""
+    """Remove a parameter from a request, so that the configured value applies."""
     if name == STRICT:
         for tool in request.tools or ():
             if getattr(_function_of(tool), "strict", None):

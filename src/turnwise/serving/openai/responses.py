@@ -1,8 +1,8 @@
 """OpenAI's Responses: chats whose input and output are items, and which a session keeps.
 
 A request is a chat of the `ChatService`; vLLM's functions translate its items to messages, and the
-parsed answer to items or events. A session keeps the responses that later requests continue:
-vLLM's own store is never emptied, and loses calls.
+parsed answer to items or events. A session keeps the responses that later requests may continue;
+vLLM's own store would never be emptied, and loses calls.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ class ResponseService:
                 "from this request or, with `store`, later by its id",
                 parameter="background",
             )
-        await asyncio.sleep(0)  # other requests come between the steps of one
+        await asyncio.sleep(0)  # let other requests run between the steps of this one
         context = CURRENT.get()
         assert context is not None  # the route is served in sessions
         asked, previous = request.input, request.previous_response_id
@@ -115,7 +115,7 @@ class ResponseService:
         return items
 
     def _logprobs(self, chat: Chat, piece: Piece) -> list[Foreign]:
-        """Return the log-probs that the client gets: of hidden reasoning they would tell it."""
+        """Return the log-probs for the client; none with hidden reasoning: they would reveal it."""
         if piece.logprobs is None or not chat.request.include_reasoning:
             return []
         return vllm.response_logprobs(

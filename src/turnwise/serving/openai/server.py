@@ -49,8 +49,8 @@ logger = logging.getLogger(__name__)
 
 _STOP_SECONDS = 5.0
 _KEEP_ALIVE_SECONDS = 120
-"""Time that an idle connection stays open: longer than that of clients (OpenAI 5 s, aiohttp 15, Go
-90), otherwise a request can arrive on a connection that is just being closed."""
+"""Time that an idle connection stays open. It is longer than the same time of clients (OpenAI 5 s,
+aiohttp 15 s, Go 90 s); otherwise a request can arrive on a connection that is being closed."""
 
 
 class OpenAIServer:
@@ -58,7 +58,7 @@ class OpenAIServer:
 
     The `port` is serving.port by default, and 0 takes a free one. `processes` serve the sessions
     that clients open; they are started and stopped with the server. `extend` gets the application,
-    may add routes and middleware to it, and returns it. `access` knows where requests have the key.
+    may add routes and middleware to it, and returns it. `access` finds the key in requests.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class OpenAIServer:
         self.workers: Callable[[], Mapping[str, str]] = dict
         """Returns the base URLs of workers' own servers, by name; set by the owner of a fleet."""
         self.requests: Counter[str] = Counter() if processes is None else processes.requests
-        """HTTP requests, by status or event; with those of `processes`."""
+        """HTTP requests by status or event, including those that `processes` answer."""
         self.processes = processes
         self.ended = threading.Event()
         """Set once the server serves no more."""
@@ -140,7 +140,7 @@ class OpenAIServer:
             if self.processes is not None:
                 await self.processes.start()
             options.load()
-            # In steps, because `uvicorn.Server.serve` would handle signals.
+            # The steps of `uvicorn.Server.serve`, which would also handle signals.
             server.lifespan = options.lifespan_class(options)
             await server.startup(sockets=[listening])
         except BaseException:
@@ -179,9 +179,9 @@ class OpenAIServer:
         app.add_exception_handler(HTTPException, answer_error)
         app.add_exception_handler(RequestValidationError, answer_error)
         app.add_exception_handler(ValidationError, answer_error)  # raised after the body was read
-        # vLLM's middleware handles scaling, browsers and its own metrics.
+        # Without vLLM's middleware, which handles scaling, browsers and its own metrics.
         app.user_middleware.clear()
-        app.middleware_stack = None  # vLLM has built one, and then none could be added
+        app.middleware_stack = None  # vLLM has built it, which forbids additions
         extended = app
         if self._extend is not None:
             hook, timeout = self._extend.__name__, "engine.start_timeout"
@@ -195,7 +195,8 @@ class OpenAIServer:
             extended = returned
         for each in {id(one): one for one in (app, extended)}.values():
             read_once(each)
-        # Around the sessions: the chat service answers most chats before the application.
+        # Middleware of `extend` goes around the sessions, because most chats are answered there and
+        # never reach the application.
         added = list(extended.user_middleware)
         extended.user_middleware.clear()
         app.middleware_stack = FastAPI.build_middleware_stack(app)
@@ -221,7 +222,7 @@ class _OpeningUnder(BaseModel):
     """The body of POST /sessions/{id}/v1/sessions."""
 
     id: str | None = Field(default=None, pattern=NAME_PATTERN)
-    """Name of the new session, among those under its parent; a random one by default."""
+    """Name of the new session, within its parent; random by default."""
 
 
 class _Opening(_OpeningUnder):
@@ -271,7 +272,7 @@ def _managed(server: OpenAIServer, session_id: str) -> Session:
 
 
 async def _kept(request: Request, server: _Server, response_id: str) -> dict[str, StoredResponse]:
-    """Return the responses of the session that keeps a response."""
+    """Return all responses of the session that keeps this response."""
     name = request.scope[SESSION_NAME]
     named = None if name is None else _opened(server, name)
     if (session := server.sessions.of_response(named, response_id)) is None:
@@ -341,8 +342,8 @@ async def list_sessions(
     limit: Annotated[int, Query(ge=1, le=1_000)] = 500,
     after: str | None = None,
 ) -> JsonObject:
-    """List the sessions that clients opened, without their tokens, the oldest first; `next` is
-    the `after` of the next page, null on the last."""
+    """List the sessions that clients opened, oldest first, without their tokens. `next` is the
+    value of `after` for the next page; it is null on the last page."""
     created, _, name = (after or "").partition(":")
     try:
         place = None if after is None else (float(created), name)
@@ -422,7 +423,7 @@ async def get_response(response_id: str, kept: _Kept) -> JsonObject:
 
 @router.delete("/v1/responses/{response_id}")
 async def delete_response(response_id: str, kept: _Kept) -> JsonObject:
-    """Delete a response that its session keeps; those that continue it stay."""
+    """Delete a response that its session keeps; responses that continue it stay."""
     del kept[response_id]
     return {"id": response_id, "object": "response", "deleted": True}
 
@@ -462,7 +463,7 @@ async def list_input_items(
 
 @router.post("/v1/responses/{response_id}/cancel", dependencies=[Depends(_kept)])
 async def cancel_response(response_id: str) -> JsonObject:
-    """Refused: only background responses, which are not served, can be cancelled."""
+    """Refuse: only background responses can be cancelled, and they are not served."""
     raise HTTPException(
         400,
         f"the response {response_id} is complete: only background responses, which are not "

@@ -1,4 +1,4 @@
-"""A worker's actor that answers HTTP itself, beside the fleet's requests."""
+"""A worker's actor that answers HTTP itself, in addition to the fleet's requests."""
 
 from collections.abc import Callable
 from functools import cached_property
@@ -24,8 +24,8 @@ class ServingHost(EngineHost):
 
     @cached_property
     def turns(self) -> Scheduler:
-        """The engine for requests that come from no fleet: those that an update or a sleep ends
-        early go on after it, as a fleet's do."""
+        """Scheduler of the engine for requests that do not come from the fleet. As in a fleet,
+        requests that an update or a sleep interrupts continue after it."""
         turns = Scheduler(self._config.serving, self._config.engine.request_timeout)
         failed = Supervisor(lambda why: turns.restore(self._name), lambda: None)
         turns.add(self._name, self._engine, failed)
@@ -45,7 +45,7 @@ class ServingHost(EngineHost):
         return self._config
 
     def _listen(self, server: "OpenAIServer") -> str:
-        """Listen at the server's address, and return its base URL; a hook, as `_extension` is."""
+        """Listen at the server's address, and return its base URL; subclasses may override it."""
         server.listen()
         return server.base_url
 

@@ -1,8 +1,8 @@
 """vLLM's OpenAI application, and the `ChatService` in it.
 
-Completions and tokenisation are vLLM's code. Chats, Responses and Anthropic's Messages are answered
-by the service, in the place of vLLM's methods; so are conversations turned into ids, adapters
-chosen, and ids sampled (`EngineClient`). The server's tests fail if vLLM moves these parts.
+Completions and tokenisation are vLLM's code. The service replaces the methods of vLLM that answer
+chats, Responses and Anthropic's Messages, turn conversations into ids, and choose adapters; ids are
+sampled by `EngineClient`. The server's tests fail if vLLM moves these parts.
 """
 
 import asyncio
@@ -57,7 +57,7 @@ async def build(
 ) -> FastAPI:
     """Build vLLM's application around `generator`, with only the routes in `VLLM_ROUTES`.
 
-    Its `state.chats` is the chat service. Responses have the first of the model's `names`; requests
+    Its `state.chats` is the chat service. Answers name the model by the first of `names`; requests
     may use any name unless there are adapters. Raises `InputError` when vLLM refuses the model, or
     has no parser of the configured name.
     """
@@ -74,7 +74,7 @@ async def build(
         arguments += ["--reasoning-parser", config.serving.reasoning_parser]
     args = vllm.make_arg_parser(vllm.FlexibleArgumentParser()).parse_args(arguments)
     args.chat_template = config.model.template_text  # as an argument it could begin with a dash
-    # vLLM copies the option here where it makes an engine's configuration, and reads it here only.
+    # vLLM reads the option only here, but copies it here only when it configures an engine.
     args.structured_outputs_config.reasoning_parser = config.serving.reasoning_parser or ""
     silence(config.rollout.tool_parser)
     # vLLM writes its default, 16, into requests, where it looks like a client's choice.
@@ -108,14 +108,14 @@ async def build(
     app.state.openai_serving_responses.create_responses = ResponseService(
         service, app.state, store
     ).create
-    messages = app.state.anthropic_serving_messages  # which are streamed from chunks of a chat
+    messages = app.state.anthropic_serving_messages  # streamed from the chunks of a chat
     messages.create_chat_completion = partial(service.answer_for_vllm, True)
     messages.create_messages = partial(_after_others, messages.create_messages)
     return app
 
 
 async def _after_others(work: Create, *arguments: object, **options: object) -> object:
-    """Let other requests come before one of the steps of a request, which may be long."""
+    """Let other requests run before a step of a request that may take long."""
     await asyncio.sleep(0)
     return await work(*arguments, **options)
 
@@ -129,8 +129,8 @@ async def _preprocess(
     tool_dicts: list[JsonObject] | None = None,
     **options: object,
 ) -> object:
-    """Give vLLM's method the ids of a conversation whose tokens are counted or shown: with ids it
-    renders nothing, and fetches no images of URLs."""
+    """Give vLLM's method the ids of a conversation whose tokens are counted or shown. With ids,
+    vLLM renders nothing, and fetches no images from URLs."""
     asked = await service.prompts.read(request, messages, tool_dicts)
     found = await service.prompts.find(None, asked, request)
     assert found.token_ids is not None

@@ -47,6 +47,6 @@ def client_error(error: Exception) -> Exception:
         shown = vllm.GracefulHTTPError(str(error), HTTPStatus.SERVICE_UNAVAILABLE)
     elif isinstance(error, InputError):
         shown = vllm.VLLMValidationError(str(error))
-    elif isinstance(error, TrajectoryError):  # its own logits processor failed, and would again
+    elif isinstance(error, TrajectoryError):  # the request's own processor fails each time
         shown = vllm.GracefulHTTPError(str(error), HTTPStatus.UNPROCESSABLE_ENTITY)
     return shown

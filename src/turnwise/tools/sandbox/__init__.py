@@ -1,7 +1,7 @@
 """Python and shell for the model, in a sandbox: one session for each trajectory.
 
-Sandboxes on this machine are interpreters behind pipes, which a keeper process ends (`backends`).
-`sandbox` may also name the URL of a server (`http`), or a class of your own.
+Sandboxes on this machine are interpreters behind pipes; a keeper process ends them (`backends`).
+`sandbox` may also be the URL of a server (`http`), or the name of your own class.
 """
 
 from typing import Protocol
@@ -12,10 +12,10 @@ __all__ = ["Sandbox"]
 
 
 class Sandbox(Protocol):
-    """The session of one trajectory; a class of your own is `sandbox: package.module:Class`.
+    """The session of one trajectory; name your own class by `sandbox: package.module:Class`.
 
-    `shell` says whether it runs bash commands or Python. The methods are called in threads; calls
-    of `run` overlap only where one is later than `rollout.tool_timeout`.
+    With `shell` it runs bash commands, otherwise Python. The methods are called in threads. Calls
+    of `run` overlap only if one takes longer than `rollout.tool_timeout`.
 
     Example:
         class Stateless:
@@ -33,9 +33,9 @@ class Sandbox(Protocol):
     def __init__(self, limits: CodeToolConfig, *, shell: bool) -> None: ...
 
     def run(self, code: str) -> str:
-        """Run code within `limits.timeout`, and return what the model reads: its output, or its
-        error. A TrajectoryError, for a sandbox that fails, drops the trajectory; the model reads
-        any other error's message."""
+        """Run code within `limits.timeout` seconds, and return the text for the model: the code's
+        output, or its error. Raise TrajectoryError if the sandbox fails: it drops the trajectory.
+        The model reads the message of any other exception."""
 
     def close(self) -> None:
         """End the session and all its processes, also during a call or before any."""

@@ -1,8 +1,8 @@
 """The backends of a sandbox, the keeper's specification for each, and their filter of system calls.
 
-The filter is a BPF program, made by hand. It refuses what a backend alone would leave open or what
-code for a model never needs: kernel interfaces with a history of defects, memory outside the
-limits, other processes' priorities, new namespaces, and all sockets but those in the file system.
+The filter is a handwritten BPF program. It refuses system calls that a backend alone would allow,
+or that a model's code never needs: kernel interfaces with a history of defects, memory outside the
+limits, other processes' priorities, new namespaces, and all sockets except Unix sockets.
 """
 
 import importlib.util
@@ -42,7 +42,7 @@ _PROGRAM = "/run/turnwise.py"
 
 @lru_cache
 def _python(interpreter: str | None) -> tuple[str, tuple[str, ...]]:
-    """Return an interpreter's executable and the folders that it reads besides the system's."""
+    """Return an interpreter's executable, and the folders outside /usr that it reads."""
     if interpreter is None:
         executable, prefixes = os.path.realpath(sys.executable), [sys.base_prefix]
     else:
@@ -58,11 +58,11 @@ def _python(interpreter: str | None) -> tuple[str, tuple[str, ...]]:
 
 
 def specify(backend: Backend, limits: CodeToolConfig, *, shell: bool, lifeline: int) -> JsonObject:
-    """Return the keeper's specification of a new sandbox, which ends when the file `lifeline` does;
-    makes its scratch folder, if it has one."""
+    """Return the keeper's specification of a new sandbox, and make its scratch folder if it has
+    one. The sandbox ends when the other end of the pipe `lifeline` is closed."""
     root, kernel = os.geteuid() == 0, backend in ("sandlock", "bubblewrap")
-    # As root, every sandbox has its own user: root would own the system's files, and the kernel
-    # counts processes by user.
+    # If this process is root, every sandbox gets its own user id: root owns the system's files, and
+    # the kernel counts processes by user.
     uid = (1 << 30) + secrets.randbelow(1 << 29) if root and kernel else None
     bubblewrap, sandlock = backend == "bubblewrap", backend == "sandlock"
     inside: JsonObject = {
@@ -123,7 +123,7 @@ def _bubblewrap(prefixes: Sequence[str], limits: CodeToolConfig, root: bool) -> 
     """Return bubblewrap's command line, up to the command to run."""
     command = [shutil.which("bwrap") or "bwrap", "--die-with-parent", "--new-session"]
     command += ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts"]
-    if root:  # the program inside changes its user, and drops both
+    if root:  # the program inside changes its user, and so drops both capabilities
         command += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     else:
         command += ["--unshare-user"]
@@ -133,7 +133,8 @@ def _bubblewrap(prefixes: Sequence[str], limits: CodeToolConfig, root: bool) -> 
         elif os.path.exists(folder):
             command += ["--ro-bind", folder, folder]
     for path in (*_SYSTEM_FILES, *prefixes):
-        for parent in reversed(Path(path).parents[:-1]):  # or it copies the modes of the host's
+        # Make the parents first, because bubblewrap would copy their modes from the host.
+        for parent in reversed(Path(path).parents[:-1]):
             command += ["--perms", "0755", "--dir", str(parent)]
         command += ["--ro-bind-try", path, path]
     command += ["--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev"]
@@ -149,7 +150,8 @@ def _bubblewrap(prefixes: Sequence[str], limits: CodeToolConfig, root: bool) -> 
 def _container(
     engine: Engine, limits: CodeToolConfig, inside: JsonObject, lifeline: int
 ) -> JsonObject:
-    """Return the specification of a session in a new container; `inside` is that of the program."""
+    """Return the specification of a session in a new container; `inside` is the specification for
+    the program in it."""
     program, name = shutil.which(engine) or engine, f"turnwise-{secrets.token_hex(8)}"
     memory, disk = f"{limits.memory}m", f"size={limits.disk}m"
     options = {
@@ -161,30 +163,30 @@ def _container(
         "memory": memory,
         "memory-swap": memory,  # no swap
         "shm-size": f"{limits.disk}m",
-        "pids-limit": str(limits.processes + 1),  # and the init
+        "pids-limit": str(limits.processes + 1),  # one more for the init process
         "cap-drop": "ALL",
         "security-opt": "no-new-privileges",
         "user": "65534:65534",
         "entrypoint": limits.interpreter or "python3",
     }
-    # An init reaps what the model left in the background: each of them counts as a process.
+    # An init process reaps ended background processes, which would count against the limit.
     command = [program, "run", "-i", "--init", "--read-only"]
     command += [f"--{key}={value}" for key, value in options.items()]
-    # With --workdir, docker would make that folder first, for root alone: inner.py changes to it.
+    # No --workdir, because docker would make the folder for root alone; inner.py changes to it.
     for folder in (_INSIDE, "/tmp"):
         command.append(f"--tmpfs={folder}:rw,exec,nosuid,nodev,mode=1777,{disk}")
     command += [f"--env={key}={_INSIDE}" for key in ("HOME", "TMPDIR")] + ["--env=LANG=C.UTF-8"]
     at_once: list[str] = []
     if engine == "podman":
-        # Its own file systems in memory have no limit, and a proxy's URL may have a password.
+        # Podman's own tmpfs mounts have no limit, and the URL of a proxy may have a password.
         command += ["--read-only-tmpfs=false", "--http-proxy=false"]
-        at_once = ["-t", "0"]  # it waits for SIGTERM otherwise
-    # The program is an argument: nothing is mounted, because the engine may be on another machine.
+        at_once = ["-t", "0"]  # otherwise podman waits after SIGTERM
+    # The program is an argument. Nothing is mounted, because the engine may be on another machine.
     inner, given = (_HERE / "inner.py").read_text(), json.dumps(inside | {"one_stream": True})
     return {
         "lifeline": lifeline,
         "scratch": None,
-        "environment": None,  # the keeper's
+        "environment": None,  # the keeper's own environment
         "command": [*command, limits.image, "-I", "-c", inner, given],
         "end": [program, "rm", "-f", *at_once, name],
     }
@@ -245,12 +247,12 @@ _ATTRIBUTES: _Numbers = {
     "fremovexattr": (199, 16), "removexattrat": (466, 466), "inotify_init": (253, None),
     "inotify_init1": (294, 26),
 }  # fmt: skip
-"""Calls on any path that Landlock does not limit to a folder."""
+"""System calls on any path, which Landlock does not limit to a folder."""
 
 
 def filter_program(*, attributes: bool) -> bytes:
-    """Return the filter as an array of `struct sock_filter` for this machine's architecture;
-    `attributes` allows changes of files' modes, owners, times and attributes."""
+    """Return the filter as an array of `struct sock_filter` for this machine's architecture; with
+    `attributes`, it allows changes of files' modes, owners, times and attributes."""
     audit, column = ARCHITECTURES[platform.machine()]
     groups = (*_REFUSED.values(), {} if attributes else _ATTRIBUTES)
     refused = [call[column] for group in groups for call in group.values()]
@@ -262,10 +264,10 @@ def filter_program(*, attributes: bool) -> bytes:
         if number is not None:
             code += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _REFUSE | _EPERM)]
     numbers = {name: call[column] for name, call in _SPECIAL.items()}
-    # clone3's flags are in memory, which a filter cannot read: libraries fall back to clone.
+    # clone3's flags are in memory, which a filter cannot read. With ENOSYS, libraries use clone.
     code += [(_EQUAL, 0, 1, numbers["clone3"]), (_RETURN, 0, 0, _REFUSE | _ENOSYS)]
     code += _argument(numbers["clone"], _ANY_BIT, _NAMESPACES, matches=_REFUSE | _EPERM)
-    code += _argument(numbers["prlimit64"], _EQUAL, 0, matches=_ALLOW)  # 0: this process
+    code += _argument(numbers["prlimit64"], _EQUAL, 0, matches=_ALLOW)  # 0 is the own process
     code += _argument(numbers["socket"], _EQUAL, _AF_UNIX, matches=_ALLOW)
     code.append((_RETURN, 0, 0, _ALLOW))
     return b"".join(struct.pack("HBBI", *instruction) for instruction in code)

@@ -1,8 +1,8 @@
 """Sandboxes behind an HTTP server, on another machine or of a service: `sandbox: http://host:port`.
 
-`POST /run` with a `session` and `code` answers `{"output": ...}`. The first call of a session has
-its `limits` and `shell`, too, and begins it; `POST /end` with the `session` ends it. The server
-keeps the limits, refuses other calls of sessions that it does not have, and ends unused ones.
+`POST /run` with a `session` and `code` answers `{"output": ...}`. The first call of a session also
+has its `limits` and `shell`, and begins it; `POST /end` with the `session` ends it. The server
+enforces the limits, refuses any other call of an unknown session, and ends unused sessions.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from turnwise.errors import TrajectoryError
 
 KEY_VARIABLE = "TURNWISE_SANDBOX_KEY"
 """Environment variable with the key that is sent to the server, if it has one."""
-_SECONDS = 60.0  # of the server, besides the time of the code
+_SECONDS = 60.0  # time for the server, in addition to the time of the code
 
 
 class _HttpAnswer(TypedDict):
@@ -44,7 +44,7 @@ class HttpSandbox:
             who="the sandbox server",
             reason="sandbox",
             timeout=limits.timeout + _SECONDS,
-            retries=0,  # the code may have run
+            retries=0,  # the code may have run already
             api_key_variable=KEY_VARIABLE if KEY_VARIABLE in os.environ else None,
         )
 
@@ -54,7 +54,7 @@ class HttpSandbox:
 
     def close(self) -> None:
         if not self._first:
-            with contextlib.suppress(TrajectoryError):  # the server ends it by itself
+            with contextlib.suppress(TrajectoryError):  # the server ends unused sessions anyway
                 self._ask("end", {})
 
     def _ask(self, path: str, body: JsonObject) -> str:

@@ -1,9 +1,9 @@
-"""The program inside a sandbox: limits itself, then runs the code that it is sent.
+"""The program inside a sandbox: it limits itself, then runs the code that it receives.
 
-It has no imports but Python's own, because it runs in the interpreter that the model's code uses.
-Requests are lines of JSON on standard input; standard output receives what the code prints; an
-answer on standard error, or in a container after the output, is a request's nonce. Answers that the
-code forges only end its own call.
+It imports only Python's standard library, because it runs in the interpreter of the model's code.
+Requests are lines of JSON on standard input. The code's output goes to standard output. An answer
+is the request's nonce: on standard error, or in a container at the end of the output. If the code
+forges an answer, it only ends its own call.
 """
 
 import ast
@@ -22,7 +22,7 @@ import types
 from typing import Any
 
 _INTERVAL = 0.5
-"""Seconds between two interruptions of code that continues after the first."""
+"""Seconds between two interruptions of code that continues after the first interruption."""
 _FRAMES = 8
 """Number of frames of a traceback that the model reads."""
 _KEEPCAPS, _SET_SECCOMP, _NO_NEW_PRIVS, _AMBIENT = 8, 22, 38, 47
@@ -47,8 +47,8 @@ def confine(spec: dict[str, Any]) -> None:
             limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
             resource.setrlimit(which, (limit, limit))
     if spec["uid"] is not None:  # a user without privileges
-        # A sandbox that itself limits the readable folders keeps the capability to read what other
-        # users own.
+        # If the sandbox itself limits the readable folders, the process keeps the capability to
+        # read files of other users.
         _prctl(_KEEPCAPS, int(spec["reads_all"]))
         os.setgroups([])
         os.setresgid(spec["uid"], spec["uid"], spec["uid"])
@@ -59,7 +59,7 @@ def confine(spec: dict[str, Any]) -> None:
             if _libc.capset(header, struct.pack("6I", mask, mask, mask, 0, 0, 0)):
                 raise OSError(ctypes.get_errno(), "capset")
             _prctl(_AMBIENT, 2, _DAC_READ_SEARCH)
-    if spec["filter"] is not None:  # for this process and all its children
+    if spec["filter"] is not None:  # it applies to this process and all its children
         program = bytes.fromhex(spec["filter"])
         buffer = ctypes.create_string_buffer(program, len(program))
         fields = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(buffer))
@@ -130,11 +130,12 @@ __save() { { declare -p; declare -f; printf 'cd %q\\n' "$PWD"; } > ~/.session 2>
 trap __save EXIT
 eval "$1"
 """
-"""Runs one command of a session: the working directory, variables and functions stay."""
+"""Script that runs one command of a session, and keeps working directory, variables and
+functions."""
 
 
 def run_shell(command: str, seconds: float) -> None:
-    """Run a command; its exit code is printed unless it is 0."""
+    """Run a command; print its exit code unless it is 0."""
     out = _console()
     try:
         bash = ["bash", "--noprofile", "--norc", "-c", _SHELL, "bash", command]
@@ -160,14 +161,14 @@ def run_shell(command: str, seconds: float) -> None:
 
 
 def _console() -> Any:
-    """Open standard output and standard error again, which the code may have replaced."""
+    """Open standard output and standard error again, because the code may have replaced them."""
     out = open(1, "w", encoding="utf-8", errors="backslashreplace", closefd=False)  # noqa: SIM115
     sys.stdout = sys.stderr = out
     return out
 
 
 def _tail(error: BaseException) -> str:
-    """Return an error's traceback without this file's frames, shortened at the beginning."""
+    """Return the end of an error's traceback, without this file's frames."""
     try:
         depth, step = 0, error.__traceback__
         while step is not None:  # a recursion may be a million frames deep
@@ -212,7 +213,8 @@ def main() -> None:
     sys.argv = [""]
     confine(spec)
     os.chdir(os.environ["HOME"])
-    # A container's engine copies its two streams without an order: there, the output's has all.
+    # A container's engine does not keep the order of the two streams, so answers use standard
+    # output there.
     serve(run_shell if spec["shell"] else Python().run, 1 if spec.get("one_stream") else 2)
 
 

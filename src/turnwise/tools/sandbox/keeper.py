@@ -1,8 +1,9 @@
 """The process that starts one sandbox, watches it, and ends all of its processes.
 
 It ends them when its lifeline, a pipe from the driver, is closed: by the session, or because the
-driver died. It also ends a sandbox that uses more memory or disk than its limit, which the kernel
-limits only for each process. It has no imports but Python's own, and sandlock for that backend.
+driver died. It also ends a sandbox that uses more memory or disk than its limit, because the kernel
+limits these only for each process. It imports only Python's standard library and, for its backend,
+sandlock.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ from typing import Any
 OVER_MEMORY, OVER_DISK = 10, 11
 """Exit codes of a keeper that ended its sandbox because of a limit."""
 _PERIOD = 0.2
-"""Seconds between two looks at the sandbox."""
+"""Seconds between two checks of the sandbox."""
 _END_SECONDS = 5.0
 _MOST_FILES = 20_000
 _SET_SUBREAPER = 36
@@ -31,13 +32,13 @@ def main() -> int:
     """Keep one sandbox; `sys.argv[1]` is its specification as JSON."""
     spec = json.loads(sys.argv[1])
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    # Orphans of the sandbox become this process's children, and so can be found.
+    # Orphaned processes of the sandbox become this process's children, so that it can find them.
     ctypes.CDLL(None).prctl(_SET_SUBREAPER, 1, 0, 0, 0)
     os.set_inheritable(spec["lifeline"], False)
     try:
         try:
             ended = _start(spec)
-        except Exception as error:  # for the session, which reads the output
+        except Exception as error:  # the session reads it from the output
             print(f"{type(error).__name__}: {error}", flush=True)
             return 1
         nothing = os.open(os.devnull, os.O_RDWR)
@@ -47,7 +48,7 @@ def main() -> int:
     finally:
         removed = _remove(spec)
         ends = time.monotonic() + _END_SECONDS
-        while (pids := _descendants()) and time.monotonic() < ends:  # some may begin meanwhile
+        while (pids := _descendants()) and time.monotonic() < ends:  # new ones may start meanwhile
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
@@ -55,9 +56,9 @@ def main() -> int:
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
             time.sleep(0.005)
-        if not removed:  # the command that has just been killed was still making it
+        if not removed:  # the command that has just been killed may have made the container late
             _remove(spec)
-        if spec["scratch"]:  # of any depth, with any modes
+        if spec["scratch"]:  # by commands, because folders may have any depth and any modes
             for command in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
                 with contextlib.suppress(OSError, subprocess.TimeoutExpired):
                     command.append(spec["scratch"])
@@ -65,7 +66,7 @@ def main() -> int:
 
 
 def _remove(spec: dict[str, Any]) -> bool:
-    """Remove the sandbox's container, if it is one; return whether it was there."""
+    """Remove the sandbox's container, if it has one; return False if it was not there yet."""
     if "end" not in spec:
         return True
     try:
@@ -76,7 +77,7 @@ def _remove(spec: dict[str, Any]) -> bool:
 
 
 def _start(spec: dict[str, Any]) -> Callable[[], bool]:
-    """Start the sandbox, and return a function that tells whether it has ended."""
+    """Start the sandbox; return a function that returns whether it has ended."""
     if "sandlock" not in spec:
         process = subprocess.Popen(spec["command"], env=spec["environment"], cwd=spec["scratch"])
         return lambda: process.poll() is not None
@@ -90,16 +91,16 @@ def _start(spec: dict[str, Any]) -> Callable[[], bool]:
 
 
 def _watch(spec: dict[str, Any], ended: Callable[[], bool]) -> int:
-    """Return when the sandbox has ended, or has to end; the value is the exit code."""
+    """Wait until the sandbox has ended or has to end; return the keeper's exit code."""
     lifeline = select.poll()
     lifeline.register(spec["lifeline"], select.POLLIN)
     while not ended():
         if lifeline.poll(_PERIOD * 1000):
             return 0
-        if "end" in spec:  # the container's engine limits it
+        if "end" in spec:  # the container's engine enforces the limits
             continue
-        # Memory without mapped files. Pages that processes share since a fork are counted once, but
-        # only if the simple sum, which is far cheaper to read, exceeds the limit.
+        # Memory without mapped files. The simple sum is far cheaper to read, but counts the pages
+        # that forked processes share several times. Only above the limit, count them once (Pss).
         pids, limit = _descendants(), spec["memory"] / 1024
         used = sum(_kilobytes(pid, "status", ("RssAnon:", "RssShmem:")) or 0 for pid in pids)
         if used > limit:
@@ -108,7 +109,7 @@ def _watch(spec: dict[str, Any], ended: Callable[[], bool]) -> int:
                 return OVER_MEMORY
         if spec["scratch"] and _disk(spec["scratch"], spec["disk"]) > spec["disk"]:
             return OVER_DISK
-        for folder in spec["mounted"]:  # file systems that only the sandbox has mounted
+        for folder in spec["mounted"]:  # file systems that exist only inside the sandbox
             for pid in _descendants()[1:]:
                 with contextlib.suppress(OSError):
                     inside = os.statvfs(f"/proc/{pid}/root{folder}")
@@ -130,7 +131,8 @@ def _descendants() -> list[int]:
 
 
 def _kilobytes(pid: int, file: str, fields: tuple[str, ...]) -> int | None:
-    """Return the sum of a process's fields; 0 if it is gone, None if it cannot be read."""
+    """Return the sum of a process's fields, in KiB; 0 if the process is gone, None if the file
+    cannot be read."""
     try:
         with open(f"/proc/{pid}/{file}") as lines:
             return sum(int(line.split()[1]) for line in lines if line.startswith(fields))
@@ -141,7 +143,8 @@ def _kilobytes(pid: int, file: str, fields: tuple[str, ...]) -> int | None:
 
 
 def _disk(folder: str, limit: int) -> int:
-    """Return the bytes that the files below a folder occupy, counting until beyond the limit."""
+    """Return the bytes that the files below a folder occupy; stop counting above the limit. Too
+    many files count as more than the limit."""
     total, files, folders = 0, 0, [folder]
     while folders and total <= limit:
         try:

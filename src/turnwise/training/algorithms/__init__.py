@@ -1,9 +1,9 @@
 """Training algorithms: pure functions and small classes on numbers and tensors, a formula each.
 
 `algorithm.advantage` selects an `Advantage` and `algorithm.loss` a `Loss`, each by a short name or
-as `package.module:Class`; everything else works with any of them. A new one takes a class or a
-formula in `advantages` or `losses`, a line here, and a section in the configuration; a user-defined
-one needs none of these. Independent of models, engines and ranks.
+as `package.module:Class`; everything else works with any of them. A new short name takes a class or
+a formula in `advantages` or `losses`, a line here, and a section in the configuration; a class of
+the user needs none of these. Independent of models, engines and ranks.
 """
 
 from collections.abc import Callable, Mapping
@@ -49,7 +49,7 @@ _ADVANTAGES: dict[str, Callable[..., Advantage]] = {
     "gae": advantages.GaeAdvantage,
     "none": lambda _: advantages.ZeroAdvantage(),
 }
-"""Makers of what the short names of `algorithm.advantage.name` stand for, from its section."""
+"""Makers of advantage estimators from their section, by the short name of the estimator."""
 _LOSSES: dict[str, Callable[..., Loss]] = {
     "ppo_clip": lambda config: losses.Formula(partial(losses.ppo_clip, config)),
     "gspo": lambda config: losses.Formula(partial(losses.gspo, config)),
@@ -60,7 +60,7 @@ _LOSSES: dict[str, Callable[..., Loss]] = {
     "dpo": losses.DpoLoss,
     "cross_entropy": lambda _: losses.CrossEntropyLoss(),
 }
-"""The same for `algorithm.loss.name`."""
+"""Makers of losses from their section, by the short name of the loss."""
 _Kind = TypeVar("_Kind", Advantage, Loss)
 
 
@@ -126,7 +126,7 @@ def make_loss(config: _Section) -> Loss:
 def with_loss(
     config: AlgorithmConfig, given: object, reduction: str | None = None
 ) -> tuple[AlgorithmConfig, Loss | None]:
-    """Return an algorithm with another loss, and this loss if the configuration cannot name it.
+    """Return an algorithm with another loss, and this loss; None as the loss if nothing changes.
 
     Args:
         given: Name of a loss, or a mapping of its name and settings; a path, package.module:name;
@@ -134,7 +134,7 @@ def with_loss(
         reduction: A value of `algorithm.reduction`; None keeps the configured one.
 
     Raises:
-        InputError: when it is no loss, or does not fit the rest of the algorithm.
+        InputError: when `given` is no loss, or does not fit the rest of the algorithm.
     """
     made: Loss | None = None
     changes: dict[str, object] = {} if reduction is None else {"reduction": reduction}

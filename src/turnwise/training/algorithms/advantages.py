@@ -15,13 +15,13 @@ _EPSILON = 1e-6
 
 
 def has_signal(rewards: Sequence[float]) -> bool:
-    """Return whether the rewards are not all equal: DAPO's dynamic sampling (arXiv 2503.14476,
-    eq. 11) keeps a group only if they are not. There rewards are right or wrong; here, any."""
+    """Return whether the rewards are not all equal. DAPO's dynamic sampling (arXiv 2503.14476,
+    eq. 11) keeps only such groups. Its rewards are right or wrong; here they may be any numbers."""
     return len(set(rewards)) > 1
 
 
 def overlong_penalty(length: int, max_length: int, buffer_tokens: int, penalty: float) -> float:
-    """Return the term, between -penalty and 0, that is added to the reward of `length` tokens.
+    """Return the term, between -penalty and 0, to add to the reward of `length` tokens.
 
         0                               up to L - buffer, and without a buffer
         (L - buffer - length) / buffer  in the buffer: the last tokens before the longest length L
@@ -40,8 +40,8 @@ def _centred(values: Sequence[float], *, scale: bool, mean: float | None = None)
     """Return values minus their mean, all 0 if they are equal.
 
     Args:
-        scale: Also divide by their standard deviation, that of the population (divided by n).
-        mean: Their mean, if it is known exactly.
+        scale: Also divide by the population standard deviation (divided by n).
+        mean: Mean of the values, if it is known exactly.
     """
     if not has_signal(values):
         return [0.0] * len(values)
@@ -57,7 +57,7 @@ def _std(values: Sequence[float], mean: float) -> float:
 
 
 class WithinGroup(Advantage):
-    """The advantages of a group by a formula of its rewards, such as `grpo`, where they differ."""
+    """Advantages by a formula of a group's rewards, such as `grpo`; 0 if the rewards are equal."""
 
     def __init__(self, formula: Callable[[Sequence[float]], list[float]]) -> None:
         self._formula = formula
@@ -95,8 +95,8 @@ class BatchScaled(Advantage):
         A_i = (r_i - mean(r of its group)) / (std(r over the batch) + 1e-6)
 
     Liu et al., "Part I: Tricks or Traps? A Deep Dive into RL for LLM Reasoning" (arXiv 2508.08221,
-    Lite PPO): groups whose rewards hardly differ are not amplified. Differences: those of `grpo`;
-    groups of one trajectory, which are not trained, are not in the batch.
+    Lite PPO): groups whose rewards hardly differ are not amplified. Differences: the same as in
+    `grpo`; groups of one trajectory, which are not trained, do not count in the batch.
     """
 
     def of_groups(self, rewards: Sequence[Sequence[float]]) -> list[list[float] | None]:
@@ -179,8 +179,8 @@ class GdpoAdvantage(Advantage):
     Liu et al., "GDPO: Group reward-Decoupled Normalization Policy Optimization for Multi-reward RL
     Optimization" (arXiv 2601.05242). The mean of a over the batch, which the paper subtracts, is 0,
     as it is over each group. Differences: standard deviations are those of the population; mean and
-    deviation of a part are over the trajectories that have it, and it adds nothing to the others;
-    the overlong penalty is a part of its own, of weight 1.
+    deviation of a part are over the trajectories that have it, and the part adds nothing to other
+    trajectories; the overlong penalty is a part of its own, of weight 1.
     """
 
     multi_objective = True
@@ -207,7 +207,7 @@ def _weighted(group: Sequence[Mapping[str, float]], weights: Mapping[str, float]
 
 
 class PerTurn(Advantage):
-    """The advantages of a group's turns by a formula of their rewards, such as `mt_grpo`."""
+    """Advantages of turns by a formula of the rewards of a group's turns, such as `mt_grpo`."""
 
     per_turn = True
 
@@ -229,14 +229,14 @@ def returns_of_turns(config: TurnReturns, rewards: Sequence[Sequence[float]]) ->
 
     REINFORCE with the reward-to-go and a baseline per time step: Sutton and Barto, "Reinforcement
     Learning" (2nd edition), section 13.4; the baseline and the scale are GRPO's, over the group at
-    the same turn. Difference: where the turn has no other trajectory, its advantage is 0.
+    the same turn. Difference: if no other trajectory has the turn, its advantage is 0.
     """
     returns = [turn_returns(turns, config.gamma) for turns in rewards]
     return normalised_by_turn(returns, scale=config.scale)
 
 
 def turn_returns(rewards: Sequence[float], gamma: float) -> list[float]:
-    """Return the discounted sum of rewards from each turn on: [1, 0, 4] by 0.5 is [2, 2, 4]."""
+    """Return the discounted sum of rewards from each turn on: for [1, 0, 4] and 0.5, [2, 2, 4]."""
     returns, following = [0.0] * len(rewards), 0.0
     for turn in reversed(range(len(rewards))):
         following = returns[turn] = rewards[turn] + gamma * following
@@ -244,8 +244,8 @@ def turn_returns(rewards: Sequence[float], gamma: float) -> list[float]:
 
 
 def normalised_by_turn(values: Sequence[Sequence[float]], *, scale: bool) -> list[list[float]]:
-    """Return values minus their mean over the trajectories that have that turn, 0 without others;
-    with `scale`, divided by their standard deviation."""
+    """Return each turn's values minus their mean over the trajectories that have this turn, 0 if
+    there is only one; with `scale`, also divided by their standard deviation."""
     normalised = [[0.0] * len(turns) for turns in values]
     for turn in range(max(map(len, values), default=0)):
         present = [index for index, turns in enumerate(values) if turn < len(turns)]
@@ -261,13 +261,13 @@ def mt_grpo(config: MtGrpo, rewards: Sequence[Sequence[float]]) -> list[list[flo
         A_{i,k} = norm_i(r_{i,k}) + outcome_weight * norm_i(outcome_i)     before the last turn
         A_{i,K} = norm_i(outcome_i)                                        at the last turn K
 
-    `norm_i` subtracts the mean over the group and divides by the standard deviation plus 1e-6; of
-    turn `k`, the group is the trajectories that continue after it. The outcome is the rest of the
-    reward: that of the last turn and of the whole trajectory.
+    `norm_i` subtracts the mean over the group and divides by the standard deviation plus 1e-6. For
+    turn `k`, the group has only the trajectories that continue after it. The outcome is the rest of
+    the reward: the rewards of the last turn and of the whole trajectory.
 
     Zeng et al., "Reinforcing Multi-Turn Reasoning in LLM Agents via Turn-Level Credit Assignment"
-    (arXiv 2505.11821v1). Differences: the paper has two turns, of which the first has a reward;
-    here any number of turns does, and trajectories may differ in their number.
+    (arXiv 2505.11821v1). Differences: the paper has two turns, and the first has a reward; here any
+    number of turns has rewards, and trajectories may differ in their number of turns.
     """
     outcomes = normalised_by_turn([turns[-1:] for turns in rewards], scale=True)
     earlier = normalised_by_turn([turns[:-1] for turns in rewards], scale=True)
@@ -291,8 +291,8 @@ class GaeAdvantage(Advantage):
     and 12. The clipped value loss is not in the papers but in their authors' implementation.
     Differences: time steps are the trained tokens of a branch only, so tool results between them
     are not discounted. With `level: turn` they are its turns, as in turn-level PPO (Zeng et al.,
-    arXiv 2505.11821v2): the value of a turn is that of its first token, and all of its tokens get
-    its advantage and its return. Advantages are normalised by the population standard deviation
+    arXiv 2505.11821v2): the value of a turn is the value at its first token, and all of its tokens
+    get its advantage and its return. Advantages are normalised by the population standard deviation
     (divided by the number of tokens, not by one less).
     """
 

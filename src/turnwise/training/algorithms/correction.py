@@ -17,7 +17,7 @@ from turnwise.training.algorithms.interface import MAX_LOG_RATIO, Tokens
 Outside = Literal["correction_below", "correction_above"]
 """Metrics of the shares of trained tokens whose ratio is outside of a correction's bounds."""
 _BOUNDS = {"icepop": (0.5, 5.0), "geometric_mask": (0.99, 1.01)}
-"""Default bounds of corrections other than 0.5 and 2."""
+"""Default bounds, for the corrections whose bounds are not 0.5 and 2."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,16 +31,16 @@ class Correction:
 
 
 def correct(tokens: Tokens, config: CorrectionConfig) -> Correction:
-    """Return the weight of each token's loss, and what is outside of the bounds.
+    """Return the weight of each token's loss, and the tokens that are outside of the bounds.
 
         w_t = pi_old(t) / pi_engine(t)        old: the trainer's policy before the step
         product of w, geometric mean of w:    over the tokens of the sequence
 
         token_tis       min(w_t, high)
         sequence_tis    min(product, high), for all tokens of the sequence
-        geometric_tis   min(geometric mean, high), for all of them
+        geometric_tis   min(geometric mean, high), for all tokens of the sequence
         mask            1 where low <= w_t <= high, else 0
-        token_mask      w_t where it is within these bounds, else 0
+        token_mask      w_t where low <= w_t <= high, else 0
         icepop          token_mask, with the bounds of its paper
         sequence_mask   the product where it is within the bounds, else 0
         geometric_mask  1 where the geometric mean is within the bounds, else 0
@@ -55,7 +55,7 @@ def correct(tokens: Tokens, config: CorrectionConfig) -> Correction:
     - With `stale_only`, tokens of the weight version at the start of the step have weight 1 in all
       of its updates and are excluded from their sequence's product and mean.
     - A sequence is the trained tokens of one branch. Tokens shared with an earlier branch, and
-      tokens that are too old to train, are context and excluded from both.
+      tokens that are too old to train, are context, and excluded from product and mean.
     - Masked tokens still count in the totals that a reduction divides by.
     - w_t is at most exp(20). The KL penalty is multiplied by the weight only with
       `kl.importance_weight`; a teacher's part of the loss always is.

@@ -1,4 +1,4 @@
-"""The policy's entropy in the loss: a bonus, whose weight may adapt, and a filter of tokens by it.
+"""The policy's entropy in the loss: a bonus, whose weight may adapt, and a filter of tokens.
 
 Independent of models and ranks.
 """
@@ -14,8 +14,9 @@ from turnwise.config.algorithm import EntropyConfig
 def mean_part(
     entropy_N: torch.Tensor, low_N: torch.Tensor | None, total_tokens: int
 ) -> torch.Tensor:
-    """Return a micro-batch's part of an update's mean entropy in nats: those of all micro-batches
-    and ranks add up to it. `total_tokens` of the update are not left out, as those of `low_N`."""
+    """Return a micro-batch's part of an update's mean entropy in nats; the parts of all
+    micro-batches and ranks add up to it. Tokens of `low_N` are left out; `total_tokens` is the
+    number of all others in the update."""
     if low_N is not None:
         entropy_N = entropy_N.masked_fill(low_N, 0.0)
     return entropy_N.sum() / max(1, total_tokens)
@@ -50,7 +51,7 @@ class EntropyControl:
         return 0.0 if waits else self.coef
 
     def adapt(self, mean: float) -> None:
-        """Change the weight after an update of this mean entropy in nats, if it is adaptive."""
+        """Change the weight, if it is adaptive, after an update with this mean entropy in nats."""
         entropy, self._last = self._entropy, mean
         if entropy.adaptive and mean <= entropy.target:
             self.coef = min(self.coef + entropy.coef_delta, entropy.coef_max)
@@ -68,7 +69,7 @@ class EntropyControl:
 
 
 def entropy_floor(entropies: torch.Tensor, top_quantile: float) -> float:
-    """Return the smallest entropy that trains: the 1 - top_quantile quantile of all of an update's.
+    """Return the minimum entropy of tokens to train: the 1 - top_quantile quantile of an update's.
 
     Tokens of high entropy are the forks of an argument, and suffice to learn from: Wang et al.,
     "Beyond the 80/20 Rule" (arXiv 2506.01939), with the value 0.2. Linear interpolation between two

@@ -22,8 +22,8 @@ def importance_ratio(log_ratio_N: torch.Tensor) -> torch.Tensor:
     """Return exp(log ratio): [N], with the log ratio clamped to +-20.
 
     So neither a ratio (at most 5e8) nor a product with it overflows: inf * 0 would make the whole
-    batch's gradient NaN. Beyond the bound, where a ratio indicates a fault rather than a change of
-    the policy, there is no gradient.
+    batch's gradient NaN. Beyond the bound there is no gradient: such a ratio indicates a fault
+    rather than a change of the policy.
     """
     return log_ratio_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
@@ -35,8 +35,8 @@ class Tokens:
     logprobs_N: torch.Tensor
     """The policy's log-probs, with gradient."""
     old_logprobs_N: torch.Tensor
-    """Log-probs that the ratio is taken against: the engine's or, with a correction, the trainer's
-    own from before the step."""
+    """Log-probs that ratios are relative to: the engine's or, with a correction, the trainer's own
+    from before the step."""
     engine_logprobs_N: torch.Tensor
     """The engine's log-probs, recorded when the token was sampled."""
     advantages_N: torch.Tensor
@@ -45,18 +45,18 @@ class Tokens:
     sequences: int
     """Number of sequences, S."""
     trajectory_tokens_N: torch.Tensor
-    """Trained tokens of the trajectory that a token belongs to: of all its sequences, in whatever
-    micro-batch they are."""
+    """Number of trained tokens of each token's trajectory: in all its sequences, also in other
+    micro-batches."""
     staleness_N: torch.Tensor
-    """The trainer's version at the step's start minus the token's; long."""
+    """The weight version at the step's start minus the version that sampled the token; long."""
     reference_logprobs_N: torch.Tensor | None = None
-    """The reference model's log-probs; None where neither a KL penalty nor the loss needs them."""
+    """The reference model's log-probs; None if neither a KL penalty nor the loss needs them."""
     teacher_logprobs_N: torch.Tensor | None = None
     """The teacher's log-probs, NaN where both weights are 0; None without a teacher."""
     teacher_weights_2N: torch.Tensor | None = None
     """Factors of the divergence from the teacher in the advantages, and in the loss."""
     streams: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Further values of each token, by name: those of `Sample.streams`."""
+    """Further values of each token, by name, from `Sample.streams`."""
 
     def sums_S(self, values_N: torch.Tensor) -> torch.Tensor:
         """Return the sum over each sequence's tokens: [S]."""
@@ -100,23 +100,23 @@ class Loss:
     """
 
     needs_reference: ClassVar[bool] = False
-    """Whether it needs `Tokens.reference_logprobs_N`, regardless of `algorithm.kl`."""
+    """Whether the loss needs `Tokens.reference_logprobs_N`, regardless of `algorithm.kl`."""
     scaled: bool = False
     """Whether a token of advantage 0 has no gradient, so that it need not be computed."""
     on_policy: ClassVar[bool] = False
-    """Whether it is right for samples of the current weights alone, because it has no ratio."""
+    """Whether the loss is right only for samples of the current weights, as it has no ratio."""
     needs_pairs: ClassVar[bool] = False
-    """Whether it compares the best trajectory of each group with the worst. Sequence 2i of its
-    tokens is then chosen and 2i + 1 rejected, advantages are not used, and the batch's loss is the
-    mean over pairs (`sequence_mean`)."""
+    """Whether the loss compares the best trajectory of each group with the worst. Sequence 2i is
+    then the chosen one and sequence 2i + 1 the rejected one, advantages are not used, and the
+    batch's loss is the mean over pairs (`sequence_mean`)."""
 
     def __call__(self, tokens: Tokens) -> TokenLoss:
         """Return the losses of the `N` trained tokens of a micro-batch, before any reduction."""
         raise NotImplementedError(f"{type(self).__name__} defines no __call__")
 
     def corrected(self, tokens: Tokens, correction_N: torch.Tensor) -> TokenLoss:
-        """Return the losses multiplied by the weights of `algorithm.correction`, [N]; override it
-        where these have another place in the loss."""
+        """Return the losses multiplied by the weights of `algorithm.correction`, [N]. Override it
+        if the weights have another place in your loss."""
         result = self(tokens)
         return replace(result, loss_N=result.loss_N * correction_N)
 
@@ -152,9 +152,9 @@ class Advantage:
 
     Your own class overrides `of_group`, or `of_groups` if advantages depend on the whole step; or,
     with `per_turn`, `of_turns`; with `multi_objective`, `of_objectives`; with a value model, also
-    `of_tokens` and `value_loss`. `annotate` gives each token an advantage of its own. Select it in
-    the configuration with `algorithm.advantage.name: package.module:Class`; all keys except `name`
-    are passed to its constructor.
+    `of_tokens` and `value_loss`. Override `annotate` to give each token its own advantage. Select
+    the class in the configuration with `algorithm.advantage.name: package.module:Class`; all keys
+    except `name` are passed to its constructor.
 
     Example:
         class Best(Advantage):
@@ -200,8 +200,8 @@ class Advantage:
         """Return what `of_groups` does, from the parts of each trajectory's reward by name.
 
         The parts are the entries of `rollout.rewards` before their weights; if there is one entry,
-        the named parts that it gives and the rest. A part that does not apply to a trajectory is
-        missing, and a weight that is missing is 1.
+        they are the named parts that it gives and the rest of its reward. A part that does not
+        apply to a trajectory is missing. A missing weight counts as 1.
         """
         raise NotImplementedError(f"{type(self).__name__} defines no of_objectives")
 
@@ -218,11 +218,11 @@ class Advantage:
 
     def annotate(self, trajectory: "Trajectory", advantages: Sequence[float]) -> None:
         """Write the stream `advantage` of each turn: the advantage of each of its `N` completion
-        tokens, [N]; by default that of the turn. Other streams that it writes are the loss's
+        tokens, [N]; by default the turn's advantage. The loss gets all other streams that you write
         (`Tokens.streams`). Not called with a value model.
 
         Args:
-            advantages: That of each turn, as `of_turns` returned it, or of the trajectory.
+            advantages: One for each turn, as `of_turns` returned it; else the trajectory's.
         """
         for turn, advantage in zip(trajectory.turns, advantages, strict=True):
             size = len(turn.completion_token_ids)
@@ -234,7 +234,7 @@ class Advantage:
         """Return the advantages and returns, [T] each, of one sequence's time steps.
 
         Called with a value model only. A time step is a trained token or, with `level` turn, a
-        turn, whose advantage and return all of its tokens get.
+        turn; all tokens of the turn then get its advantage and its return.
 
         Args:
             rewards_T: Reward of each time step: the KL penalty if it is part of the reward, the

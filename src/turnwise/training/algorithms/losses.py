@@ -1,14 +1,14 @@
-"""Losses of tokens, and the batch's loss from them: each part a function, or a class, with its
-formula, its paper and the differences from it.
+"""Losses of tokens, and the batch's loss from them. Each part is a function or a class, with its
+formula, its paper and the differences from the paper.
 
     loss of the batch = sum_N weight_N * (kept_N * correction_N * (loss_N + taught_N) + coef * kl_N)
                         - entropy coef * mean entropy
 
     r_t = pi(t) / pi_old(t)        sg: stop gradient
 
-A loss gives `loss_N`; `kl_N`, `teach`, `far_off_policy`, `token_weights` (the reduction) and the
-modules `correction` and `entropy` the rest. Log ratios are bounded everywhere (see
-`importance_ratio`), which no paper does.
+A loss gives `loss_N`. The rest comes from `kl_N`, `teach`, `far_off_policy`, `token_weights` (the
+reduction) and the modules `correction` and `entropy`. Log ratios are bounded everywhere (see
+`importance_ratio`); no paper does so.
 """
 
 import math
@@ -36,7 +36,7 @@ _DELTAS = {"tv": 0.2, "kl": 0.05}  # SkyRL's
 
 
 class Formula(Loss):
-    """A loss by a function of the tokens, such as `ppo_clip`; see `Loss.scaled`."""
+    """A loss that a function of the tokens gives, such as `ppo_clip`; see `Loss.scaled`."""
 
     def __init__(self, formula: Callable[[Tokens], TokenLoss], *, scaled: bool = False) -> None:
         self._formula = formula
@@ -98,9 +98,9 @@ def gspo(config: sections.Gspo, tokens: Tokens) -> TokenLoss:
         dual clip c > 1, where A_t < 0:  loss_t = min(loss_t, -c A_t)
 
     Zheng et al., "Group Sequence Policy Optimization" (arXiv 2507.18071), eq. 5 to 7 and, for s_t,
-    the paper's GSPO-token. Every token has its sequence's ratio as its value and the gradient of
-    its own log-prob: if all tokens of a sequence have the same advantage, their sum is exactly
-    GSPO's gradient, while token-level advantages or correction weights still apply to their own
+    the paper's GSPO-token. Each s_t has the value of its sequence's ratio and the gradient of the
+    token's own log-prob. If all tokens of a sequence have the same advantage, their gradients add
+    up to exactly GSPO's; token-level advantages or correction weights still apply to their own
     tokens. The paper's reduction is `sequence_mean`; with `sequence_sum`, which multiplies a
     sequence's loss by its length, it is LUSPO (Liu et al., "Length-Unbiased Sequence Policy
     Optimization", arXiv 2602.05261). Differences: each branch of a trajectory has its own ratio,
@@ -118,7 +118,7 @@ def cispo(config: sections.Cispo, tokens: Tokens) -> TokenLoss:
         loss_t = -sg(clip(r_t, 1 - low, 1 + high)) * A_t * log pi(t)
 
     MiniMax, "MiniMax-M1" (arXiv 2506.13585), eq. 4 and 5. The paper has only the upper bound, which
-    corresponds to a `clip_low` of 1, only ratios of tokens, and averages over tokens.
+    corresponds to a `clip_low` of 1. It has only ratios of tokens, and averages over tokens.
     """
     ratio_N = _ratios(tokens, config.level).detach()
     weight_N = ratio_N.clamp(1 - config.clip_low, 1 + config.clip_high)
@@ -153,11 +153,11 @@ def dppo(config: sections.Dppo, tokens: Tokens) -> TokenLoss:
         tv:  D_t = |mu(t) - pi(t)|
         kl:  D_t = mu(t) log(mu(t) / pi(t)) + (1 - mu(t)) log((1 - mu(t)) / (1 - pi(t)))
 
-    mu is the engine's policy, which sampled, and D the divergence of two outcomes: the sampled
-    token, and all others. Qi et al., "Rethinking the Trust Region in LLM Reinforcement Learning"
-    (arXiv 2602.04879), eq. 12, with its binary approximations. The bound of r_t is verl's. Without
-    a correction r_t is pi(t) / mu(t), as in the paper; with one, it is taken against the trainer's
-    policy before the step, and the correction's weight makes up for the rest.
+    mu is the engine's policy, which sampled the tokens. D is the divergence over two outcomes: the
+    sampled token, and all others. Qi et al., "Rethinking the Trust Region in LLM Reinforcement
+    Learning" (arXiv 2602.04879), eq. 12, with its binary approximations. The bound of r_t is
+    verl's. Without a correction r_t is pi(t) / mu(t), as in the paper. With a correction, r_t is
+    relative to the trainer's policy before the step, and the correction's weight covers the rest.
     """
     logprobs_N = tokens.logprobs_N.detach()
     engine_N = tokens.engine_logprobs_N
@@ -186,8 +186,8 @@ class VespoLoss(Loss):
     k and lambda are k_pos and lambda_pos where A_t >= 0, else k_neg and lambda_neg. As the weight
     contains the correction, tokens are not multiplied by it. Shen et al., "VESPO: Variational
     Sequence-Level Soft Policy Optimization" (arXiv 2602.10693), section 3.4. log w and each token's
-    correction are bounded to [log 1e-8, 20], as in its authors' implementation. Difference: each
-    branch of a trajectory is a sequence of its own, of its trained tokens.
+    correction are bounded to [log 1e-8, 20], as in its authors' implementation. Difference: the
+    trained tokens of each branch of a trajectory are a sequence of their own.
     """
 
     def __init__(self, config: sections.Vespo) -> None:
@@ -303,12 +303,12 @@ class Objective:
     divergence_N: torch.Tensor | None
     """Divergence from the reference model, without gradient; None without a KL penalty."""
     left_out_N: Mapping[LeftOut, torch.Tensor]
-    """True where a token's loss is left out, but not its KL penalty, by the metric of the reason;
-    only of the reasons that are configured."""
+    """True where a token's loss, without its KL penalty, is left out, by the metric of the reason;
+    only for the reasons that are configured."""
 
     @property
     def factors_N(self) -> torch.Tensor:
-        """Factor of each token's loss in the batch's; 0 where it is left out."""
+        """Factor of each token's loss in the batch's loss; 0 where it is left out."""
         factors_N = self.weights_N * self.correction.weights_N
         for left_out_N in self.left_out_N.values():
             factors_N = factors_N.masked_fill(left_out_N, 0.0)
@@ -330,16 +330,16 @@ def objective(
     """Return the loss of a micro-batch.
 
     With `kl.importance_weight` a token's kl is multiplied by its own ratio pi(t) / pi_old(t),
-    gradient included, and by its correction, regardless of the ratio in the loss: together they are
-    pi(t) / pi_engine(t), if the correction is that ratio.
+    gradient included, and by its correction, regardless of the ratio in the loss. Together they are
+    pi(t) / pi_engine(t), if the correction is pi_old(t) / pi_engine(t).
 
     Args:
-        loss: The one that `config.loss` names.
+        loss: The loss that `config.loss` names.
         total_tokens: Trained tokens of the whole batch.
         total_trajectories: Trajectories of the whole batch.
         constant: Length that `reduction: constant` divides by.
         low_entropy_N: True at tokens that `config.entropy.top_quantile` leaves out.
-        bonus: This micro-batch's part of the entropy bonus, by which the loss is lowered.
+        bonus: This micro-batch's part of the entropy bonus, which is subtracted from the loss.
         taught_N: A teacher's part of the tokens' losses, from `teach`.
     """
     correction = correct(tokens, config.correction)
@@ -382,10 +382,10 @@ def far_off_policy(tokens: Tokens, threshold: float) -> torch.Tensor:
 
         A_t < 0 and mean over the sequence's tokens of (log pi_engine - log pi) > threshold
 
-    Off-policy sequence masking: DeepSeek-AI, "DeepSeek-V3.2" (arXiv 2512.02556), eq. 9: what the
-    policy would hardly sample any more is not worth unlearning. The mean contains both the drift
-    since the tokens were sampled and the mismatch between engine and trainer. Differences: each
-    branch of a trajectory is a sequence of its own, of its trained tokens; tokens may have
+    Off-policy sequence masking: DeepSeek-AI, "DeepSeek-V3.2" (arXiv 2512.02556), eq. 9: a sequence
+    that the policy would hardly sample any more is not worth unlearning. The mean contains both the
+    drift since the tokens were sampled and the mismatch between engine and trainer. Differences:
+    the trained tokens of each branch of a trajectory are a sequence of their own; tokens may have
     advantages of their own. Left-out tokens count in the totals that a reduction divides by.
     """
     drift_S = tokens.means_S(tokens.engine_logprobs_N - tokens.logprobs_N.detach())
@@ -408,10 +408,10 @@ def token_weights(
         constant        1 / (trajectories * constant)                  (Dr. GRPO, 2503.20783)
         sum             1
 
-    Numbers are arXiv's. An output in the papers is a whole trajectory here: its branches share one
-    weight, regardless of their number. The totals are over the whole batch and include trajectories
-    with advantage 0 and those that `mask_truncated` leaves out, but no others without trained
-    tokens.
+    Numbers of papers are arXiv's. An output in the papers is a whole trajectory here: its branches
+    share one weight, regardless of their number. The totals are over the whole batch. They include
+    trajectories with advantage 0 and those that `mask_truncated` leaves out, but no other
+    trajectories without trained tokens.
     """
     ones_N = torch.ones_like(tokens.logprobs_N, requires_grad=False)
     match reduction:
@@ -445,8 +445,8 @@ def kl_N(
     The averages are over tokens that the policy itself sampled. By default, a penalty in the loss
     is not reweighted for tokens of an older policy; `kl.importance_weight` multiplies it by pi(t) /
     pi_old(t) and the correction (DeepSeek-AI, "DeepSeek-V3.2", arXiv 2512.02556, section 3.1, and
-    TRL's default), which with k3 has the divergence's gradient on average too. Difference: theirs
-    is pi(t) / pi_old(t) alone.
+    TRL's default), which with k3 has the divergence's gradient on average too. Difference: their
+    factor is pi(t) / pi_old(t) alone.
     """
     difference_N = reference_logprobs_N - logprobs_N
     match estimator:
@@ -460,8 +460,8 @@ def kl_N(
 
 
 def teach(tokens: Tokens) -> tuple[Tokens, torch.Tensor, torch.Tensor] | None:
-    """Return the tokens with their teachers' part of the advantages, the part of the losses, and
-    the divergences d, 0 without a teacher: [N] each. None if no token has a teacher.
+    """Return the tokens with the teachers' part added to their advantages, the teachers' part of
+    the losses, and the divergences d: [N] each, 0 without a teacher. None if no token has one.
 
         d_t         = log pi(t) - log pi_teacher(t)
         advantage:    A_t - weight * sg(d_t)
@@ -469,13 +469,13 @@ def teach(tokens: Tokens) -> tuple[Tokens, torch.Tensor, torch.Tensor] | None:
 
     On-policy distillation: Lu and Thinking Machines Lab, "On-Policy Distillation" (2025), after
     Agarwal et al., "On-Policy Distillation of Language Models" (arXiv 2306.13649). The mean of d
-    over the policy's own tokens is the reverse KL divergence KL(pi || pi_teacher), of which both
-    forms have the gradient on average, each token's with the context before it; the first through
-    the loss and its clip, the second beside it, and both with the correction, because r_t alone may
-    be taken against the trainer's policy, which did not sample. Differences: pi is the policy of
-    the current update, where Thinking Machines take the log-probs from sampling, so that the
-    gradient is that of the divergence for tokens of an older policy too; it has no discounted sum
-    over later tokens, which theirs leaves out by default; d is bounded to +-20.
+    over the policy's own tokens is the reverse KL divergence KL(pi || pi_teacher). Both forms have
+    its gradient on average, for each token given the context before it: the first form through the
+    loss and its clip, the second in addition to the loss. Both are multiplied by the correction,
+    because r_t alone may be relative to the trainer's policy, which did not sample the tokens.
+    Differences: Thinking Machines take the log-probs of pi from sampling; here pi is the policy of
+    the current update, so that the gradient is also right for tokens of an older policy. There is
+    no discounted sum over later tokens, which theirs leaves out by default. d is bounded to +-20.
     """
     if tokens.teacher_logprobs_N is None or tokens.teacher_weights_2N is None:
         return None
@@ -494,9 +494,9 @@ def reward_penalty(kl_T: Sequence[float] | torch.Tensor, coef: float) -> torch.T
 
         A_t = A - coef * sum_{i >= t} kl_i        (REINFORCE++, Hu et al., arXiv 2501.03262)
 
-    Without gradient, and for trajectory-level advantages; GAE subtracts `coef * kl` from each
-    token's reward. It is subtracted after the advantages are computed, so it is never part of a
-    baseline; TRL's RLOO subtracts it from the rewards first.
+    The penalty has no gradient, and is for trajectory-level advantages; GAE subtracts `coef * kl`
+    from each token's reward. It is subtracted after the advantages are computed, so it is never
+    part of a baseline; TRL's RLOO subtracts it from the rewards first.
     """
     later_T = torch.as_tensor(kl_T).detach().flip(0).cumsum(0).flip(0)
     return coef * later_T
