@@ -61,7 +61,7 @@ def test_a_run_samples_from_the_adapter_of_each_version(
     exact(file.parent / "runs" / name, 2)
 
 
-def test_rollouts_run_ahead_while_adapters_arrive_and_the_last_one_evaluates_alike(
+def test_a_run_ahead_with_adapters_evaluates_like_its_checkpoint(
     file: Path,
 ) -> None:
     options = ("training.max_staleness=1", "training.steps=6", "eval.every=6", "name=ahead")
@@ -82,7 +82,7 @@ def test_rollouts_run_ahead_while_adapters_arrive_and_the_last_one_evaluates_ali
         assert answer == ours[trajectory.problem_id].turns[0].completion_token_ids
 
 
-def test_merged_weights_and_an_adapter_give_the_same_deterministic_run(file: Path) -> None:
+def test_merged_weights_and_an_adapter_give_the_same_run(file: Path) -> None:
     answers = []
     for way in ("adapter", "merged"):
         options = ("deterministic=true", f"weights.lora={way}", "eval.every=2", f"name={way}")

@@ -89,7 +89,7 @@ class Weather:
     def __init__(self, row: dict[str, object]) -> None: ...
 
 
-def test_arguments_count_more_than_keywords_and_these_more_than_the_configuration(
+def test_arguments_override_keywords_which_override_the_config(
     tmp_path: Path,
 ) -> None:
     base = {"model": {"path": "a"}, "data": {"path": "p", "limit": 5}, "training": {"steps": 1}}

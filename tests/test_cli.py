@@ -94,9 +94,7 @@ def metrics_of(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_leaves_everything_in_its_folder_and_its_checkpoint_works_elsewhere(
-    file: Path, tmp_path: Path
-) -> None:
+def test_a_run_fills_its_folder_and_its_checkpoint_is_portable(file: Path, tmp_path: Path) -> None:
     done = turnwise("train", file, "training.steps=3", "name=whole", "samples_every=2")
     assert done.returncode == 0, done.stderr
     run = tmp_path / "runs" / "whole"
@@ -204,9 +202,7 @@ class Diligence(Lottery):
         return super().reward(trajectory) / 2 + (trajectory.turns[0].weight_versions[0] >= 4)
 
 
-def test_rollouts_run_ahead_by_at_most_the_bound_until_the_target_is_reached(
-    file: Path, tmp_path: Path
-) -> None:
+def test_rollouts_obey_max_staleness_and_end_at_the_target(file: Path, tmp_path: Path) -> None:
     # Fewer rows than a step takes: each comes up several times in it.
     few = ("data.limit=3", "training.max_staleness=1", "training.steps=50", "name=ahead")
     target = ("environment=tests.test_cli:Diligence", "eval.target=0.9")
@@ -239,9 +235,7 @@ class Stuck(Lottery):
 
 
 @pytest.mark.parametrize("own", [False, pytest.param(True, marks=pytest.mark.slow)])
-def test_sigterm_ends_everything_within_ten_seconds_whatever_user_code_does(
-    file: Path, own: bool
-) -> None:
+def test_sigterm_ends_a_stuck_run_within_ten_seconds(file: Path, own: bool) -> None:
     """Also if nothing is shared with this session: all that a person's run starts has to end."""
     shared_memory = our_shared_memory()
     mark = Mark()
@@ -397,7 +391,7 @@ def test_the_shell_completes_keys() -> None:
         ("training.lr=3", "there is no key training.lr; did you mean training.learning_rate?"),
     ],
 )
-def test_what_is_wrong_on_its_face_is_one_sentence_and_leaves_nothing(
+def test_an_obvious_mistake_is_one_sentence_and_leaves_nothing(
     file: Path, tmp_path: Path, command: str, override: str, message: str
 ) -> None:
     done = in_process(command, file, override)
@@ -435,9 +429,7 @@ class Collapsing(Lottery):
         raise ValueError("the judge is down")
 
 
-def test_the_traceback_of_user_code_goes_to_the_run_folder_or_with_debug_to_the_terminal(
-    file: Path, tmp_path: Path
-) -> None:
+def test_user_tracebacks_go_to_the_log_and_with_debug_to_stderr(file: Path, tmp_path: Path) -> None:
     broken = ("train", file, "environment=tests.test_cli:Collapsing", "name=broken")
     log = tmp_path / "runs" / "broken" / "errors.log"
     done = in_process(*broken)
@@ -519,7 +511,7 @@ def test_a_model_stands_for_a_file_where_a_command_needs_no_more(tmp_path: Path)
         cli_commands._file_or_model(str(tmp_path.parent), [], NEEDED_KEYS)
 
 
-def test_a_tinker_server_takes_a_model_or_a_file_as_other_commands_do(
+def test_the_tinker_command_takes_a_model_or_a_file(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked: list[tuple[object, ...]] = []

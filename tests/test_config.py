@@ -101,7 +101,7 @@ def test_an_unknown_key_names_the_nearest_known_one(file: Path, key: str, meant:
         (["algorithm.advantage={name: gae, lam: 2}"], r"algorithm\.advantage\.lam: .* less than"),
     ],
 )
-def test_a_part_that_is_one_of_several_kinds_is_checked_as_that_kind(
+def test_a_section_with_kinds_is_checked_as_its_chosen_kind(
     file: Path, changes: list[str], message: str
 ) -> None:
     with pytest.raises(InputError, match=message):
@@ -119,7 +119,7 @@ def test_a_key_that_vllm_lost_says_what_took_its_place(file: Path, key: str) -> 
         assert load_config(file, [f"engine.{key}={value}"]) == load_config(file)
 
 
-def test_such_a_key_is_found_among_the_engines_extra_arguments_too(file: Path) -> None:
+def test_refused_keys_are_found_in_vllm_args_too(file: Path) -> None:
     with pytest.raises(InputError, match=r"engine\.vllm_args\.swap_space is not supported"):
         load_config(file, ["engine.vllm_args={swap_space: 4}"])
     with pytest.raises(
@@ -153,9 +153,7 @@ def test_values_of_other_systems_mean_what_they_mean_there(
 
 
 @pytest.mark.parametrize("override", ["top_k=-2", "top_p=-0.1", "temperature=2.1"])
-def test_what_vllm_would_refuse_in_every_request_is_refused_when_it_is_read(
-    file: Path, override: str
-) -> None:
+def test_sampling_that_vllm_always_refuses_is_refused_on_load(file: Path, override: str) -> None:
     with pytest.raises(InputError, match=rf"sampling\.{override.partition('=')[0]}: "):
         load_config(file, [f"sampling.{override}"])
 
@@ -168,7 +166,7 @@ def test_prompts_may_be_longer_than_what_is_computed_together(file: Path) -> Non
         load_config(file, [*overrides, "engine.vllm_args={enable_chunked_prefill: false}"])
 
 
-def test_what_other_trainers_call_a_key_leads_to_a_key_that_is_there() -> None:
+def test_other_trainers_key_names_lead_to_existing_keys() -> None:
     known = known_keys()
     assert [alias for alias, key in ALIASES.items() if key not in known] == []
     assert [alias for alias in ALIASES if alias in known] == []
@@ -335,7 +333,7 @@ def test_a_wrong_value_is_named_with_what_is_right(file: Path, override: str, me
         load_config(file, [override])
 
 
-def test_loops_of_ones_own_and_sections_without_keys_are_accepted(file: Path) -> None:
+def test_custom_loops_and_empty_sections_are_accepted(file: Path) -> None:
     assert load_config(file, ["rollout.loop=my.loops:Mine"]).rollout.loop == "my.loops:Mine"
     weights = load_config(file, ["weights.transport=my.links:Mine"]).weights
     assert weights.transport == "my.links:Mine"
@@ -420,7 +418,7 @@ def test_a_key_that_an_override_has_twice_is_named(file: Path) -> None:
     assert load_config(file, ["seed=1", "seed=2"]).seed == 2, "the last of several overrides counts"
 
 
-def test_a_key_may_be_in_several_sections_and_over_those_that_are_merged() -> None:
+def test_a_key_may_recur_in_sections_and_override_merged_ones() -> None:
     text = "a: &a {x: 1, y: {x: 2}}\nb: {<<: *a, x: 3}\nc: [{x: 1}, {x: 2}]"
     assert read_yaml(text, "") == yaml.safe_load(text)
 
@@ -550,7 +548,7 @@ def test_a_key_of_several_kinds_prints_each_with_its_meaning() -> None:
     assert "or debug if this is debug. Values: debug, info, warning, error." in text
 
 
-def test_the_reference_has_types_with_bounds_and_the_defaults_of_each_kind() -> None:
+def test_the_reference_has_types_bounds_and_defaults_per_kind() -> None:
     keys = {(key.name, key.kind): key for key in describe_keys()}
     assert {name for name, _ in keys} == set(known_keys())
     shown = {
@@ -570,7 +568,7 @@ def test_the_reference_has_types_with_bounds_and_the_defaults_of_each_kind() -> 
     assert loss.default == "ppo_clip"
 
 
-def test_the_reference_has_the_keys_of_entries_and_of_sections_that_may_be_null() -> None:
+def test_the_reference_has_keys_of_entries_and_nullable_sections() -> None:
     items = {key.name: key for key in describe_keys(items=True)}
     assert {*known_keys()} < {*items}
     assert all(key.meaning for key in items.values())
@@ -602,7 +600,7 @@ def several(**more: Any) -> dict[str, Any]:
     }
 
 
-def test_each_of_several_environments_is_a_configuration_of_its_own() -> None:
+def test_each_of_several_environments_has_its_own_configuration() -> None:
     tools: list[dict[str, Any]] = [{"use": "a:look"}]
     tree = several(weight=2, loop="single_turn", environment_args={"size": 3}, tools=tools)
     tree |= {"rollout": {"max_turns": 5}, "data": {"max_prompt_tokens": 99}}
@@ -752,7 +750,7 @@ WHOLE_SECTIONS = (
 """Sections of which every key, also a new one, follows one rule when a run is resumed."""
 
 
-def test_every_key_says_whether_it_may_change_when_a_run_is_resumed() -> None:
+def test_every_key_says_whether_a_resumed_run_may_change_it() -> None:
     keys = known_keys()
     without = [
         key for key in keys if key not in RULES and not key.startswith(tuple(WHOLE_SECTIONS))
@@ -774,7 +772,7 @@ def test_every_key_says_whether_it_may_change_when_a_run_is_resumed() -> None:
         ("output_dir=elsewhere", "output_dir"),
     ],
 )
-def test_what_cannot_change_when_a_run_is_resumed_is_refused_by_name(
+def test_a_resumed_run_refuses_a_changed_fixed_key_by_name(
     file: Path, change: str, key: str
 ) -> None:
     saved = load_config(file, ["model.dtype=bfloat16"])
@@ -834,7 +832,7 @@ def test_a_value_of_another_kind_is_refused(override: str, words: str) -> None:
     make_config(tree, ["eval.background=true", "eval.every=1"])
 
 
-def test_evaluation_samples_as_training_does_but_one_greedy_trajectory() -> None:
+def test_evaluation_samples_like_training_but_once_and_greedily() -> None:
     """Whatever else of eval.sampling is set, and in whatever form the configuration comes."""
     given = {"max_tokens": 4096, "stop": ["</s>"], "stop_token_ids": [7], "top_p": 0.9, "n": 16}
     for chosen, changed in (

@@ -25,7 +25,7 @@ def test_tokens_are_counted_until_the_accuracy_is_reached(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_trained_model_teaches_the_initial_one_in_half_of_the_tokens(tmp_path: Path) -> None:
+def test_a_teacher_reaches_the_target_in_half_the_tokens(tmp_path: Path) -> None:
     """In the ranks by the advantage, and as an engine by the loss."""
     prepare(tmp_path, seed=0)
 

@@ -12,7 +12,7 @@ STEPS = 12
 
 
 @pytest.mark.slow  # the bound alone: test_cli.py::test_rollouts_run_ahead_by_at_most_the_bound
-def test_rollouts_ahead_of_the_trainer_learn_what_those_in_step_learn(tmp_path: Path) -> None:
+def test_rollouts_ahead_learn_as_much_as_those_in_step(tmp_path: Path) -> None:
     """The demo, from the same model and problems: both learn, and end at a like accuracy; times are
     those of `benchmarks.learning`."""
     prepare(tmp_path, seed=0)

@@ -189,7 +189,7 @@ if __name__ == "__main__":
 """
 
 
-def test_a_program_trains_an_adapter_and_evaluates_its_checkpoint(
+def test_a_program_trains_and_evaluates_an_adapter(
     file: Path, model_path: str, tmp_path: Path
 ) -> None:
     script = tmp_path / "program.py"

@@ -77,7 +77,7 @@ def test_packets_take_their_time_and_none_passes_a_cut(network: Network) -> None
 
 
 @pytest.mark.slow
-def test_a_run_loses_nothing_to_a_slow_network_a_cut_and_a_machine_that_dies(
+def test_a_slow_or_cut_network_or_a_dead_machine_loses_nothing(
     tmp_path: Path,
 ) -> None:
     """Engines on two machines, agents on another, and `weights.transport: collective`."""

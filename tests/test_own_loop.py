@@ -134,7 +134,7 @@ def test_gradients_add_up_and_may_be_dropped(run: turnwise.Run) -> None:
     assert run.version == before + 2
 
 
-def test_a_step_without_anything_to_train_takes_no_optimizer_step(run: turnwise.Run) -> None:
+def test_a_step_with_nothing_to_train_skips_the_optimizer(run: turnwise.Run) -> None:
     groups = run.rollout(run.problems(2))
     for group in groups:
         for trajectory in group.trajectories:
@@ -149,7 +149,7 @@ def test_a_step_without_anything_to_train_takes_no_optimizer_step(run: turnwise.
     assert metrics_of(run.folder)[-1]["trained_tokens"] == 0
 
 
-def test_a_loss_is_a_name_a_path_a_class_a_function_or_one_of_this_process(
+def test_a_loss_may_be_a_name_a_path_a_class_or_a_function(
     run: turnwise.Run,
 ) -> None:
     run.sync()

@@ -138,7 +138,7 @@ def whole(make_config: Callable[..., Config], tmp_path_factory: pytest.TempPathF
     return folder / "runs" / "whole"
 
 
-def test_a_run_ended_and_then_killed_in_mid_step_goes_on_bit_for_bit(whole: Path) -> None:
+def test_a_run_ended_and_then_killed_resumes_bit_for_bit(whole: Path) -> None:
     killed = whole.with_name("killed")
     options = (*REPEATABLE, "training.checkpoint_every=0", "name=killed")
     running = Running(whole.parents[1] / "config.yaml", *options, steps=2)
@@ -214,9 +214,7 @@ def test_the_synchronous_run_is_the_plain_loop(whole: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.slow  # the parts alone: rollouts/test_mixture.py, rollouts/test_curriculum.py
-def test_several_environments_with_a_curriculum_resume_bit_for_bit(
-    whole: Path, tmp_path: Path
-) -> None:
+def test_several_environments_with_a_curriculum_resume_exactly(whole: Path, tmp_path: Path) -> None:
     tree = yaml.safe_load((whole.parents[1] / "config.yaml").read_text())
     rows = {"path": tree["data"]["path"], "eval_path": tree["data"]["eval_path"], "eval_limit": 2}
     tree["environments"] = {
@@ -280,7 +278,7 @@ def test_a_run_on_two_ranks_has_the_metrics_of_one_rank(whole: Path) -> None:
 
 @pytest.mark.slow  # a killed rank alone: training/test_trainer_group.py
 @pytest.mark.parametrize("restarts", [0, 1])
-def test_a_rank_that_is_killed_ends_the_run_or_the_run_goes_on_without_help(
+def test_a_killed_rank_ends_the_run_or_the_run_recovers_alone(
     file: Path, tmp_path: Path, restarts: int
 ) -> None:
     name, go = f"restarts{restarts}", tmp_path / "go"
@@ -444,7 +442,7 @@ def evaluated(run: Path, step: int) -> dict[Any, list[tuple[list[int], list[int]
 
 
 @pytest.mark.slow
-def test_an_evaluation_beside_training_is_that_between_steps_through_a_crash_and_an_end(
+def test_background_evaluation_equals_blocking_despite_a_crash(
     file: Path, held_out: str, tmp_path: Path
 ) -> None:
     between, beside = (tmp_path / "runs" / name for name in ("between", "beside"))
@@ -486,7 +484,7 @@ TOGETHER = ("training.colocated=true", "training.threads=1")
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [AHEAD, TOGETHER])
-def test_evaluations_beside_training_measure_one_version_in_every_layout(
+def test_background_evaluation_uses_one_version_in_every_layout(
     file: Path, tmp_path: Path, layout: tuple[str, ...]
 ) -> None:
     options = (

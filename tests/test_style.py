@@ -13,6 +13,7 @@ SOURCES = sorted((ROOT / "src").rglob("*.py"))
 MAX_LINES = 600
 MAX_ANY_LINES = 150
 MAX_CONFIG_PARAMETERS = 40
+MAX_TEST_NAME = 60
 RIDDLE = re.compile(r"(What|Where|Of|Which|Why|How)\b")
 DIALECT = re.compile(r"\b(told|anew|under way)\b", re.IGNORECASE)
 PROSE = sorted(
@@ -55,6 +56,18 @@ def test_a_docstring_begins_with_a_noun_or_an_imperative() -> None:
         if RIDDLE.match(text)
     ]
     assert found == []
+
+
+def test_names_of_tests_are_short() -> None:
+    names = [
+        node.name
+        for path in sorted((ROOT / "tests").rglob("test_*.py"))
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        if node.name.startswith("test_")
+    ]
+    assert len(names) > 2000
+    assert [name for name in names if len(name) > MAX_TEST_NAME] == []
 
 
 def test_words_of_our_own_are_gone() -> None:

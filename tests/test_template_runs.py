@@ -77,7 +77,7 @@ def run(make_config: Callable[..., Config], tmp_path: Path) -> Callable[..., Any
 
 
 @pytest.mark.parametrize("command", ["train", "eval", "rollout"])
-def test_a_template_that_lacks_tools_ends_a_command_before_anything_starts(
+def test_a_template_that_lacks_tools_ends_a_command_at_once(
     run: Callable[..., Any], command: str
 ) -> None:
     done = run(command, "Prices", rollout={}, chat_template="chatml")

@@ -28,7 +28,7 @@ def exact(run: Path, steps: int) -> None:
 
 
 @pytest.mark.parametrize("transport", ["ipc", "shm"])
-def test_two_runs_of_one_name_do_not_meet_and_one_begins_again_after_a_kill(
+def test_two_runs_of_one_name_stay_apart_even_after_a_kill(
     make_config: Callable[..., Config],
     tmp_path_factory: pytest.TempPathFactory,
     transport: str,

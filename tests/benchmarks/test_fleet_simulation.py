@@ -52,12 +52,12 @@ class Endless(SimulatedEngine):
         super().__init__(mean_tokens=10**9, **options)
 
 
-def test_an_engine_without_tokens_takes_the_time_of_one_that_samples_them() -> None:
+def test_a_tokenless_engine_takes_as_long_as_one_that_samples() -> None:
     """But for the answers, which it remembers with their prompts."""
     assert makespan(TokenlessEngine) == pytest.approx(makespan(Endless), rel=0.1)
 
 
-def test_an_engine_without_tokens_forgets_what_it_used_longest_ago() -> None:
+def test_a_tokenless_engine_forgets_what_it_used_longest_ago() -> None:
     plays = (("sa", "ga", 100), ("sc", "ga", 100), ("sa", "ga", 150), ("sb", "gb", 250))
 
     async def work() -> list[int]:
@@ -71,7 +71,7 @@ def test_an_engine_without_tokens_forgets_what_it_used_longest_ago() -> None:
     assert run_virtually(work()) == [0, 99, 132, 0, 0]
 
 
-def test_a_fleet_plays_every_turn_and_what_its_processes_report_reaches_the_driver() -> None:
+def test_a_fleet_plays_every_turn_and_reports_it_to_the_driver() -> None:
     fleet, perfect = simulate(PART), balance_perfectly(PART)
     assert fleet.turns == perfect.turns == fleet.events["turns"]
     assert fleet.makespan / perfect.makespan < 1.3  # with a session for each place, chance decides

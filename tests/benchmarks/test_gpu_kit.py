@@ -37,7 +37,7 @@ def kit(*options: str, path: str = "", seconds: float = 300) -> subprocess.Compl
     )
 
 
-def test_light_lines_run_on_a_cpu_without_most_packages_and_say_so(tmp_path: Path) -> None:
+def test_light_lines_run_on_a_cpu_with_few_packages_and_say_so(tmp_path: Path) -> None:
     for package in ("pydantic", "yaml", "ray", "vllm", "transformers"):
         (tmp_path / f"{package}.py").write_text("raise ImportError('not here')")
     light = [line for line in LINES if line.light]
@@ -138,7 +138,7 @@ def test_results_of_a_gpu_show_their_figures() -> None:
     assert text.count("| never run |") == sum(len(line.rows) for line in LINES) - 1
 
 
-def test_results_of_a_few_lines_join_those_of_others_at_the_same_commit(
+def test_results_at_the_same_commit_join_the_earlier_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kits, "RESULTS", tmp_path)

@@ -44,7 +44,7 @@ def test_a_goal_is_missed_beyond_the_range_of_the_rounds_only(
     assert exact.missed is (max(ratios) < 1.0)
 
 
-def test_without_ratios_it_is_of_what_was_measured_and_without_a_goal_of_nothing() -> None:
+def test_a_claim_without_ratios_compares_its_values_to_its_goal() -> None:
     assert Claim("lost", "ms", [40, 60, 45], at_most=50).met
     assert not Claim("lost", "ms", [40, 60, 55], at_most=50).met
     told = Claim("lost", "ms", [40])
@@ -74,7 +74,7 @@ def test_one_round_has_no_range() -> None:
     assert spread([]) == ""
 
 
-def test_results_come_back_from_a_file_and_fill_the_readmes_table() -> None:
+def test_results_reload_from_a_file_and_fill_the_readme_table() -> None:
     claims = [Claim("a", "s", [1.0, 2.0], "b", [2.0, 2.0], [0.5, 1.0], "times", at_most=1.0)]
     again = load(json.loads(json.dumps([asdict(claim) for claim in claims])))
     assert again == claims
@@ -83,7 +83,7 @@ def test_results_come_back_from_a_file_and_fill_the_readmes_table() -> None:
     assert row.startswith("| a | s | 1.5 (1–2) | b | 2 (2–2) | 0.75 (0.5–1) times | ≤ 1 | met |")
 
 
-def test_a_full_run_with_a_missed_goal_fails_and_a_quick_one_judges_scripts_alone() -> None:
+def test_a_full_run_fails_by_goals_and_a_quick_one_by_scripts() -> None:
     met, missed = Claim("a", "s", [1.0], at_most=2.0), Claim("b", "s", [3.0], at_most=2.0)
     told = Claim("c", "s", [1.0])
     assert verdict([met], [], False) == (0, [])

@@ -85,7 +85,7 @@ def test_costs_are_judged_by_sixths_and_the_machines_speed() -> None:
     assert not change_of_cost("request", fewer, halved, 1.0, judged=True).missed
 
 
-def test_the_time_of_a_program_is_that_of_its_processes_within_the_test() -> None:
+def test_a_programs_time_sums_its_processes_within_the_test() -> None:
     memory = Memory([])
     old = Watched("serve: driver 1", seconds=[(-5.0, 100.0), (0.5, 101.0), (30.5, 104.0)])
     young = Watched("serve: engine 2", seconds=[(30.7, 2.0), (70.0, 9.0)])

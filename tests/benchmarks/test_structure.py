@@ -81,7 +81,7 @@ def tell(request: "vllm.Request", server: uvicorn.Server | None):
 """
 
 
-def test_writes_to_others_objects_are_counted_wherever_they_come_from(tmp_path: Path) -> None:
+def test_writes_to_foreign_objects_are_counted_in_every_module(tmp_path: Path) -> None:
     source = tmp_path / "house"
     source.mkdir()
     (source / "app.py").write_text(WRITES)

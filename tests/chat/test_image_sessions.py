@@ -126,7 +126,7 @@ def test_ids_are_spliced_with_their_images_and_refused_without(seeing: ChatTempl
             spliced_prompt(seeing, Conversation([*others, SAID, more]), required)
 
 
-def test_the_room_of_a_response_counts_from_the_prompt_with_the_same_image(
+def test_response_room_counts_from_the_prompt_of_the_same_image(
     seeing: ChatTemplate,
 ) -> None:
     session = Session("s", max_response_tokens=50)
@@ -140,7 +140,7 @@ def test_the_room_of_a_response_counts_from_the_prompt_with_the_same_image(
     assert response_room(session.trajectory, other, "new_conversation", 50) == 50
 
 
-def test_arguments_of_calls_are_objects_where_a_conversation_is_rendered(
+def test_rendering_turns_the_arguments_of_calls_into_objects(
     seeing: ChatTemplate,
 ) -> None:
     function = {"name": "zoom", "arguments": '{"x": 1}'}

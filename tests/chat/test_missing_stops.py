@@ -11,7 +11,7 @@ from turnwise.config import Config
 from turnwise.config.data import template_text
 
 
-def test_the_end_of_a_template_for_other_models_is_text_to_stop_at(
+def test_a_foreign_templates_turn_end_must_be_a_stop_text(
     make_config: Callable[..., Config], model_path: str, tokenizer: Any
 ) -> None:
     """Gemma's tokenizer has none of the marks of hermes, and a token of each line break."""

@@ -56,7 +56,7 @@ async def test_a_turn_is_continued_by_its_own_ids(
     assert template.decode_all(ids) == template.decode_all(template.render(conversation("42.")))
 
 
-async def test_a_history_that_the_template_changes_is_rendered_where_that_is_asked_for(
+async def test_a_changed_history_is_rendered_when_the_caller_asks(
     template: ChatTemplate,
 ) -> None:
     completion = [*template.encode("42."), template.tokenizer.eos_token_id]
@@ -153,7 +153,7 @@ def test_sampling_within_a_room_keeps_all_but_its_limits() -> None:
     assert sampling.within(15).min_tokens == 10
 
 
-def test_a_whole_conversation_is_rendered_whatever_its_calls_arguments_are(
+def test_a_conversation_renders_with_any_arguments_of_its_calls(
     template: ChatTemplate,
 ) -> None:
     """Objects for a template that takes them; empty ones where a text is none and the template

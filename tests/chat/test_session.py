@@ -65,7 +65,7 @@ def test_a_session_that_is_idle_for_too_long_is_forgotten(monkeypatch: pytest.Mo
     assert store.gone("old") is None
 
 
-def test_beyond_the_memory_the_session_idle_for_longest_is_forgotten() -> None:
+def test_full_memory_forgets_the_session_idle_for_longest() -> None:
     store = SessionStore(SAMPLING, max_bytes=7 << 19)
     for name in ("first", "second", "third"):
         with store.request(name, None) as session:
@@ -85,7 +85,7 @@ def test_beyond_the_memory_the_session_idle_for_longest_is_forgotten() -> None:
     assert store._bytes == 0
 
 
-def test_a_session_without_a_name_lives_while_its_completions_are_remembered() -> None:
+def test_an_unnamed_session_lives_as_long_as_its_completion_ids() -> None:
     store = SessionStore(SAMPLING, max_bytes=1 << 20)
     with store.request(None, None) as session:
         turn(session)
@@ -105,7 +105,7 @@ def test_a_session_without_a_name_lives_while_its_completions_are_remembered() -
     assert store.of_request(None, "2") is store.of_request(None, "chatcmpl-2") is fresh
 
 
-def test_a_session_keeps_neither_requests_nor_unknown_keys_nor_what_is_sent_again() -> None:
+def test_a_session_drops_requests_unknown_keys_and_repeats() -> None:
     store = SessionStore(SAMPLING)
     with store.request("s", None) as session:
         request = weakref.ref(turn(session, padding="x" * (2 << 20)))
@@ -152,7 +152,7 @@ def said(*texts: str) -> Conversation:
 
 
 @pytest.mark.parametrize("read", [False, True])
-def test_a_request_continues_the_longest_turn_that_it_contains_and_the_latest_of_equals(
+def test_a_request_continues_the_longest_then_latest_match(
     read: bool,
 ) -> None:
     session = Session("s")
@@ -185,7 +185,7 @@ def test_a_request_continues_the_longest_turn_that_it_contains_and_the_latest_of
     assert session._turn_before(other) is None  # it was asked without tools
 
 
-def test_a_trajectory_has_no_more_turns_than_it_may_with_those_in_flight() -> None:
+def test_turns_in_flight_count_towards_the_limit_of_turns() -> None:
     store = SessionStore(SAMPLING)
     session = store.open_private(Trajectory("problem"), sampling=SAMPLING, max_turns=3)
     under = store.open_under(session, "helper")
@@ -235,7 +235,7 @@ def ask(session: Session, messages: list[dict[str, Any]], text: str) -> None:
     messages.append({"role": "assistant", "content": text})
 
 
-def test_messages_that_an_agent_wrote_for_the_model_are_context_only() -> None:
+def test_assistant_messages_of_an_agent_are_context_only() -> None:
     """Before the first turn, after a turn, and in the place of one."""
     session, template = Session("s", SAMPLING), thinking("keeps")
     question, own = {"role": "user", "content": "Oslo?"}, "I am sorry for that."

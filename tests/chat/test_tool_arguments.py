@@ -169,7 +169,7 @@ def test_gemmas_values_have_the_types_that_were_written(
 
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.parametrize("part", ["[", "{", '{"a":[', " ", "\n", "call"])
-async def test_a_turn_that_parsers_would_read_for_minutes_is_not_given_to_them(
+async def test_parsers_do_not_get_a_turn_that_would_take_them_minutes(
     parsers: dict[str, ToolParser], name: str, part: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call = CALLS[name]

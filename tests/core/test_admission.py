@@ -53,7 +53,7 @@ async def settled() -> None:
         await asyncio.sleep(0)
 
 
-async def test_each_priority_waits_for_those_before_it_and_each_in_its_order() -> None:
+async def test_places_go_by_priority_and_then_by_order_of_arrival() -> None:
     line = Line(1)
     tasks = [line.start("a")]
     await settled()
@@ -78,7 +78,7 @@ async def test_free_room_is_taken_by_whoever_comes() -> None:
     await line.end(*tasks)
 
 
-async def test_an_evaluation_fills_the_places_that_a_training_step_leaves() -> None:
+async def test_evaluations_fill_the_places_that_training_leaves() -> None:
     line = Line(8, background=3)
     names = ["a", "b", "c", "d"]
     tasks = [line.start(name) for name in names]
@@ -92,7 +92,7 @@ async def test_an_evaluation_fills_the_places_that_a_training_step_leaves() -> N
     await line.end(*tasks)
 
 
-async def test_a_larger_limit_holds_at_once_and_a_smaller_one_ends_nobody() -> None:
+async def test_a_larger_limit_acts_at_once_and_a_smaller_ends_nobody() -> None:
     line = Line(2)
     tasks = [line.start(name) for name in "abcdefgh"]
     await settled()
@@ -113,7 +113,7 @@ async def test_a_larger_limit_holds_at_once_and_a_smaller_one_ends_nobody() -> N
 
 
 @pytest.mark.parametrize("handed_over", [False, True])
-async def test_a_place_outlives_those_that_are_cancelled_while_they_wait(handed_over: bool) -> None:
+async def test_a_cancelled_wait_loses_no_place(handed_over: bool) -> None:
     line = Line(1)
     first = line.start("first")
     await settled()
@@ -135,7 +135,7 @@ async def test_a_place_outlives_those_that_are_cancelled_while_they_wait(handed_
     await settled()
 
 
-async def test_one_that_waits_for_a_tool_lets_another_begin_and_goes_on_at_once() -> None:
+async def test_a_wait_for_a_tool_lends_its_place_and_resumes_at_once() -> None:
     line = Line(2)
     tasks = [line.start(name) for name in "abc"]
     await settled()
@@ -149,7 +149,7 @@ async def test_one_that_waits_for_a_tool_lets_another_begin_and_goes_on_at_once(
     await line.end(*tasks)
 
 
-async def test_a_number_counts_those_that_wait_for_a_tool_and_not_those_at_their_reward() -> None:
+async def test_playing_includes_waits_for_tools_but_not_for_rewards() -> None:
     line = Line(8, playing=2)
     tasks = [line.start(name) for name in "abcd"]
     await settled()
@@ -165,7 +165,7 @@ async def test_a_number_counts_those_that_wait_for_a_tool_and_not_those_at_their
 
 
 @pytest.mark.parametrize("limits", [Limits(2), Limits(9, 2)])
-async def test_the_open_ones_are_bounded_however_slow_their_rewards_are(limits: Limits) -> None:
+async def test_slow_rewards_do_not_lift_the_limit_of_open_trajectories(limits: Limits) -> None:
     line = Line(limits.working, limits.playing)
     tasks = [line.start(str(number)) for number in range(4 * OPEN)]
     for _ in tasks:
@@ -314,7 +314,7 @@ def test_processes_never_have_more_in_progress_than_the_limit(data: st.DataObjec
     assert sum(used) == min(total, sum(used) + sum(wants))
 
 
-def test_what_a_process_has_beyond_a_lowered_limit_is_not_given_away() -> None:
+def test_use_beyond_a_lowered_limit_is_not_given_away() -> None:
     """The last process has two in progress and has obeyed an order for none; the second may have
     begun three since its report, so that nothing of five is left for the first."""
     none, three = Limits(0, 0, 0), Limits(3, 3, 3)

@@ -33,7 +33,7 @@ async def test_a_timeout_of_the_work_itself_is_no_missed_deadline() -> None:
         await asyncio.sleep(0)
 
 
-async def test_an_answer_that_came_while_the_loop_was_held_up_is_in_time() -> None:
+async def test_an_answer_that_comes_while_the_loop_is_busy_is_in_time() -> None:
     loop = asyncio.get_running_loop()
     answer = loop.create_future()
 
@@ -76,7 +76,7 @@ async def test_work_that_moves_takes_any_time() -> None:
 
 
 @virtual_time
-async def test_one_wait_that_moves_saves_the_others_and_all_end_together() -> None:
+async def test_one_moving_wait_saves_the_others_and_all_end_together() -> None:
     clock = StallClock(0.3)
     ended: list[str] = []
 
@@ -115,7 +115,7 @@ async def test_a_clock_stands_still_while_it_is_held_or_stopped() -> None:
 
 
 @virtual_time
-async def test_a_process_that_stood_still_reads_what_came_before_it_judges() -> None:
+async def test_a_stalled_process_reads_its_input_before_it_judges() -> None:
     clock = StallClock(0.2)
     arrived = asyncio.get_running_loop().create_future()
 

@@ -6,7 +6,7 @@ import pytest
 from turnwise.core.files import number_of, numbered, temporary, write_file
 
 
-def test_entries_are_in_the_order_of_their_numbers_and_others_are_left_out(tmp_path: Path) -> None:
+def test_numbered_lists_entries_by_number_and_skips_other_names(tmp_path: Path) -> None:
     names = ["step-9990", "step-10000", "step-0002", "step-10000.tmp", "step-3.old", "eval-0001"]
     for name in (*names, "step-0007.jsonl", "step-", "step-x1", "my-step-4", "step-1-2"):
         (tmp_path / name).touch()

@@ -99,7 +99,7 @@ def test_all_forks_end_with_their_server(script: Path) -> None:
     assert psutil.wait_procs(below, timeout=60)[1] == []
 
 
-def test_ray_starts_what_is_used_and_workers_without_importing_it_first(ray_started: None) -> None:
+def test_ray_forks_its_workers_and_starts_no_unused_helpers(ray_started: None) -> None:
     @ray.remote(num_cpus=0)
     class Actor:
         def parent(self) -> int:

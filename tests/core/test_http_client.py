@@ -105,7 +105,7 @@ async def test_a_header_with_a_line_break_is_refused(server: Server) -> None:
     assert server.asked == []
 
 
-async def test_a_server_that_is_not_there_is_told_from_one_that_breaks_off(server: Server) -> None:
+async def test_an_unreachable_server_differs_from_one_that_breaks_off(server: Server) -> None:
     def vanish(request: web.Request) -> web.Response:
         assert request.transport is not None
         request.transport.abort()

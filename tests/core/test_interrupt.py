@@ -119,7 +119,7 @@ def command(how: str, *signals: signal.Signals, until_it_ends: bool = False) -> 
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_the_first_signal_ends_what_it_can_and_names_what_does_not_return(
+def test_the_first_signal_ends_the_rest_and_names_stuck_calls(
     number: signal.Signals,
 ) -> None:
     code, said = command("thread", number)
@@ -137,9 +137,7 @@ ENDED = "turnwise: interrupted; everything it started has ended\n"
     ("how", "number"),
     [("saves", signal.SIGTERM), ("saves late", signal.SIGINT), ("saves nothing", signal.SIGTERM)],
 )
-def test_a_run_saves_what_it_has_before_it_is_cancelled_if_it_can_in_time(
-    how: str, number: signal.Signals
-) -> None:
+def test_a_cancelled_run_saves_first_if_it_can_in_time(how: str, number: signal.Signals) -> None:
     code, said = command(how, number)
     assert code == 130
     assert said == ("" if how == "saves nothing" else "saving\n") + ENDED
@@ -237,7 +235,7 @@ def test_a_second_signal_ends_even_a_stuck_event_loop_at_once() -> None:
     assert said == "turnwise: interrupted twice; everything it started was killed\n"
 
 
-def test_a_command_that_is_over_ends_whatever_user_code_it_leaves_behind() -> None:
+def test_a_finished_command_ends_despite_running_user_code() -> None:
     code, said = command("leaves")
     assert code == 0
     assert said == "turnwise: 1 call has not returned: the loop of mine\n"
@@ -253,7 +251,7 @@ def test_no_end_waits_for_a_thread_that_user_code_began(where: str, who: str) ->
     assert said.startswith(f"turnwise: 1 call has not returned: a thread of {who}")
 
 
-def test_the_interpreter_that_joins_other_threads_is_ended_by_force() -> None:
+def test_an_exit_held_up_by_a_librarys_thread_is_forced() -> None:
     code, said = command("thread of a library")
     assert code == 0
     assert said == "turnwise: what it left behind did not end within 1 s and was killed\n"
@@ -288,7 +286,7 @@ print(run_command(train, "the training run"))
 """
 
 
-def test_a_program_gets_the_result_of_a_run_whose_user_code_never_returns_and_ends() -> None:
+def test_a_program_gets_its_result_despite_running_user_code() -> None:
     done = subprocess.run(
         [sys.executable, "-c", API],
         cwd=ROOT,

@@ -40,7 +40,7 @@ def test_on_gpus_it_is_the_files_and_on_cpus_float32(
     assert precision(tmp_path, shape, on_gpu=False) == "float32"
 
 
-def test_what_is_set_stays_and_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+def test_a_set_precision_stays_and_unreadable_files_are_named(tmp_path: Path) -> None:
     assert precision(tmp_path, {"dtype": "bfloat16"}, True, dtype="float32") == "float32"
     assert precision(tmp_path, {"dtype": "float32"}, False, dtype="bfloat16") == "bfloat16"
     missing = parse_config({"model": {"path": str(tmp_path / "none")}}, OPEN)

@@ -49,7 +49,7 @@ DEATHS = [name for name, kind in KINDS.items() if not issubclass(kind, RayTaskEr
 
 
 @pytest.mark.parametrize("name", sorted(DEATHS))
-async def test_every_way_in_which_ray_says_that_an_actor_is_gone_is_its_death(name: str) -> None:
+async def test_every_ray_error_for_a_gone_actor_counts_as_its_death(name: str) -> None:
     class Silent(KINDS[name]):  # type: ignore[misc, name-defined]
         def __str__(self) -> str:
             return "as Ray says it"

@@ -115,7 +115,7 @@ def many(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.usefixtures("_soon")
-def test_a_process_that_holds_the_interpreter_shows_its_stack_and_so_does_its_fork(
+def test_a_busy_interpreter_and_its_fork_show_their_stacks(
     program: subprocess.Popen[str], tmp_path: Path
 ) -> None:
     for _ in range(2):  # they live on
@@ -131,14 +131,14 @@ def test_a_process_that_holds_the_interpreter_shows_its_stack_and_so_does_its_fo
 
 
 @pytest.mark.usefixtures("_soon")
-def test_a_process_that_begins_a_second_answer_shows_each_thread_once(tmp_path: Path) -> None:
+def test_a_process_that_answers_again_shows_each_thread_once(tmp_path: Path) -> None:
     with started(RELEASES, tmp_path, 1) as process:
         [found] = collect(tmp_path, 8.0)
         [stack] = found.stacks
         assert (found.pid, stack.splitlines()[0], found.flaw) == (process.pid, "1 thread:", "")
 
 
-async def test_stacks_are_whole_even_if_the_process_pauses_while_it_writes_them(
+async def test_stacks_are_whole_even_if_their_process_pauses_midway(
     many: subprocess.Popen[str], tmp_path: Path
 ) -> None:
     """More than the socket holds is written, so that it stops in the middle of them."""

@@ -31,10 +31,10 @@ async def test_a_live_run_says_who_waits_for_whom_and_shows_its_stacks(run: Path
     assert not report_request(run).exists()
 
 
-def test_a_run_that_does_not_answer_shows_its_stacks_all_the_same(run: Path) -> None:
+def test_a_run_that_does_not_answer_still_shows_its_stacks(run: Path) -> None:
     text = ask(run, 0.3)
     assert text.startswith("the run did not answer within 0.3 s: ")
-    assert "in test_a_run_that_does_not_answer_shows_its_stacks_all_the_same" in text
+    assert "in test_a_run_that_does_not_answer_still_shows_its_stacks" in text
     assert not report_request(run).exists(), "the request is withdrawn"
 
 

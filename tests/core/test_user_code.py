@@ -100,7 +100,7 @@ def take_from_nothing() -> Any:
         (take_from_nothing, "RuntimeError: raised StopIteration()"),
     ],
 )
-async def test_whatever_user_code_raises_is_an_ordinary_error_with_its_line(
+async def test_any_exception_of_user_code_is_an_error_with_its_line(
     function: Callable[[], Any], text: str
 ) -> None:
     with pytest.raises(RuntimeError) as raised:
@@ -131,7 +131,7 @@ async def test_coroutines_share_one_loop_that_is_not_the_callers() -> None:
     assert first is not asyncio.get_running_loop()
 
 
-async def test_a_coroutine_that_swallows_cancellation_is_abandoned_and_counted(
+async def test_a_coroutine_that_swallows_cancellation_is_abandoned(
     quick: None,
 ) -> None:
     done = threading.Event()
@@ -178,7 +178,7 @@ async def test_clean_up_after_a_deadline_is_waited_for(monkeypatch: pytest.Monke
     assert not stuck_calls()
 
 
-async def test_a_loop_that_is_blocked_is_replaced_for_those_that_come_later(
+async def test_a_blocked_loop_is_replaced_for_later_calls(
     quick: None, gate: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
     begun = threading.Event()
@@ -226,7 +226,7 @@ def test_an_error_is_described_whatever_it_is() -> None:
 
 
 @pytest.mark.parametrize("where", ["user loop", "this loop"])
-async def test_threads_that_user_code_begins_are_unlimited_counted_and_nobody_elses(
+async def test_hanging_user_threads_are_counted_and_block_no_others(
     where: str, quick: None, gate: threading.Event
 ) -> None:
     """Calls that hang in `asyncio.to_thread` leave threads for others on either loop."""

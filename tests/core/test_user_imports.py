@@ -58,7 +58,7 @@ async def test_modules_that_import_one_another_are_whole_in_every_call(
     assert user_imports._turn._since is None
 
 
-def test_an_import_that_does_not_end_holds_others_up_for_a_limited_time(
+def test_an_endless_import_delays_others_for_a_limited_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(user_imports, "MOST_SECONDS", 0.1)

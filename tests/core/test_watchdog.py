@@ -75,7 +75,7 @@ async def test_a_stall_is_told_once_with_who_is_waited_for(clock: Clock) -> None
 
 
 @on_its_own_loop
-async def test_progress_keeps_it_quiet_and_a_second_stall_is_told_again(clock: Clock) -> None:
+async def test_progress_prevents_a_report_and_each_stall_gives_one(clock: Clock) -> None:
     told: list[str] = []
     async with watching_progress(0.02, told.append):
         for _ in range(16):
@@ -135,7 +135,7 @@ async def test_many_kinds_are_told_in_short(clock: Clock) -> None:
     assert told[0].endswith(", 12 more")
 
 
-def test_a_wait_that_failed_is_no_wait_any_more_and_thousands_cost_little() -> None:
+def test_a_failed_wait_is_removed_and_thousands_cost_little() -> None:
     started = time.thread_time()
     for _ in range(20_000):
         try:

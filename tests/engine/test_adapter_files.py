@@ -33,7 +33,7 @@ def configured(tmp_path: Path, model_path: str) -> Callable[..., Config]:
     return write
 
 
-def test_memory_is_reserved_for_the_largest_rank_and_every_adapter(
+def test_memory_covers_the_largest_rank_and_every_adapter(
     configured: Callable[..., Config], tmp_path: Path, model_path: str
 ) -> None:
     config = configured()
@@ -108,7 +108,7 @@ def test_a_damaged_or_missing_folder_is_named(
     assert str(folder) in str(refused.value)
 
 
-def test_the_folder_of_an_adapter_is_its_base_model_with_the_adapter(
+def test_an_adapter_folder_means_its_base_model_with_the_adapter(
     configured: Callable[..., Config], tmp_path: Path, model_path: str
 ) -> None:
     folder = configured().serving.adapters["polite"]

@@ -46,7 +46,7 @@ def logprobs_of(reference: Any, ids: list[int]) -> torch.Tensor:
     return values
 
 
-async def test_use_beam_search_finds_the_likeliest_answers_with_vllms_search(
+async def test_beam_search_finds_the_likeliest_answers_through_vllm(
     search: Callable[..., Any], reference: Any, tokenizer: Any
 ) -> None:
     """One step is exact, and of several each answer has the model's own log-probs."""
@@ -97,7 +97,7 @@ async def test_stop_strings_cut_what_a_beam_search_finds(
     assert (turn.completion_token_ids, turn.finish_reason) == (kept, "stop")
 
 
-async def test_more_beams_than_the_engine_gives_log_probs_is_a_sentence(
+async def test_more_beams_than_log_probs_raise_one_clear_error(
     search: Callable[..., Any],
 ) -> None:
     with pytest.raises(InputError, match="logprobs"):

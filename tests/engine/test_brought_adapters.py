@@ -95,7 +95,7 @@ async def test_a_load_that_is_cancelled_takes_no_slot(monkeypatch: pytest.Monkey
     assert len(engine.held) == 1
 
 
-async def test_a_client_with_requests_at_all_times_does_not_keep_its_slot(
+async def test_a_busy_client_does_not_keep_its_slot_for_ever(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine, ends = Slots(1, monkeypatch), [asyncio.Event(), asyncio.Event(), asyncio.Event()]
@@ -111,7 +111,7 @@ async def test_a_client_with_requests_at_all_times_does_not_keep_its_slot(
     await asyncio.wait_for(later, 5)
 
 
-async def test_a_wait_for_a_slot_that_is_cancelled_leaves_the_adapter_in_use(
+async def test_a_cancelled_wait_for_a_slot_keeps_the_adapter_in_use(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     engine, ends = Slots(1, monkeypatch), asyncio.Event()

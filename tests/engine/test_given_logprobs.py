@@ -59,7 +59,7 @@ def test_a_step_without_the_likeliest_has_the_given_tokens_alone(likeliest: int 
     assert rows.logprob_token_ids.tolist() == [[0, 3], [4, 2]]
 
 
-def test_a_request_for_given_tokens_reaches_the_engine_as_vllm_accepts_it() -> None:
+def test_the_engine_gets_given_tokens_in_a_form_vllm_accepts() -> None:
     params = sampling_params(vllm.SamplingParams(logprob_token_ids=[5, 6, 7]), None)
     assert params.logprobs is None
     assert params.num_logprobs == 3

@@ -98,7 +98,7 @@ async def test_two_turns_with_images_are_exact_from_engine_to_trainer(
         assert apart[: len(one.token_ids)].max() < 1e-4
 
 
-async def test_an_image_of_the_same_size_changes_the_log_probs_and_no_cache_confuses_them(
+async def test_caches_tell_images_of_the_same_size_apart(
     seeing: WorkerHandle, seeing_template: ChatTemplate, config: Config
 ) -> None:
     greedy = config.model_copy(
@@ -113,7 +113,7 @@ async def test_an_image_of_the_same_size_changes_the_log_probs_and_no_cache_conf
     assert found[2].cached_tokens > found[1].cached_tokens
 
 
-async def test_a_pause_keeps_a_request_whose_image_was_in_the_prefix_cache(
+async def test_a_pause_keeps_a_request_with_a_cached_image(
     seeing: WorkerHandle, seeing_template: ChatTemplate, config: Config
 ) -> None:
     greedy = {"temperature": 0.0, "max_tokens": 200, "ignore_eos": True}
@@ -131,7 +131,7 @@ async def test_a_pause_keeps_a_request_whose_image_was_in_the_prefix_cache(
     assert tokens == expected.token_ids
 
 
-async def test_an_update_of_both_parts_reaches_the_engine_and_its_caches(
+async def test_an_update_of_tower_and_text_reaches_engine_and_caches(
     seeing: WorkerHandle, config: Config
 ) -> None:
     rank = TrainerRank(config)
@@ -218,7 +218,7 @@ async def test_requests_at_the_same_time_process_an_image_once(
         await inputs.prepare(prompt)
 
 
-def test_weights_of_another_version_make_something_else_of_an_image() -> None:
+def test_an_image_has_another_cache_name_after_new_weights() -> None:
     """Updates may keep vLLM's caches, which know an image by its name: it has to be a new one."""
     from turnwise.internals import vllm
 

@@ -104,7 +104,7 @@ def processed(model: Any, ids: list[int], banned: Callable[[int], Any]) -> torch
     return logits.log_softmax(-1)
 
 
-async def test_callables_change_what_is_sampled_and_logprobs_are_of_what_was_sampled_from(
+async def test_callables_change_the_samples_and_their_logprobs(
     worker: WorkerHandle, model_path: str
 ) -> None:
     """`engine.logits_processors` and those of one request, with `(input_ids, scores)` or three
@@ -169,7 +169,7 @@ async def test_a_forced_result_stands_in_the_answer_and_is_not_trained(
     assert samples.tokens_sampled == samples.masked["no_signal"] == 2 * len([*call, *rest])
 
 
-def test_a_written_call_is_read_and_whatever_is_wrong_is_a_result(tokenizer: Any) -> None:
+def test_a_written_call_gets_its_result_or_its_error(tokenizer: Any) -> None:
     """Keywords, text without a call, errors, and results that hold special tokens."""
     functions: dict[str, Callable[..., object]] = {
         "add": lambda a, b=1: a + b,
@@ -211,7 +211,7 @@ def test_a_written_call_is_read_and_whatever_is_wrong_is_a_result(tokenizer: Any
         FunctionProcessor(tokenizer, {"x": 3})  # type: ignore[dict-item]
 
 
-def test_processors_get_the_engines_tokenizer_which_is_loaded_once(
+def test_processors_share_the_engines_tokenizer_loaded_once(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As an argument of a class or factory; a preempted request goes on; who forces says so."""
@@ -371,7 +371,7 @@ async def test_a_request_chooses_its_own_over_http(
         await training.chat.completions.create(**common, **told, extra_body=body)
 
 
-async def test_trajectories_are_sampled_with_them_and_dropped_where_they_fail(
+async def test_processors_change_trajectories_and_failures_drop_them(
     worker: WorkerHandle, config: Config, tokenizer: Any
 ) -> None:
     """By `sampling.logits_processors`; a failure is counted by its reason."""

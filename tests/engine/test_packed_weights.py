@@ -16,7 +16,7 @@ def products(handles: list[object], inputs: torch.Tensor) -> list[torch.Tensor]:
     return [ops.onednn_mm(handle, inputs, None) for handle in handles]
 
 
-def test_weights_that_are_packed_in_threads_are_those_that_are_packed_at_once() -> None:
+def test_weights_packed_in_threads_equal_those_packed_at_once() -> None:
     assert ops.create_onednn_mm == vllm_cpu.packing.create
     packing, inputs = PackingThreads(), torch.rand(7, 64)
     weights = [torch.rand(96, 64) for _ in range(20)]

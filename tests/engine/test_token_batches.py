@@ -56,7 +56,7 @@ def test_tokens_are_sent_together_with_their_logprobs() -> None:
     assert joined.sampled_token_ranks.tolist() == [2] * 4
 
 
-def test_rows_become_wider_while_another_request_asks_for_more_logprobs() -> None:
+def test_rows_widen_while_another_request_asks_for_more_logprobs() -> None:
     batches = TokenBatches(requests())
     for token, likeliest in ((1, 1), (2, 5), (3, 1), (4, 2)):
         outputs = step(output(token, likeliest))
@@ -111,7 +111,7 @@ def test_tokens_that_waited_bring_their_times_along() -> None:
     ]
 
 
-def test_a_streams_tokens_are_sent_together_that_come_within_a_moment() -> None:
+def test_a_stream_sends_the_tokens_of_a_moment_together() -> None:
     batches = TokenBatches(requests(stream_interval=1))
     sent = []
     for token, at in enumerate((0.0, 0.01, 0.02, 0.03, 0.04, 0.1, 0.101), start=1):

@@ -51,7 +51,7 @@ def test_the_tools_schema_is_that_of_its_function() -> None:
     assert get_json_schema(calculate) == TOOL_SCHEMA
 
 
-def test_half_of_the_held_out_problems_are_in_phrasings_that_the_warm_start_never_saw() -> None:
+def test_half_of_the_held_out_problems_use_unseen_phrasings() -> None:
     seen, unseen = ({phrasing.name for phrasing in pool} for pool in (SEEN, UNSEEN))
     assert not seen & unseen
     heldout = heldout_problems(200, SEED)
@@ -60,7 +60,7 @@ def test_half_of_the_held_out_problems_are_in_phrasings_that_the_warm_start_neve
     assert {row["phrasing"] for row in train_problems(500, SEED)} == seen | unseen
 
 
-def test_the_teacher_forgets_most_third_steps_and_confuses_some_operations() -> None:
+def test_the_teacher_forgets_third_steps_and_mixes_up_operations() -> None:
     forgotten, confused = [], []
     for row in itertools.islice(demonstrations(SEED), 3000):
         asked = len(re.findall(r"\d+", row["question"])) - 1
@@ -76,7 +76,7 @@ def test_the_teacher_forgets_most_third_steps_and_confuses_some_operations() -> 
     assert 0.05 < sum(confused) / len(confused) < 0.2
 
 
-def test_the_kept_model_is_small_and_has_the_tokenizer_that_is_made_here(tmp_path: Path) -> None:
+def test_the_kept_model_is_small_and_has_the_built_tokenizer(tmp_path: Path) -> None:
     assert sum(file.stat().st_size for file in MODEL.iterdir()) < 3_000_000
     kept = AutoTokenizer.from_pretrained(MODEL)
     question = heldout_problems(1, SEED)[0]
@@ -90,7 +90,7 @@ def test_the_kept_model_is_small_and_has_the_tokenizer_that_is_made_here(tmp_pat
     assert (tmp_path / "train.jsonl").read_text().count("\n") == 3
 
 
-def test_the_demo_tells_what_changed_and_shows_a_problem_that_was_learnt(
+def test_the_demo_prints_the_change_and_a_learnt_problem(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     row = heldout_problems(1, SEED)[0]
@@ -134,7 +134,7 @@ def test_a_problem_is_a_chain_of_calls_that_ends_in_the_answer(row: Row) -> None
     assert result == row["answer"]
 
 
-def test_the_same_seed_gives_the_same_problems_and_another_does_not() -> None:
+def test_only_the_same_seed_gives_the_same_problems() -> None:
     assert train_problems(20, SEED) == train_problems(20, SEED)
     assert train_problems(20, SEED) != train_problems(20, SEED + 1)
 
@@ -165,7 +165,7 @@ def test_a_row_without_its_field_is_named(field: str) -> None:
         Calculator(row)
 
 
-def test_the_warm_start_trains_on_assistant_turns_and_their_end_alone(tokenizer: Any) -> None:
+def test_warm_start_trains_only_assistant_turns_and_their_end(tokenizer: Any) -> None:
     row = train_problems(1, SEED)[0]
     (example,) = encode(tokenizer, [row])
     assert tokenizer.decode(example.ids) == conversation_text(tokenizer, row)

@@ -22,7 +22,7 @@ def test_each_set_has_the_problems_of_its_number_of_calls(tmp_path: Path) -> Non
         assert {len(row["steps"]) for row in rows[name]} == {calls}
 
 
-def test_the_table_has_a_line_for_each_evaluation_and_the_seconds_of_steps() -> None:
+def test_the_table_lists_each_evaluation_and_the_step_seconds() -> None:
     sets = {"two": {"accuracy": 0.5, "pass@4": 0.75}}
     step = {"step_seconds": 2.0, "phase_seconds": {"evaluate": 0.5}}
     rows = [

@@ -154,7 +154,7 @@ async def test_the_warm_start_has_the_prompts_of_the_loop(config: Config) -> Non
     assert audit(read).violations == 0
 
 
-def test_the_hasty_player_leaves_room_to_learn_and_exercises_are_right() -> None:
+def test_the_hasty_player_can_improve_and_exercises_are_right() -> None:
     made = list(itertools.islice(rows(1), 4000))
     games, which, digits = made[::4], made[1::4], made[3::4]
     looks = sum(len(row["messages"]) == 4 for row in games) / len(games)

@@ -30,7 +30,7 @@ def reward(text: str, gold: str = "72") -> float:
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row["answer"].rpartition(" ")[2])
-def test_each_gold_solution_earns_one_and_each_changed_number_earns_nothing(row):
+def test_gold_solutions_earn_one_and_changed_numbers_nothing(row):
     environment = Gsm8k(row)
     working, gold = row["answer"].rsplit("#### ", 1)
     changed = f"{working}#### {float(gold.replace(',', '')) + 1:,}"

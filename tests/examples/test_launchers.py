@@ -133,7 +133,7 @@ def test_commands_set_keys_that_exist_and_name_files_that_exist() -> None:
     assert (ROOT / read("skypilot.yaml")["envs"]["CONFIG"]).exists()
 
 
-def test_the_cluster_has_this_ray_and_as_many_gpus_as_the_run_uses() -> None:
+def test_the_cluster_has_this_ray_and_as_many_gpus_as_the_run() -> None:
     job = read("rayjob.yaml")["spec"]
     assert job["rayClusterSpec"]["rayVersion"] == version("ray")
     (group,) = job["rayClusterSpec"]["workerGroupSpecs"]
@@ -211,7 +211,7 @@ def test_a_run_with_a_checkpoint_goes_on(tmp_path: Path) -> None:
     assert found == ["train", "--resume", str(folder), "training.steps=3"]
 
 
-def test_a_run_that_ended_before_its_first_checkpoint_is_put_aside(tmp_path: Path) -> None:
+def test_a_run_without_a_checkpoint_is_moved_aside(tmp_path: Path) -> None:
     folder = tmp_path / "one"
     (folder / "checkpoints" / "step-0003.writing").mkdir(parents=True)
     (folder / "metrics.jsonl").write_text("kept")

@@ -24,7 +24,7 @@ def reward(text: str, answer: int = 5) -> float:
     return environment.reward(SimpleNamespace(final_text=text))
 
 
-def test_the_code_of_a_solution_computes_its_result_and_earns_the_reward() -> None:
+def test_the_code_of_a_solution_gives_its_result_and_the_reward() -> None:
     session = sandboxes.session("first")
     try:
         for row in train_problems(20, seed=1):

@@ -17,7 +17,7 @@ def test_an_internal_that_is_as_we_know_it_is_returned() -> None:
 
 
 @pytest.mark.parametrize("wanted", [("serve",), ("main", "alive_r"), ("main", "listener_fd", "x")])
-def test_one_that_is_missing_is_named_with_the_version_of_its_package(
+def test_a_missing_internal_is_named_with_its_packages_version(
     wanted: tuple[str, ...],
 ) -> None:
     name, *parameters = wanted

@@ -33,7 +33,7 @@ def test_the_page_is_made_of_the_declarations() -> None:
     ]
 
 
-def test_the_trainer_reports_no_metric_that_the_record_does_not_document() -> None:
+def test_the_trainer_reports_only_documented_metrics() -> None:
     values = np.zeros((len(RECORDED), 2), np.float32)
     update = UpdateReport(tokens=2, sums={name: 1.0 for name in get_args(SumName)})
     report = StepReport(1, [update], values, Counter({0: 2}), Counter(padded=1), 4, 1.0, 0.5)
@@ -43,7 +43,7 @@ def test_the_trainer_reports_no_metric_that_the_record_does_not_document() -> No
         metrics.add({"rato": 1.0})
 
 
-def test_what_was_not_measured_is_left_out_but_for_what_a_reader_looks_for() -> None:
+def test_the_row_omits_unmeasured_metrics_except_the_core_ones() -> None:
     metrics = StepMetrics(step=3)
     assert metrics.to_json() == {
         "step": 3,
@@ -80,7 +80,7 @@ def test_lengths_and_deviations_are_those_of_the_trajectories() -> None:
     assert (metrics.reward_std, metrics.completion_tokens) == (None, {})
 
 
-def test_a_workers_speed_is_that_of_its_turns_without_their_time_in_the_queue() -> None:
+def test_a_workers_speed_leaves_out_the_time_in_its_queue() -> None:
     group = Group("p")
     for index, (worker, seconds, queued) in enumerate([("a", 2.0, 1.0), ("b", 4.0, None)]):
         trajectory = Trajectory("p", index, outcome=Outcome(0.0))

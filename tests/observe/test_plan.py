@@ -56,7 +56,7 @@ def configuration(path: str, **sections: Any) -> Config:
     return parse_config(tree, optional=("environment", "data.path"))
 
 
-def test_the_parts_of_a_plan_are_sums_that_can_be_checked_by_hand(tmp_path: Path) -> None:
+def test_the_parts_of_a_plan_match_sums_by_hand(tmp_path: Path) -> None:
     layers = 4
     path = folder_of(LARGE | {"num_hidden_layers": layers}, tmp_path / "model")
     training = {"ranks": 8, "colocated": True, "activation_checkpointing": True}
@@ -248,7 +248,7 @@ def test_a_rank_holds_what_was_planned(
     assert planned == pytest.approx(measured, rel=0.15)
 
 
-def test_the_size_of_a_model_with_adapters_draws_no_random_numbers(tmp_path: Path) -> None:
+def test_sizing_a_model_with_adapters_draws_no_random_numbers(tmp_path: Path) -> None:
     path = folder_of(SHAPE, tmp_path / "model")
     config = configuration(path, training={"steps": 1})
     adapted = parse_config(
@@ -261,7 +261,7 @@ def test_the_size_of_a_model_with_adapters_draws_no_random_numbers(tmp_path: Pat
     assert size.learning < size.parameters == model_size(config.model).parameters + size.learning
 
 
-def test_the_fewer_layers_are_recomputed_the_more_memory_their_activations_take(
+def test_recomputing_fewer_layers_takes_more_activation_memory(
     tmp_path: Path,
 ) -> None:
     path = folder_of(SHAPE, tmp_path / "model")
@@ -291,7 +291,7 @@ def test_the_logits_of_a_large_vocabulary_never_exist_whole(
     assert peak == pytest.approx(three_chunks, rel=1e-3)
 
 
-def test_a_text_model_inside_of_another_is_planned_as_its_text_alone(tmp_path: Path) -> None:
+def test_a_text_model_inside_another_is_planned_as_text_alone(tmp_path: Path) -> None:
     tokens: dict[str, Any] = {"tokens": 64, "length": 32}
     for name in ("gemma3", "gemma3_text"):
         tiny(name).save_pretrained(tmp_path / name)

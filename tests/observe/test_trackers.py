@@ -152,7 +152,7 @@ def offline(calls: list[int]) -> Tracker:
     return Tracker(write, lambda step, rows: close(), close)
 
 
-def test_a_sink_that_fails_is_warned_about_once_and_the_others_go_on(
+def test_a_failing_sink_warns_once_and_the_others_go_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     sinks = MetricsLog(tmp_path, config())
@@ -245,7 +245,7 @@ class Wandb:
         pass
 
 
-def test_wandb_draws_what_comes_late_over_the_step_that_it_belongs_to(
+def test_wandb_draws_late_metrics_over_the_step_they_belong_to(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, find, load = Wandb(), importlib.util.find_spec, importlib.import_module

@@ -58,7 +58,7 @@ def test_each_section_reaches_the_configurations_key(tmp_path: Path) -> None:
     assert config.model.template_args == {"enable_thinking": False}
 
 
-def test_own_keys_win_over_included_ones_and_later_files_over_earlier(tmp_path: Path) -> None:
+def test_own_keys_beat_included_ones_and_later_files_win(tmp_path: Path) -> None:
     path = write(
         tmp_path,
         own="includes: [one.yaml, two.yaml]\nsampling: {n: 1}",
@@ -72,7 +72,7 @@ def test_own_keys_win_over_included_ones_and_later_files_over_earlier(tmp_path: 
     }
 
 
-def test_included_files_are_found_from_the_file_that_includes_them(tmp_path: Path) -> None:
+def test_include_paths_start_at_the_file_that_includes(tmp_path: Path) -> None:
     write(tmp_path, base="cache: {prefix_caching: false}")
     write(tmp_path / "shared", middle="includes: ../base.yaml")
     path = write(tmp_path / "models", own="includes: [../shared/middle.yaml]")
@@ -212,7 +212,7 @@ def test_chatlearns_example_is_understood_key_for_key(chatlearn: Path) -> None:
     assert (args["vllm_input_ids_key"], args["vllm_prompt_key"]) == ("input_ids", "prompt")
 
 
-def test_keys_of_speed_and_memory_load_with_a_line_that_says_what_they_do_today(
+def test_speed_and_memory_keys_load_with_a_note_on_their_effect(
     chatlearn: Path, tmp_path: Path
 ) -> None:
     """As the page and its example have them: max_paddings 512, swap_space 4, block_size 16."""
@@ -321,7 +321,7 @@ def test_includes_with_the_models_structure_load_for_every_model(chain: Path) ->
     assert "num_layers" in said, "of the other models: only the policy's is compared"
 
 
-def test_the_structure_in_included_files_is_compared_with_the_models_own(
+def test_the_structure_in_included_files_must_fit_the_model(
     chain: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("policy_num_query_groups", "2")
@@ -363,7 +363,7 @@ def test_answers_to_a_prompt_are_a_group_in_training(tmp_path: Path) -> None:
     assert settings == {"sampling.n": 8, "eval.sampling.n": 2}
 
 
-def test_without_a_limit_of_new_tokens_an_answer_may_fill_the_context(tmp_path: Path) -> None:
+def test_an_answer_without_a_token_limit_may_fill_the_context(tmp_path: Path) -> None:
     """And prompts still leave room for max_new_tokens."""
     limits = "seq_length: 100\nmax_new_tokens: 30\nnew_token_limit: "
     settings = read_model(write(tmp_path, own=limits + "false"))[0]
@@ -396,9 +396,7 @@ def module(folder: Path, name: str, text: str) -> VLLMModule:
     return VLLMModule(name, write(folder, **{name: text}))
 
 
-def test_a_model_file_wins_over_the_pipelines_and_overrides_win_over_both(
-    base: Path, tmp_path: Path
-) -> None:
+def test_a_model_file_beats_the_pipelines_and_overrides_win(base: Path, tmp_path: Path) -> None:
     policy = module(tmp_path, "policy", "sampling: {n: 4, top_k: 4}")
     config = Pipeline(base, policy, overrides=["sampling.top_k=5"]).config
     assert (config.sampling.top_p, config.sampling.n, config.sampling.top_k) == (0.9, 4, 5)
@@ -406,9 +404,7 @@ def test_a_model_file_wins_over_the_pipelines_and_overrides_win_over_both(
     assert (again.sampling.n, again.sampling.top_k) == (2, 5)
 
 
-def test_modules_that_disagree_are_refused_unless_an_override_decides(
-    base: Path, tmp_path: Path
-) -> None:
+def test_conflicting_modules_are_refused_without_an_override(base: Path, tmp_path: Path) -> None:
     one = module(tmp_path, "one", "scheduler: {max_num_seqs: 8}")
     two = module(tmp_path, "two", "scheduler: {max_num_seqs: 16}\nsampling: {n: 2}")
     with pytest.raises(InputError, match="the model file of one contradicts"):
@@ -417,9 +413,7 @@ def test_modules_that_disagree_are_refused_unless_an_override_decides(
     assert (decided.engine.max_num_seqs, decided.sampling.n) == (4, 2)
 
 
-def test_a_wrong_value_in_a_model_file_is_refused_before_anything_starts(
-    base: Path, tmp_path: Path
-) -> None:
+def test_a_wrong_value_in_a_model_file_is_refused_at_once(base: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"sampling\.top_p"):
         Pipeline(base, module(tmp_path, "policy", "sampling: {top_p: 2}"))
 
@@ -437,7 +431,7 @@ def test_what_does_not_run_says_so(base: Path) -> None:
         Pipeline(base, policy).train({"groups": []})
 
 
-def test_the_examples_model_file_says_what_its_configuration_says() -> None:
+def test_the_examples_model_file_matches_its_configuration() -> None:
     given = load_config(EXAMPLES / "config.yaml")
     policy = VLLMModule("policy", EXAMPLES / "policy.yaml")
     assert len(policy.settings) > 8

@@ -112,7 +112,7 @@ def values_at(masks: list[int], values: list[float]) -> list[float]:
     return [value for value, mask in zip(values, masks, strict=True) if mask]
 
 
-def test_the_command_trains_grpo_and_goes_on_from_its_last_checkpoint(grpo: Path) -> None:
+def test_the_command_trains_grpo_and_resumes_from_a_checkpoint(grpo: Path) -> None:
     rows = metrics_of(grpo)
     assert [row["step"] for row in rows] == [1, 2]
     assert [row["weight_version"] for row in rows] == [1, 2]
@@ -135,16 +135,14 @@ def test_a_run_that_is_complete_says_so(file: Path, grpo: Path) -> None:
     assert (second.returncode, "already holds a run" in second.stderr) == (2, True)
 
 
-def test_a_model_that_is_not_there_is_named_before_anything_starts(file: Path) -> None:
+def test_a_missing_model_is_named_before_anything_starts(file: Path) -> None:
     done = turnwise("pipeline", file, "algorithm.advantage.model.path=./nowhere")
     assert done.returncode == 2
     assert "algorithm.advantage.model.path: there is no model in ./nowhere" in done.stderr
     assert not (file.parent / "runs" / "rlhf").exists()
 
 
-def test_the_reference_gives_the_logprobs_that_transformers_computes(
-    file: Path, seen: Seen
-) -> None:
+def test_the_reference_gives_the_logprobs_of_transformers(file: Path, seen: Seen) -> None:
     """By `ReferenceModule`."""
     model = AutoModelForCausalLM.from_pretrained(folder_of(file, "reference")).float().eval()
     for step in seen["ppo"]["steps"]:
@@ -199,7 +197,7 @@ def test_ppo_trains_the_policy_in_the_engines_processes(seen: Seen) -> None:
         assert metrics["canary_diff_max"] < 1e-3
 
 
-def test_a_pipeline_goes_on_from_what_it_saved_as_if_it_had_not_stopped(seen: Seen) -> None:
+def test_a_resumed_pipeline_goes_on_as_if_it_had_not_stopped(seen: Seen) -> None:
     ppo = seen["ppo"]
     iteration, version, state = ppo["loaded"]
     assert (iteration, version) == (1, 1)
@@ -268,7 +266,7 @@ def test_classes_are_exported_and_imported_when_asked_for() -> None:
 
 
 @pytest.mark.slow
-def test_the_command_trains_an_adapter_beside_models_of_their_own(file: Path) -> None:
+def test_the_command_trains_an_adapter_beside_other_models(file: Path) -> None:
     lora = "models.ppo_policy.lora={enable_lora: true, lora_dim: 4, lora_scaling: 8}"
     done = turnwise("pipeline", file, lora, "runtime.num_episode=1", exp_name="lora")
     assert done.returncode == 0, done.stderr

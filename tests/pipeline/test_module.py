@@ -100,7 +100,7 @@ def test_a_ported_policy_works_with_its_body_unchanged(join: Join, tokenizer: An
         assert text.startswith(tokenizer.decode(answer[:-1]))
 
 
-def test_outputs_of_a_ported_decoding_are_trained_on_token_by_token(join: Join) -> None:
+def test_outputs_of_a_ported_decoding_are_trained_token_by_token(join: Join) -> None:
     """The groups stay with what a forward_step of one's own returns, too."""
     policy = join(Ported("policy"))
     items = [{"input_ids": torch.tensor([5, 6, 7, 8]), "prompt": "own text"}]
@@ -166,7 +166,7 @@ def test_the_names_of_a_prompts_fields_come_from_the_models_file(
     assert outputs["no_padded_query_ids"][0] == [4, 5]
 
 
-def test_prompts_that_are_too_long_are_cut_to_what_new_tokens_leave(
+def test_too_long_prompts_are_cut_to_leave_room_for_new_tokens(
     join: Join, template: ChatTemplate, caplog: pytest.LogCaptureFixture
 ) -> None:
     """To `seq_length - max_new_tokens`."""
@@ -262,7 +262,7 @@ def output_of(template: ChatTemplate, *trajectories: Trajectory, stop: str = "")
     return output
 
 
-def test_a_trajectory_with_tools_is_one_output_that_says_what_was_sampled(
+def test_a_trajectory_with_tools_is_one_output_with_a_loss_mask(
     template: ChatTemplate,
 ) -> None:
     """The answers of tools are in token_ids, with a mask beside them."""
@@ -366,9 +366,7 @@ def test_model_provider_says_which_model_it_is(
         Pipeline(pipeline_file, Unnamed("policy"))
 
 
-def test_flat_names_of_the_configuration_are_there_for_ported_code(
-    join: Join, tmp_path: Path
-) -> None:
+def test_ported_code_finds_flat_names_of_the_configuration(join: Join, tmp_path: Path) -> None:
     """Model_args, with num_inference_per_prompt in n."""
     (tmp_path / "own.yaml").write_text("n: 1\nnum_inference_per_prompt: 4\nprompt_key: text")
     args = join(VLLMModule("policy", tmp_path / "own.yaml")).model_args

@@ -23,9 +23,7 @@ from turnwise.errors import InputError
 TEXTS = ["Seven plus eight", "What is a group?"]
 
 
-def test_the_forward_step_of_the_page_samples_a_batch_in_one_step(
-    join: Join, tokenizer: Any
-) -> None:
+def test_the_pages_forward_step_samples_a_batch_in_one_step(join: Join, tokenizer: Any) -> None:
     """Whether the program gives items of the dataset, the dataset, or a loader's batch."""
     policy = join(PagePolicy("policy"))
     dataset = policy.build_dataset(TEXTS)
@@ -66,7 +64,7 @@ def test_execute_step_takes_the_whole_batch_too_and_nothing_else(join: Join) -> 
         policy.execute_step([{"input_ids": [1]}], {}, {}, {})
 
 
-def test_a_dataset_of_chatlearn_has_prompts_their_ids_and_the_tokenizer(tokenizer: Any) -> None:
+def test_a_chatlearn_dataset_has_prompts_ids_and_the_tokenizer(tokenizer: Any) -> None:
     """Cut at the end; the other fields of rows are kept."""
     dataset = VLLMPromptPipeline(TEXTS, 3, tokenizer)
     ids = [tokenizer.encode(text)[:3] for text in TEXTS]
@@ -111,7 +109,7 @@ def test_a_dataset_names_the_prompt_that_it_cannot_use(
     assert str(error.value) == message
 
 
-def test_model_provider_reads_the_models_arguments_and_is_called_by_setup(
+def test_setup_calls_model_provider_with_the_models_arguments(
     join: Join, pipeline_file: Path, model_path: str, tmp_path: Path
 ) -> None:
     """Once, before anything starts; setup gets the same object."""
@@ -140,9 +138,7 @@ def test_model_provider_reads_the_models_arguments_and_is_called_by_setup(
     assert len(policy.calls) == 1
 
 
-def test_a_pipeline_needs_no_model_in_its_files_if_the_provider_names_it(
-    tmp_path: Path, model_path: str
-) -> None:
+def test_the_model_provider_can_name_the_model_alone(tmp_path: Path, model_path: str) -> None:
     class Named(VLLMModule):
         def model_provider(self) -> Any:
             assert self.model_args["load"] is None

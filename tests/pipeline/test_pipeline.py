@@ -69,7 +69,7 @@ def versions(outputs: Seen) -> set[int]:
     return {version for each in outputs["weight_versions"] for version in each}
 
 
-def test_the_outputs_tell_every_token_with_its_mask_logprob_and_version(seen: Seen) -> None:
+def test_outputs_hold_each_token_with_its_mask_and_logprob(seen: Seen) -> None:
     outputs = seen["first"]
     assert {len(values) for values in outputs.values()} == {GROUP * ITEMS}
     for index, token_ids in enumerate(outputs["all_tokens"]):
@@ -203,7 +203,7 @@ def test_add_request_alone_can_be_overridden(seen: Seen) -> None:
     assert max(seen["requests"]["response_token_length"]) <= 5
 
 
-def test_decode_internal_alone_can_be_overridden_and_its_outputs_train(seen: Seen) -> None:
+def test_outputs_of_an_overridden_decode_internal_are_trained(seen: Seen) -> None:
     assert len(seen["decoding"]) == 2 * GROUP
     assert seen["trained_on_decoding"]["trajectories"] == 2 * GROUP
 
@@ -240,7 +240,7 @@ def test_everything_that_was_trained_is_exact(seen: Seen) -> None:
     assert (report["exact_percent"], report["violations"]) == (100.0, 0)
 
 
-def test_what_is_saved_is_a_whole_checkpoint_that_others_can_load(seen: Seen) -> None:
+def test_save_writes_a_whole_checkpoint_that_others_can_load(seen: Seen) -> None:
     folder = Path(seen["saved"])
     assert checkpoint.incomplete_reason(folder) == ""
     assert not checkpoint.temporary(folder).exists()

@@ -190,7 +190,7 @@ def test_a_reference_without_a_weight_gets_one(file: Path) -> None:
     assert PipelineFile(file).config.algorithm.kl.coef == 0.02
 
 
-def test_sections_of_a_configuration_have_the_last_word_but_for_overrides(file: Path) -> None:
+def test_sections_of_a_configuration_beat_all_but_overrides(file: Path) -> None:
     file.write_text(
         file.read_text() + "\nenvironment: a:B\ntraining: {steps: 7, max_staleness: 1}\n"
         "algorithm: {kl: {coef: 0.3}}"
@@ -270,9 +270,7 @@ def test_a_mistake_is_one_sentence(file: Path, override: str, message: str) -> N
 
 
 @pytest.mark.parametrize("place", ["policy.yaml", "rlhf.yaml", "override"])
-def test_devices_are_divided_among_engines_of_the_size_that_any_file_sets(
-    file: Path, place: str
-) -> None:
+def test_devices_are_divided_by_the_engine_size_of_any_file(file: Path, place: str) -> None:
     overrides = ["models.policy.num_gpu=8", "runtime.colocation=null"]
     if place == "override":
         overrides.append("engine.tensor_parallel_size=4")

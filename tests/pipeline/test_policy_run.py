@@ -82,7 +82,7 @@ async def begin(file: Path, tokenizer: Any) -> AsyncIterator[Begin]:
         yield begin
 
 
-async def test_the_policys_class_makes_the_groups_of_the_run_in_batches(begin: Begin) -> None:
+async def test_the_policys_class_makes_the_runs_groups_in_batches(begin: Begin) -> None:
     """One call of its forward_step for groups that begin together, with its rewards; evaluation by
     its eval_forward."""
     run, runtime, train, heldout = await begin(PagePolicy, "tests.pipeline.page")
@@ -125,7 +125,7 @@ async def test_a_group_that_is_no_longer_needed_holds_up_no_other(begin: Begin) 
     assert run._policy.batches == [1]
 
 
-async def test_what_nobody_waits_for_any_more_is_not_sampled_to_its_end(begin: Begin) -> None:
+async def test_sampling_stops_when_nobody_waits_for_it(begin: Begin) -> None:
     run, runtime, train, _ = await begin(PagePolicy, "tests.pipeline.page")
     calls = run.pipeline._calls
     await runtime.generator.pause()
@@ -162,7 +162,7 @@ def test_what_a_class_of_the_policys_cannot_do_is_refused(file: Path, change: st
         (Numbers, "build_dataset made 16, which is neither a problem nor a mapping with token ids"),
     ],
 )
-async def test_a_class_that_does_what_the_run_cannot_use_is_one_sentence(
+async def test_a_class_that_the_run_cannot_use_gives_one_sentence(
     begin: Begin, kind: type[VLLMModule], message: str
 ) -> None:
     async def attempt() -> None:
@@ -194,7 +194,7 @@ def test_only_the_policy_may_have_a_class_in_the_file(file: Path) -> None:
 
 
 @pytest.mark.slow  # two starts of the command, with engines
-def test_the_command_trains_with_the_policys_own_class_and_resumes(file: Path, build: Path) -> None:
+def test_the_command_trains_with_the_policys_class_and_resumes(file: Path, build: Path) -> None:
     """ChatLearn's three files: the pipeline's, the policy's, and the module with the page's
     bodies."""
     rows = [{"prompt": f"What is {n} plus {n}?"} for n in range(8)]

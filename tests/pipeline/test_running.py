@@ -19,7 +19,7 @@ async def nothing(*arguments: object) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("schedule", "warnings"), [("linear", 1), ("constant", 0)])
-async def test_a_program_that_trains_beyond_a_linear_schedule_is_warned_once(
+async def test_training_beyond_a_linear_schedule_warns_once(
     make_config: Callable[..., Config],
     caplog: pytest.LogCaptureFixture,
     schedule: str,

@@ -57,7 +57,7 @@ class ToolLoop(SingleTurnLoop):
             await environment.row["tool"].wait()
 
 
-async def test_a_judge_of_concurrency_1_leaves_no_engine_idle_while_a_prompt_waits(
+async def test_a_judge_of_concurrency_1_leaves_no_engine_idle(
     scripted: Scripted, make_config: Callable[..., Config], tokenizer: Any
 ) -> None:
     """It answers nobody before all prompts were sampled."""

@@ -170,7 +170,7 @@ async def test_an_endpoint_that_nobody_serves_is_unreachable(
         await try_agent("http://", keyless, make_config, tokenizer)
 
 
-async def test_an_endpoint_that_does_not_answer_is_left_at_the_deadline(
+async def test_a_silent_endpoint_is_left_at_the_deadline(
     keyless: OpenAIServer, make_config: Callable[..., Config], tokenizer: Any
 ) -> None:
     left = asyncio.Queue[str]()

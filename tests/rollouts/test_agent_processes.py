@@ -250,7 +250,7 @@ def test_a_momentary_lack_of_descriptors_fails_trajectories_only() -> None:
     assert lines[3] == "true starts"
 
 
-async def test_a_program_that_vanishes_in_mid_run_fails_trajectories_only(tmp_path: Path) -> None:
+async def test_a_program_that_vanishes_mid_run_fails_trajectories_only(tmp_path: Path) -> None:
     path = tmp_path / "agent"
     path.write_text(f"#!{sys.executable}\n")
     environment, clock = clean_environment(()), StallClock(60.0)

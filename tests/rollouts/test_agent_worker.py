@@ -137,9 +137,7 @@ async def test_a_workers_failure_is_counted_by_its_reason(
     assert words in group.causes[reason]
 
 
-async def test_a_worker_is_told_of_a_trajectory_that_misses_its_deadline(
-    play: Play, tmp_path: Path
-) -> None:
+async def test_a_worker_hears_of_a_trajectory_past_its_deadline(play: Play, tmp_path: Path) -> None:
     group = await play("hang", stall_timeout=0.5)
     assert group.dropped == {"stalled": 2}
     async with asyncio.timeout(60):
@@ -155,7 +153,7 @@ async def test_closing_ends_the_process(play: Play, tmp_path: Path) -> None:
         os.kill(int(pid), 0)
 
 
-async def test_a_worker_that_cannot_be_started_ends_the_run_with_a_sentence(play: Play) -> None:
+async def test_a_worker_that_cannot_start_ends_the_run(play: Play) -> None:
     with pytest.raises(InputError, match=r"rollout\.agent: no-such-command cannot be started"):
         await play("", "worker: no-such-command")
 

@@ -70,7 +70,7 @@ def check_times(group: Group, trajectory: Trajectory) -> None:
 @pytest.mark.parametrize(
     "agent", ["tests.plain_agents:calculator", COMMAND], ids=["function", "command"]
 )
-async def test_an_agent_that_knows_nothing_of_us_makes_exact_trajectories(
+async def test_an_agent_unaware_of_turnwise_makes_exact_trajectories(
     agent: str,
     server: OpenAIServer,
     engine: WorkerHandle,
@@ -218,7 +218,7 @@ async def try_agent(
 
 
 @pytest.mark.parametrize("gives_up", [False, True])
-async def test_an_agent_whose_context_is_full_ends_with_the_turns_that_it_has(
+async def test_an_agent_with_a_full_context_keeps_its_turns(
     gives_up: bool, simulated: OpenAIServer, make_config: Callable[..., Config], tokenizer: Any
 ) -> None:
     agent, row = "tests.plain_agents:endless", {"gives_up": gives_up, "question": "1 2 3 4 " * 12}
@@ -230,7 +230,7 @@ async def test_an_agent_whose_context_is_full_ends_with_the_turns_that_it_has(
         assert audit(trajectory).first_violation is None
 
 
-async def test_an_agents_answer_that_was_cut_off_is_left_out_by_mask_truncated(
+async def test_mask_truncated_leaves_out_an_agents_cut_answer(
     make_config: Callable[..., Config], tokenizer: Any
 ) -> None:
     """As with any other loop."""
@@ -256,7 +256,7 @@ async def test_an_agents_answer_that_was_cut_off_is_left_out_by_mask_truncated(
     assert set(found) == {"length", "completed"}
 
 
-async def test_words_that_an_agent_puts_into_the_models_mouth_are_never_trained(
+async def test_words_an_agent_adds_for_the_model_are_never_trained(
     keyless: OpenAIServer, make_config: Callable[..., Config], tokenizer: Any
 ) -> None:
     group = await try_agent("tests.plain_agents:storyteller", keyless, make_config, tokenizer)
@@ -279,7 +279,7 @@ async def test_words_that_an_agent_puts_into_the_models_mouth_are_never_trained(
 
 
 @pytest.mark.parametrize("agent_rewards", [False, True])
-async def test_an_agent_touches_its_own_reward_only_where_it_may_and_no_other_session(
+async def test_an_agent_reaches_only_its_own_reward_and_if_allowed(
     agent_rewards: bool,
     keyless: OpenAIServer,
     make_config: Callable[..., Config],
@@ -378,7 +378,7 @@ async def test_a_blocking_agent_stalls_no_run(
     ],
     ids=["a child holds its output", "50 MB of output"],
 )
-async def test_a_command_ends_with_its_own_process_and_the_end_of_its_output(
+async def test_a_failed_command_ends_at_once_with_its_last_output(
     command: str,
     words: str,
     simulated: OpenAIServer,
@@ -399,7 +399,7 @@ async def test_a_command_ends_with_its_own_process_and_the_end_of_its_output(
         (COMMAND, {"agent_env": ["NOT_SET"]}, "rollout.agent_env names NOT_SET, which is not set"),
     ],
 )
-async def test_a_command_that_cannot_be_started_ends_the_run_with_a_sentence(
+async def test_a_command_that_cannot_start_ends_the_run(
     agent: str,
     rollout: dict[str, Any],
     words: str,

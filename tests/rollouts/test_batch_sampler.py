@@ -179,7 +179,7 @@ def simulated(tokenizer: Any) -> SimulatedEngine:
     return SimulatedEngine(vocab_size=len(tokenizer), latency=latency)
 
 
-async def test_a_sampler_of_the_users_samples_a_batch_that_is_trained_token_by_token(
+async def test_a_users_sampler_makes_a_batch_trained_token_by_token(
     engine: WorkerHandle,
     sampling: Callable[..., TrajectorySampler],
     make_config: Callable[..., Config],
@@ -214,7 +214,7 @@ async def test_a_sampler_of_the_users_samples_a_batch_that_is_trained_token_by_t
     assert len(batch.samples) == 4
 
 
-async def test_ids_that_a_sampler_adds_are_context_and_what_it_cuts_is_gone(
+async def test_ids_a_sampler_adds_are_context_and_ids_it_cuts_are_gone(
     simulated: SimulatedEngine, sampling: Callable[..., TrajectorySampler], tokenizer: Any
 ) -> None:
     """Token ids as answers, which no call of `llm` gave; the engine's tokens, up to the cut."""
@@ -266,7 +266,7 @@ async def test_trls_environment_gives_the_ids_of_its_answers(
     assert sampled == [template.encode(SAID[0])] * 4
 
 
-async def test_a_sampler_gets_what_is_configured_and_prompts_have_their_logprobs(
+async def test_a_sampler_gets_the_configuration_and_prompt_logprobs(
     engine: WorkerHandle, sampling: Callable[..., TrajectorySampler]
 ) -> None:
     """Those of the trainer's distribution, and what other loops record."""
@@ -317,7 +317,7 @@ async def test_a_sampler_that_cannot_be_used_is_one_sentence(
         _ = [t async for t in sampling(simulated, name)]
 
 
-async def test_the_engines_failure_is_the_samplers_and_leaving_ends_what_runs(
+async def test_a_dead_engine_fails_the_batch_and_leaving_ends_requests(
     sampling: Callable[..., TrajectorySampler], tokenizer: Any
 ) -> None:
     """An engine that dies fails the batch; a sampler that is abandoned keeps no request."""

@@ -30,7 +30,7 @@ def group(environment: str, *failures: str, finished: int = 0) -> Group:
     return made
 
 
-def test_the_two_most_frequent_causes_are_told_with_their_numbers() -> None:
+def test_the_error_names_the_two_commonest_causes_with_counts() -> None:
     failed = [f"row {n} gave {n / 8}" for n in range(8)] + [DIVIDED] * 24 + ["nan"] * 3 + ["'1.0'"]
     groups = [group("shop", *failed), group("sums", finished=10)]
     words = (
@@ -100,7 +100,7 @@ async def test_a_reward_that_is_none_names_the_class_and_the_line() -> None:
         await episode.reward(Trajectory("rows:1", 0))
 
 
-async def test_errors_log_has_the_first_of_each_cause_with_the_users_frames_first(
+async def test_errors_log_has_each_cause_once_with_user_frames_first(
     tmp_path: Path,
 ) -> None:
     files = RunFiles(tmp_path)
@@ -119,9 +119,7 @@ async def test_errors_log_has_the_first_of_each_cause_with_the_users_frames_firs
     assert "tests/rollouts/test_causes.py" in frame
 
 
-async def test_an_environment_that_always_fails_ends_the_run_while_others_fill_the_batches() -> (
-    None
-):
+async def test_one_environment_that_always_fails_ends_the_run() -> None:
     keys = {"environment": "e:E", "model": {"path": "m"}, "data": {"path": "d"}}
     config = parse_config({**keys, "sampling": {"n": 4}, "rollout": {"prompts_per_step": 12}})
     names = ["shop", "sums", "maps", "mail"]

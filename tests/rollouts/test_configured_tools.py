@@ -105,7 +105,7 @@ def names(episode: Episode) -> list[str]:
     return [schema["function"]["name"] for schema in episode.toolbox.schemas]
 
 
-async def test_functions_and_tools_are_offered_after_the_environments_own(
+async def test_configured_tools_come_after_the_environments_own(
     make_config: Callable[..., Config],
 ) -> None:
     episode = await opened(make_config(), "double", "noon")
@@ -187,7 +187,7 @@ def test_an_entry_has_one_key(make_config: Callable[..., Config]) -> None:
         make_config(rollout={"tools": [{"used": "a:b"}]})
 
 
-def test_a_runner_loads_the_tools_and_checks_them_with_the_first_row(
+def test_a_runner_checks_the_tools_with_the_first_row(
     make_config: Callable[..., Config], tokenizer: Any
 ) -> None:
     def runner(*uses: str) -> Runner:

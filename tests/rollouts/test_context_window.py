@@ -152,7 +152,7 @@ async def test_only_a_model_whose_summary_holds_the_code_can_answer(run: Any) ->
     assert [t.reward for t in group.trajectories] == [0.0], "without a summary it looks for ever"
 
 
-async def test_a_summary_is_sampled_in_its_context_and_the_rest_is_a_branch(
+async def test_a_branch_begins_after_a_summary_sampled_in_its_context(
     run: Any, template: ChatTemplate
 ) -> None:
     group, engine = await run(reader(careful))
@@ -177,7 +177,7 @@ async def test_a_summary_is_sampled_in_its_context_and_the_rest_is_a_branch(
     assert Trajectory.from_json(trajectory.to_json()) == trajectory
 
 
-async def test_every_token_of_a_compacted_trajectory_is_trained_once_with_its_advantage(
+async def test_each_token_of_a_compacted_trajectory_is_trained_once(
     run: Any, make_config: Callable[..., Config]
 ) -> None:
     good, bad = [(await run(reader(summary)))[0] for summary in (careful, careless)]
@@ -204,7 +204,7 @@ async def test_every_token_of_a_compacted_trajectory_is_trained_once_with_its_ad
 
 
 @pytest.mark.parametrize("by_turn", [False, True])
-async def test_rewards_of_turns_are_given_by_turn_where_some_are_summaries(
+async def test_turn_rewards_need_a_number_for_each_summary_too(
     run: Any, monkeypatch: pytest.MonkeyPatch, by_turn: bool
 ) -> None:
     def reward(self: Drawer, trajectory: Trajectory) -> turnwise.Rewards:
@@ -240,7 +240,7 @@ async def test_the_reason_and_the_number_are_shown_and_counted(
     assert metrics.forked == {COMPACTED: 2}
 
 
-async def test_results_before_the_latest_are_dropped_and_sampled_ids_are_kept(
+async def test_earlier_results_are_dropped_and_sampled_ids_are_kept(
     run: Any, template: ChatTemplate
 ) -> None:
     said = [*(call("note", number=n) for n in range(1, 6)), "done"]

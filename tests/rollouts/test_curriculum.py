@@ -42,7 +42,7 @@ def many(count: int) -> Problems:
 
 
 @pytest.mark.parametrize("index", [0, 1, 5, 1000, 999_999])
-def test_each_group_without_signal_doubles_the_rest_up_to_its_limit(index: int) -> None:
+def test_each_group_without_signal_doubles_the_rest_to_a_limit(index: int) -> None:
     stream, name, numbers = ProblemStream(many(index + 1), 0, 12), f"rows:{index + 1}", []
     for number in range(5):
         stream.learn(name, "mastered" if number % 2 else "hopeless")
@@ -68,7 +68,7 @@ def test_rows_come_back_in_different_epochs(indices: range) -> None:
         assert 60 < back < 140, "of 800, an eighth each"
 
 
-def test_a_row_that_was_always_right_comes_less_often_than_the_others() -> None:
+def test_a_row_that_was_always_right_comes_less_often() -> None:
     stream = ProblemStream(problems(4), 0, max_rest=4)
     counts = Counter[str]()
     for _ in range(130):
@@ -106,7 +106,7 @@ def test_pools_count_every_row_that_may_come() -> None:
     before=st.lists(st.sampled_from(POOLS), max_size=30),
     after=st.lists(st.sampled_from(POOLS), max_size=30),
 )
-def test_a_restored_stream_with_a_curriculum_goes_on_where_the_first_stopped(
+def test_a_restored_stream_goes_on_where_the_first_stopped(
     count: int, before: list[Pool], after: list[Pool]
 ) -> None:
     first = ProblemStream(problems(count), 7, 4)
@@ -124,7 +124,7 @@ def test_a_restored_stream_with_a_curriculum_goes_on_where_the_first_stopped(
     assert first.pools() == second.pools()
 
 
-def test_without_a_curriculum_the_order_is_the_seeds_and_a_state_with_one_is_read() -> None:
+def test_a_stream_without_a_curriculum_loads_a_state_with_one() -> None:
     plain, taught = (ProblemStream(problems(4), 3, each) for each in (None, 4))
     assert plain.take(8) == taught.take(8)
     taught.learn("rows:1", "mastered")

@@ -84,9 +84,7 @@ def test_a_programs_dataset_gives_the_rows_of_its_file() -> None:
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "written", "parquet", "saved", "folder"])
-def test_a_row_has_no_keys_of_another_rows_messages_calls_and_tools(
-    tmp_path: Path, kind: str
-) -> None:
+def test_a_row_has_no_keys_of_another_rows_messages_and_tools(tmp_path: Path, kind: str) -> None:
     """Arrow would show the model parameters that its tools do not have."""
     path = tmp_path / "rows"
     if kind == "jsonl":
@@ -212,7 +210,7 @@ def test_packed_files_arrays_and_patterns_give_their_rows(
         load_rows(str(tmp_path / "none-*.jsonl"), split="train")
 
 
-def test_a_slice_of_a_saved_dataset_is_that_of_a_dataset_on_the_hub(tmp_path: Path) -> None:
+def test_a_slice_of_a_saved_dataset_works_as_on_the_hub(tmp_path: Path) -> None:
     splits = str(save_splits(tmp_path / "splits"))
     for split, expected in {
         "train[:2]": ROWS[:2],
@@ -294,7 +292,7 @@ def test_a_split_that_is_not_there_is_named_with_those_that_are(tmp_path: Path) 
         load_rows(str(path), split="dev")
 
 
-def test_the_lines_of_a_large_file_are_parsed_when_they_are_asked_for(tmp_path: Path) -> None:
+def test_lines_of_a_large_file_are_parsed_on_demand(tmp_path: Path) -> None:
     path, last = tmp_path / "large.jsonl", 12_000
     text = "é" * 250
     with path.open("w") as file:
@@ -316,7 +314,7 @@ def test_the_lines_of_a_large_file_are_parsed_when_they_are_asked_for(tmp_path: 
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
-def test_rows_of_a_large_table_are_parsed_when_they_are_asked_for(
+def test_rows_of_a_large_table_are_parsed_on_demand(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
 ) -> None:
     monkeypatch.setattr(data, "_EAGER_BYTES", 100)

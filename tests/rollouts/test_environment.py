@@ -89,7 +89,7 @@ class Careless:
         return [self.no_such_tool]  # type: ignore[attr-defined]
 
 
-def test_a_property_that_fails_is_not_taken_for_one_that_is_missing() -> None:
+def test_a_failing_property_does_not_count_as_missing() -> None:
     with pytest.raises(InputError, match="'Careless' object has no attribute 'no_such_tool'"):
         preview(Careless)
 
@@ -124,7 +124,7 @@ def line_of(text: str) -> int:
         ({"fails": "a"}, "KeyError: 'question'", "self.problem = {"),
     ],
 )
-def test_an_environment_that_cannot_be_built_names_its_file_and_line(
+def test_an_environment_that_cannot_be_built_names_its_line(
     make_config: Callable[..., Config],
     tokenizer: Any,
     row: dict[str, Any],

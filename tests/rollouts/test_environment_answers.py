@@ -165,7 +165,7 @@ async def test_an_error_is_of_the_trajectory_whatever_it_says() -> None:
     assert str(raised.value.__cause__) == "t"
 
 
-def test_only_a_process_of_one_question_names_a_mistake_of_the_user() -> None:
+def test_only_a_process_of_one_question_blames_the_user() -> None:
     reply: Any = {"id": 1, "error": error(input=True)}
     with pytest.raises(InputError, match=r"^m$"):
         answers.value_of(reply, answers.PROMPT, alone=True)

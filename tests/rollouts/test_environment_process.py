@@ -271,7 +271,7 @@ async def test_a_failure_is_one_counted_trajectory(
     assert len(sound.trajectories) == 1
 
 
-async def test_a_process_that_ends_in_a_tool_is_a_crash_of_the_environment(
+async def test_a_process_that_dies_in_a_tool_crashes_the_environment(
     runner: Callable[..., Runner], template: ChatTemplate, tmp_path: Path
 ) -> None:
     call = '<tool_call>\n{"name": "look_up", "arguments": {"name": "a"}}\n</tool_call>'

@@ -75,7 +75,7 @@ def configured(make_config: Callable[..., Config], name: str = "Count", **keys: 
     return make_config(environment=f"{HERE}:{name}", data=data, **keys)
 
 
-def test_an_environment_makes_rows_for_training_and_others_for_evaluation(
+def test_an_environment_makes_other_rows_for_evaluation(
     make_config: Callable[..., Config],
 ) -> None:
     config = configured(make_config, environment_args={"start": 10, "unit": "m"})
@@ -219,7 +219,7 @@ def test_a_name_that_a_package_does_not_have() -> None:
         check_name("reasoning_gym:x", known)
 
 
-def test_seeds_of_training_and_evaluation_differ_and_rewards_belong_to_turns() -> None:
+def test_evaluation_seeds_differ_and_rewards_belong_to_turns() -> None:
     training, heldout = (
         {row["seed"] for row in seed_rows(split, 1000)} for split in ("train", "eval")
     )

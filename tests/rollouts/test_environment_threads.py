@@ -97,7 +97,7 @@ async def play(episode: Episode) -> dict[str, float]:
         return await episode.metrics(trajectory)
 
 
-async def test_a_connection_that_setup_opened_works_in_every_plain_method() -> None:
+async def test_a_connection_from_setup_works_in_every_plain_method() -> None:
     assert await play(shop()) == {"most": 1, "threads": 1}
 
 
@@ -110,7 +110,7 @@ async def test_it_does_in_an_environments_own_process(
     assert await play(stage.episode(Problem("rows:1", {}))) == {"most": 1, "threads": 1}
 
 
-async def test_a_call_that_hangs_keeps_its_thread_and_the_next_has_another() -> None:
+async def test_a_call_after_a_hanging_one_gets_another_thread() -> None:
     episode, reported = shop(tool_timeout=0.2, environment_timeout=20), list[str]()
 
     async def report(reason: str, error: Exception) -> None:

@@ -370,7 +370,7 @@ async def test_environments_metrics_are_averaged() -> None:
     assert metrics.to_json()["env"] == {"a": 1.5, "b": 4.0}
 
 
-async def test_a_part_of_a_message_that_is_neither_text_nor_an_image_is_refused(
+async def test_a_message_part_must_be_text_or_a_readable_image(
     play: Callable[..., Any],
 ) -> None:
     class Sung(Bare):
@@ -392,7 +392,7 @@ def test_rewards_add_up() -> None:
     assert turnwise.Rewards().total == 0.0
 
 
-async def test_a_failure_of_the_environment_is_an_error_of_the_trajectory(
+async def test_a_failing_environment_is_an_error_of_the_trajectory(
     make_config: Callable[..., Config],
 ) -> None:
     class Silent(Guess):

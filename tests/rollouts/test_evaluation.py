@@ -74,9 +74,7 @@ def summarize(groups: list[Group], n: int, success_reward: float) -> dict[str, f
 
 @pytest.mark.parametrize("n", range(1, 6))
 @pytest.mark.parametrize("missing", range(6))
-def test_an_attempt_to_which_no_reward_applies_is_neither_right_nor_wrong(
-    n: int, missing: int
-) -> None:
+def test_an_attempt_without_a_reward_is_neither_right_nor_wrong(n: int, missing: int) -> None:
     """The summary is as if such attempts had not been made."""
     missing = min(missing, n)
     rewards: list[float | None] = [1.0, 0.0, 1.0, 0.0, 0.0][: n - missing]
@@ -95,7 +93,7 @@ def test_an_attempt_to_which_no_reward_applies_is_neither_right_nor_wrong(
     assert summarize([failed], n, 1.0)["accuracy"] == pytest.approx(sum(right) / n)
 
 
-def test_a_summary_counts_dropped_attempts_as_wrong_at_their_place() -> None:
+def test_a_summary_counts_dropped_attempts_as_wrong_in_place() -> None:
     summary = summarize([group([1.0, 0.5, None]), group([None, 1.5, 2.0])], 3, 1.0)
     assert summary == {
         "accuracy": pytest.approx(3 / 6),
@@ -204,7 +202,7 @@ async def test_rows_are_read_and_groups_begun_as_places_become_free() -> None:
     assert (outcomes.finished, play.most, sorted(play.read)) == (500, 7, list(range(500)))
 
 
-async def test_an_error_ends_all_groups_and_what_is_done_is_in_the_file(tmp_path: Path) -> None:
+async def test_an_error_ends_all_groups_and_saves_the_finished_ones(tmp_path: Path) -> None:
     before = asyncio.all_tasks()
     play, log = Play(100), GroupLog(tmp_path / "eval.jsonl", tmp_path / "timeline" / "eval.jsonl")
     play.gate.set()

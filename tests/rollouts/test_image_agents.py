@@ -67,7 +67,7 @@ def seeing(vision_path: str, agent: str) -> Config:
     )
 
 
-async def test_an_agent_gets_a_rows_image_and_its_own_are_in_exact_turns(
+async def test_images_of_rows_and_agents_are_in_exact_turns(
     vision_path: str, endpoint: str
 ) -> None:
     config = seeing(vision_path, endpoint)

@@ -57,7 +57,7 @@ async def play(vision_path: str) -> tuple[list[Trajectory], list[Group]]:
     return [trajectory async for trajectory in sampler], sampler.groups
 
 
-async def test_images_of_problem_and_step_are_in_turns_files_checkpoints_and_samples(
+async def test_images_are_in_turns_files_checkpoints_and_samples(
     vision_path: str, tmp_path: Path
 ) -> None:
     trajectories, groups = await play(vision_path)
@@ -99,7 +99,7 @@ def backwards(llm: Any, prompts: list[Any], sampling_params: Any) -> list[Any]:
 
 
 @pytest.mark.slow
-def test_a_samplers_answers_are_trained_with_the_images_of_their_own_problems(
+def test_a_samplers_answers_are_trained_with_their_own_images(
     vision_path: str, tmp_path: Path
 ) -> None:
     """Though the ids of all prompts are equal, and those of most answers, which are one token."""

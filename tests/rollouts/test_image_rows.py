@@ -140,7 +140,7 @@ def problems(vision_path: str, file: Path, allowed: bool) -> Any:
     return load_training(vision_config(vision_path, data=data))
 
 
-def test_urls_are_fetched_only_if_allowed_and_broken_ones_stay_urls(
+def test_only_allowed_urls_are_fetched_and_broken_ones_stay(
     vision_path: str,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,

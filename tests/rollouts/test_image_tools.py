@@ -127,7 +127,7 @@ async def test_images_of_step_come_from_a_process_too(play: Callable[..., Any]) 
 
 
 @pytest.mark.parametrize("process", [False, True], ids=["here", "in a process"])
-async def test_a_broken_image_of_a_tool_is_an_error_that_the_model_reads(
+async def test_the_model_reads_an_error_for_a_tools_broken_image(
     play: Callable[..., Any], process: bool
 ) -> None:
     row = {"returns": encoded(picture())[:200]}
@@ -282,7 +282,7 @@ def liar(vision_path: str) -> Runner:
 
 
 @pytest.mark.parametrize(("image", "dropped"), SENT.items(), ids=SENT)
-async def test_what_a_process_sends_as_an_image_costs_its_own_trajectory_at_most(
+async def test_a_false_image_of_a_process_costs_at_most_its_trajectory(
     liar: Runner, image: str, dropped: dict[str, int]
 ) -> None:
     row = {"parts": [{"type": "image", "image": image}]}

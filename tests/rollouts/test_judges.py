@@ -139,7 +139,7 @@ async def test_errors_that_may_pass_are_tried_again(scripted: Scripted) -> None:
     assert (counts["requests"], counts["retries"]) == (1, 3)
 
 
-async def test_a_judge_that_is_away_is_asked_until_its_timeout_not_a_number_of_times(
+async def test_an_absent_judge_is_asked_again_until_its_timeout(
     scripted: Scripted,
 ) -> None:
     scripted.script = [DROP, 503, 429] * 5 + [verdict(1)]
@@ -151,7 +151,7 @@ async def test_a_judge_that_is_away_is_asked_until_its_timeout_not_a_number_of_t
     assert failure.value.reason == "judge_timeout"
 
 
-async def test_a_row_without_a_field_that_the_judge_reads_fails_its_trajectory(
+async def test_a_row_without_a_judged_field_fails_its_trajectory(
     scripted: Scripted,
 ) -> None:
     rewards = manager(scripted, row_fields=["answer", "source"])
@@ -164,7 +164,7 @@ async def test_a_row_without_a_field_that_the_judge_reads_fails_its_trajectory(
     rewards.check_row("rows:1", {**ROW, "source": ""})
 
 
-async def test_a_judge_that_refuses_drops_the_trajectory_with_its_words(scripted: Scripted) -> None:
+async def test_a_judge_that_refuses_drops_the_trajectory(scripted: Scripted) -> None:
     scripted.script = [401]
     with pytest.raises(TrajectoryError, match=r"the judge m at .*not today \(401\)") as failure:
         await judged(manager(scripted))
@@ -293,7 +293,7 @@ async def test_a_pause_that_is_no_number_is_not_waited_for(scripted: Scripted, n
     assert trajectory.reward == 1.0
 
 
-async def test_a_server_that_asks_for_more_than_the_deadline_is_not_waited_for(
+async def test_a_judge_that_asks_to_wait_too_long_fails_at_once(
     scripted: Scripted,
 ) -> None:
     scripted.script, scripted.pause = [429], {"retry-after": "3600"}

@@ -204,7 +204,7 @@ async def test_the_ids_are_those_that_the_template_renders(
         (call("double", x=10**80), "0\n[1 more characters left out]", "tool_truncated"),
     ],
 )
-async def test_a_bad_call_is_answered_and_counted_and_the_model_goes_on(
+async def test_a_bad_call_gets_an_answer_and_the_model_goes_on(
     attempt: Callable[..., Any], said: str, answer: str, event: str
 ) -> None:
     seconds = 0.2 if event == "tool_timeout" else 300
@@ -284,7 +284,7 @@ async def test_a_single_turn_offers_no_tools(
     assert (trajectory.final_text, trajectory.status) == ("Yes.", "completed")
 
 
-async def test_interleaved_results_stand_inside_the_turn_and_are_not_trained(
+async def test_interleaved_results_stand_in_the_turn_untrained(
     attempt: Callable[..., Any], template: ChatTemplate
 ) -> None:
     said = ["I double: " + call("double", x=4), " and again " + call("double", x=8), " 16." + END]
@@ -302,7 +302,7 @@ async def test_interleaved_results_stand_inside_the_turn_and_are_not_trained(
     assert sum(branch.response_mask) == sum(len(template.encode(turn)) for turn in said)
 
 
-async def test_prompt_logprobs_are_kept_with_the_ids_that_they_belong_to(
+async def test_prompt_logprobs_are_kept_beside_their_ids(
     attempt: Callable[..., Any],
 ) -> None:
     said = [call("double", x=4) + END, "8" + END]
@@ -408,7 +408,7 @@ THOUGHTS = ["<think>hm</think>" + call("double", x=4) + END, "It is 8." + END]
         ("exact", HIDES_ANSWERS, "unlike_placeholder"),
     ],
 )
-async def test_a_rewritten_history_is_a_branch_only_where_it_was_asked_for(
+async def test_a_rewritten_history_branches_only_on_request(
     attempt: Callable[..., Any], history: str, chat_template: str | None, fork_reason: str | None
 ) -> None:
     said = THOUGHTS if chat_template else [call("double", x=4) + END]
@@ -423,7 +423,7 @@ async def test_a_rewritten_history_is_a_branch_only_where_it_was_asked_for(
     assert (report.percent, report.tokens_exact) == (100.0, trajectory.sampled_tokens)
 
 
-async def test_a_tool_result_that_the_template_leaves_out_is_not_lost_in_silence(
+async def test_a_result_hidden_by_the_template_drops_the_trajectory(
     attempt: Callable[..., Any],
 ) -> None:
     group = await attempt(THOUGHTS, chat_template=HIDES_RESULTS)

@@ -51,7 +51,7 @@ async def play(problem: Problem, tag: str) -> Group:
     return Group(problem.id, trajectories)
 
 
-def test_training_keeps_of_each_row_its_place_in_the_epoch_and_its_last_outcome() -> None:
+def test_training_keeps_only_the_order_and_last_outcome_of_rows() -> None:
     problems = Problems("rows.jsonl", Lazy(ROWS, lambda index: {"n": index, "text": "a" * 500}))
     with keeping_nothing():
         stream = ProblemStream(problems, seed=0)
@@ -66,7 +66,7 @@ def test_training_keeps_of_each_row_its_place_in_the_epoch_and_its_last_outcome(
     assert [problem.row["n"] for problem in stream.take(3)] == [0, 1, 2]
 
 
-async def test_an_evaluation_keeps_of_each_row_where_its_trajectories_are(
+async def test_an_evaluation_keeps_only_where_its_trajectories_are(
     tmp_path: Path,
 ) -> None:
     rows = tmp_path / "rows.jsonl"

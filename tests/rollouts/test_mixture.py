@@ -248,7 +248,7 @@ def test_a_programs_own_rows_are_not_mixed(tmp_path: Path) -> None:
         load_problems(config, ProgramInputs(rows=[{"n": 1}]))
 
 
-async def test_the_stream_of_a_run_has_the_weights_and_a_curriculum_for_each(
+async def test_a_runs_stream_has_weights_and_curricula_by_environment(
     tmp_path: Path,
 ) -> None:
     config = parse_config(tree(tmp_path, data={"curriculum": True}))

@@ -133,7 +133,7 @@ def test_spare_groups_never_make_what_is_trained_too_old(
 
 @pytest.mark.parametrize("staleness", [0, 1, 2, 4])
 @pytest.mark.parametrize("train_seconds", [0.1, 1.0, 4.0])
-def test_spare_groups_leave_fewer_tokens_too_old_where_some_groups_are_slow(
+def test_spare_groups_leave_fewer_stale_tokens_if_some_are_slow(
     staleness: int, train_seconds: float
 ) -> None:
     stale = []
@@ -162,7 +162,7 @@ def test_environments_keep_their_shares_where_one_is_slow(
 
 
 @pytest.mark.parametrize("oversample", [0.25, 1.0])
-def test_every_row_that_begins_is_trained_but_for_as_many_as_are_spare(oversample: float) -> None:
+def test_every_begun_row_is_trained_except_the_spare_ones(oversample: float) -> None:
     def seconds(problem: Problem) -> float:
         return 5.0 if int(problem.id.partition(":")[2]) % 4 == 0 else 1.0
 
@@ -179,7 +179,7 @@ class SlowRows(ProblemStream):
 
 
 @pytest.mark.parametrize("oversample", [0.0, 0.5, 1.0])
-def test_rows_that_are_slow_to_read_begin_no_group_while_a_synchronous_step_trains(
+def test_slow_rows_begin_no_group_during_synchronous_training(
     oversample: float,
 ) -> None:
     stream = SlowRows([Problem(f"p:{number}", {}) for number in range(1, 2001)], 0)
@@ -189,7 +189,7 @@ def test_rows_that_are_slow_to_read_begin_no_group_while_a_synchronous_step_trai
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-def test_environments_keep_their_shares_where_groups_without_signal_are_replaced(
+def test_environments_keep_their_shares_when_groups_are_replaced(
     staleness: int,
 ) -> None:
     def has_signal(problem: Problem) -> bool:
@@ -202,7 +202,7 @@ def test_environments_keep_their_shares_where_groups_without_signal_are_replaced
     assert run.shares["easy"] == pytest.approx(0.5, abs=0.05)
 
 
-def test_an_environment_without_any_signal_keeps_no_step_from_being_full() -> None:
+def test_an_environment_without_signal_still_lets_steps_fill() -> None:
     made, stream = config(0.0, steps=30, dynamic_sampling=True), two_streams(easy=3.0, hard=1.0)
     run = run_virtually(
         played(made, stream, lambda _: 1.0, has_signal=lambda one: one.environment == "hard")

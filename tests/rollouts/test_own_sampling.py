@@ -54,7 +54,7 @@ class Notes:
 
 
 @pytest.mark.slow
-def test_a_run_trains_what_the_users_sampler_and_processor_left_to_the_model(
+def test_a_run_trains_only_tokens_that_the_model_sampled(
     make_config: Callable[..., Config], tmp_path: Path, tokenizer: Any
 ) -> None:
     """Every trained token was sampled, with the trainer's own log-prob; the remark never is."""

@@ -172,7 +172,7 @@ def test_a_setup_that_hangs_has_the_deadline_of_environments(make: Callable[...,
 
 
 @pytest.mark.parametrize("process", [False, True], ids=["thread", "process"])
-async def test_a_failure_with_the_reason_of_a_trajectory_is_told_and_counted_in_the_run(
+async def test_a_trajectorys_failure_in_the_check_is_only_a_warning(
     make: Callable[..., Runner], caplog: pytest.LogCaptureFixture, process: bool
 ) -> None:
     runner = make(Away, environment_process=process)

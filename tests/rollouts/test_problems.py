@@ -19,7 +19,7 @@ def problems(count: int) -> list[Problem]:
 @given(
     count=st.integers(1, 9), takes=st.lists(st.integers(0, 25), max_size=6), seed=st.integers(0, 3)
 )
-def test_each_epoch_is_the_seeds_shuffle_whatever_is_taken_at_once(
+def test_each_epoch_is_the_seeds_shuffle_for_takes_of_any_size(
     count: int, takes: list[int], seed: int
 ) -> None:
     rows = problems(count)

@@ -148,7 +148,7 @@ async def test_the_groups_of_a_dead_process_begin_again_in_another(
             again = {each.trajectories[0].reward for each in await asyncio.gather(*both)}
 
 
-async def test_what_processes_write_to_the_run_folder_comes_to_the_driver(
+async def test_the_driver_gets_what_processes_write_to_the_run_folder(
     config: Config, processes: RolloutProcesses, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A folder that only the driver knows, as on another node.
@@ -307,7 +307,7 @@ class Unlucky(RolloutProcesses):
         return super().create(process)
 
 
-async def test_groups_do_not_wait_for_a_process_whose_restart_fails_in_any_way(
+async def test_groups_do_not_wait_for_a_process_that_cannot_restart(
     config: Config, scheduler: Scheduler, engine: WorkerHandle, tmp_path: Path
 ) -> None:
     rollout = config.rollout.model_copy(update={"processes": 1})

@@ -84,7 +84,7 @@ def names(groups: list[Group]) -> list[str]:
 
 
 @pytest.mark.parametrize("staleness", [0, 1])
-async def test_what_waits_for_all_groups_to_begin_goes_on_in_every_step(staleness: int) -> None:
+async def test_a_wait_for_all_groups_to_begin_ends_in_every_step(staleness: int) -> None:
     """Also at the end of a run, where steps allow no further groups."""
     settings, groups = config(staleness), Groups()
     settings = settings.model_copy(
@@ -125,7 +125,7 @@ async def test_nothing_begins_for_steps_after_the_last() -> None:
         assert len(groups.started) == 8
 
 
-async def test_a_step_takes_its_groups_in_the_order_in_which_they_began() -> None:
+async def test_a_step_takes_its_groups_in_the_order_of_their_start() -> None:
     """By `rollout.prompts_per_step`."""
     groups = Groups()
     expected = [problem.id for problem in ProblemStream(PROBLEMS, 0).take(8)]
@@ -134,7 +134,7 @@ async def test_a_step_takes_its_groups_in_the_order_in_which_they_began() -> Non
         assert names((await producer.next_batch()).groups) == expected[:4]
 
 
-async def test_one_straggler_holds_up_nobody_where_others_may_run_ahead() -> None:
+async def test_a_straggler_holds_up_nobody_if_groups_may_run_ahead() -> None:
     groups = Groups()
     async with producing(config(1), groups) as producer:
         await groups.let_go(*range(1, 8))
@@ -147,7 +147,7 @@ async def test_one_straggler_holds_up_nobody_where_others_may_run_ahead() -> Non
         assert names((await producer.next_batch()).groups)[0] == expected[0]
 
 
-async def test_a_synchronous_step_ends_the_groups_that_it_began_beyond_its_need() -> None:
+async def test_a_synchronous_step_ends_the_groups_it_does_not_need() -> None:
     groups = Groups()
     async with producing(config(oversample=0.5), groups) as producer:
         assert len(groups.started) == 6
@@ -161,7 +161,7 @@ async def test_a_synchronous_step_ends_the_groups_that_it_began_beyond_its_need(
         assert len(groups.started) == 12
 
 
-async def test_groups_without_signal_and_failed_ones_are_made_up_for_by_others() -> None:
+async def test_other_groups_replace_failed_and_signalless_ones() -> None:
     groups = Groups()
     groups.rewards = lambda tag: {"group0": (1.0, 1.0), "group2": (1.0,)}.get(tag, (0.0, 1.0))
     async with producing(config(), groups) as producer:
@@ -215,7 +215,7 @@ async def test_a_group_that_is_cancelled_from_within_has_failed() -> None:
     await asyncio.gather(running, return_exceptions=True)
 
 
-async def test_problems_that_never_give_a_signal_end_the_run_with_a_sentence() -> None:
+async def test_problems_that_never_give_a_signal_end_the_run() -> None:
     groups = Groups()
     groups.rewards = lambda tag: (1.0, 1.0)
     await groups.let_go(*range(100))

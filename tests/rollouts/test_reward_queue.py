@@ -44,7 +44,7 @@ async def test_a_reward_model_does_not_judge_what_it_cannot_see() -> None:
         await RewardModel().score([{"role": "user", "content": [part]}])
 
 
-async def test_a_trajectory_that_waits_for_a_reward_model_is_not_stalled() -> None:
+async def test_waiting_for_a_reward_model_is_no_stall() -> None:
     async def score(messages: list[Any]) -> float:
         await asyncio.sleep(0.6)
         return 1.0

@@ -134,7 +134,7 @@ async def test_parts_are_weighted_and_added_and_kept_as_they_were() -> None:
     assert Trajectory.from_json(trajectory.to_json()) == trajectory
 
 
-async def test_what_the_agent_told_takes_the_place_of_the_environments_part_alone() -> None:
+async def test_an_agents_reward_replaces_only_the_environments_part() -> None:
     parts = [{}, {"function": f"{HERE}:turns"}]
     assert (await judge(parts, {"reward": 0.0}, judged=0.5)).reward == 1.5
 
@@ -256,7 +256,7 @@ async def test_scores_are_the_models_own_however_calls_are_batched(
     assert len(set(scores)) == len(TEXTS)
 
 
-async def test_without_a_chat_template_the_messages_are_read_line_by_line(
+async def test_messages_without_a_chat_template_are_read_line_by_line(
     make_model: Callable[..., Any], tokenizer: Any
 ) -> None:
     folder, _ = make_model(template=False)
@@ -312,7 +312,7 @@ async def kill(model: Any) -> None:
                 await asyncio.sleep(0.01)
 
 
-async def test_models_are_parts_and_a_dead_one_is_started_again_or_drops_the_trajectory(
+async def test_a_dead_reward_model_restarts_or_drops_the_trajectory(
     ray_started: None,
     make_model: Callable[..., Any],
     make_config: Callable[..., Config],

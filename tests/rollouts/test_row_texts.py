@@ -38,7 +38,7 @@ def test_what_the_model_said_is_not_left_out() -> None:
     assert row_texts(row, SAID) == row
 
 
-def test_long_fields_are_cut_and_objects_are_named_by_their_types() -> None:
+def test_row_texts_cut_long_fields_and_name_objects_by_type() -> None:
     class Board:
         def __repr__(self) -> str:
             raise AssertionError("user code")
@@ -80,7 +80,7 @@ def test_only_the_beginning_of_a_long_list_is_read() -> None:
     assert numbers.read < 1000
 
 
-async def test_trajectories_keep_the_row_and_it_stands_beside_the_reward(
+async def test_trajectories_keep_the_row_and_show_it_beside_the_reward(
     make_config: Callable[..., Config], tokenizer: Any
 ) -> None:
     config = make_config(environment=f"{__name__}:Counting", rollout={"max_turns": 1})

@@ -232,7 +232,7 @@ async def test_without_retries_a_failure_is_final(run: Callable[..., Any]) -> No
         check_failures([group], 0.5, "rollouts")
 
 
-async def test_each_try_has_a_name_and_a_seed_of_its_own_within_the_group(
+async def test_each_try_of_a_group_has_its_own_name_and_seed(
     run: Callable[..., Any], tokenizer: Any
 ) -> None:
     engine = Listening(refuses=3, vocab_size=len(tokenizer))
@@ -345,7 +345,7 @@ async def test_a_call_that_is_cut_is_answered_and_trained(
         assert all(content in answer for answer in answers)
 
 
-async def test_a_call_that_a_parser_reads_for_too_long_is_counted_as_one_that_cannot_be_read(
+async def test_a_call_that_takes_too_long_to_parse_counts_as_malformed(
     run: Callable[..., Any], tokenizer: Any
 ) -> None:
     slow = "<tool_call>double\n" + "<arg_key>x</arg_key><arg_value>" * 800 + "</tool_call>"
@@ -440,7 +440,7 @@ def errors_logged(folder: Path) -> str:
 @pytest.mark.parametrize("where", ["init", "problem", "tools", "reward", "loop"])
 @pytest.mark.parametrize("how", ["raise", "exit", "cancel", "block"])
 @pytest.mark.usefixtures("_gate")
-async def test_what_user_code_does_costs_its_trajectory_and_nothing_else(
+async def test_failing_user_code_costs_only_its_trajectory(
     run: Callable[..., Any], tmp_path: Path, where: str, how: str
 ) -> None:
     began, ticks = time.monotonic(), list[None]()
@@ -476,7 +476,7 @@ async def test_what_user_code_does_costs_its_trajectory_and_nothing_else(
 
 
 @pytest.mark.usefixtures("_gate")
-def test_an_environment_that_blocks_when_it_is_checked_has_a_deadline(
+def test_the_check_of_a_blocking_environment_has_a_deadline(
     make_config: Callable[..., Config], tokenizer: Any
 ) -> None:
     runner, patient = (
@@ -553,7 +553,7 @@ NO_RESULTS = (
         ("Bench", NO_RESULTS, {"tools_in_prompt": False}, "leaves out the results of tools"),
     ],
 )
-def test_what_the_template_leaves_out_of_the_first_prompt_is_an_error(
+def test_the_check_fails_if_the_template_drops_tools_or_messages(
     make_config: Callable[..., Config],
     model_path: str,
     tokenizer: Any,
@@ -678,7 +678,7 @@ class Picky(SingleTurnLoop):
         await super().run(environment, context)
 
 
-async def test_a_mistake_that_only_a_later_row_shows_fails_its_trajectories(
+async def test_a_mistake_in_a_later_row_fails_its_trajectories(
     make_config: Callable[..., Config], tokenizer: Any
 ) -> None:
     """Before any trajectory is finished, it is one of the configuration, and ends the run."""

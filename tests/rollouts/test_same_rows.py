@@ -71,7 +71,7 @@ def test_a_row_that_was_edited_is_named_and_the_run_goes_on(
     assert "1 of 50 rows that were compared, such as row 17, were edited" in caplog.text
 
 
-def test_the_same_rows_elsewhere_and_in_another_form_are_the_same(
+def test_the_same_rows_in_another_place_and_form_are_equal(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     own = [{**row, "image": f"{row['answer']}.png"} for row in rows("one", 50)]
@@ -87,7 +87,7 @@ def test_the_same_rows_elsewhere_and_in_another_form_are_the_same(
     assert not caplog.records
 
 
-def test_a_few_rows_of_any_number_are_read_and_images_behind_urls_are_not_fetched() -> None:
+def test_marks_read_few_rows_and_fetch_no_images() -> None:
     read: list[int] = []
 
     def make(index: int) -> dict[str, Any]:

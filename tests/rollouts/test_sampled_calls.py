@@ -53,7 +53,7 @@ def sampled_places(ids: list[int], calls: list[SampledCall]) -> set[int]:
     length=st.integers(1, 8),
     kept=st.integers(1, 8),
 )
-def test_a_search_that_cuts_answers_and_asks_again_loses_no_sampled_token(
+def test_a_search_that_cuts_and_repeats_loses_no_sampled_token(
     seed: int, likely: float, candidates: int, length: int, kept: int
 ) -> None:
     draw = random.Random(seed)

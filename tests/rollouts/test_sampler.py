@@ -79,7 +79,7 @@ async def test_a_base_model_continues_texts(
         _ = [t async for t in TrajectorySampler(llm, [chat], config=config, tokenizer=bare)]
 
 
-async def test_each_is_there_as_soon_as_it_is_finished_and_leaving_ends_the_rest(
+async def test_trajectories_come_one_by_one_and_leaving_ends_the_rest(
     llm: SimulatedEngine, config: Config, tokenizer: Any
 ) -> None:
     """Nothing goes on behind the loop's back."""

@@ -204,7 +204,7 @@ def test_a_player_is_compared_with_itself() -> None:
     assert not gives_signal(equal, RewardRules.of(config), make_algorithm(config.algorithm))
 
 
-def test_dynamic_sampling_of_pairs_judges_the_rewards_that_make_pairs() -> None:
+def test_dynamic_sampling_of_pairs_compares_rewards_of_games() -> None:
     """The players' rewards differ, those of the games do not: there is no best and no worst."""
     config = config_of({"loss": "dpo"})
     group = Group("rows:1", [game(0, 1.0, -1.0), game(1, 0.0, 0.0)])
@@ -234,9 +234,7 @@ def test_a_pipeline_gives_each_player_a_reward() -> None:
         ({"white": 1.0, "black": float("nan")}, "one finite number for each of 1 trajectories"),
     ],
 )
-def test_a_pipelines_reward_of_a_game_that_would_not_be_used_is_refused(
-    reward: object, message: str
-) -> None:
+def test_a_game_reward_that_would_go_unused_is_refused(reward: object, message: str) -> None:
     one = game(0, 1.0, -1.0)
     with pytest.raises(InputError, match=message):
         rewarded_groups({"groups": [Group("rows:1", [one])], "rewards": [reward]})
@@ -262,7 +260,7 @@ def test_turns_of_a_player_are_compared_with_its_own() -> None:
     ]
 
 
-def test_with_a_value_model_each_branch_ends_with_its_players_reward() -> None:
+def test_a_value_model_ends_each_branch_with_its_players_reward() -> None:
     config = config_of({"advantage": {"name": "gae", "model": {"path": "v"}}})
     first, second = game(0, 1.0, -1.0), game(1, 0.0, 0.0)
     first.set_outcome(turns=[0.25, 0.0, 0.0, 0.0])

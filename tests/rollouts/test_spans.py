@@ -187,7 +187,7 @@ COMMAND = f"{sys.executable} {traced_agents.__file__}"
     ],
     ids=["function", "function that passes its span on", "command", "worker"],
 )
-async def test_turns_of_an_agent_are_children_of_its_span_or_of_the_span_that_it_names(
+async def test_an_agents_turns_are_children_of_its_span_or_a_named_one(
     agent: str,
     parent: str,
     received: list[Any],
@@ -210,7 +210,7 @@ async def test_turns_of_an_agent_are_children_of_its_span_or_of_the_span_that_it
         assert attributes(found["chat"])["gen_ai.usage.output_tokens"] > 0
 
 
-async def test_servers_of_agents_and_environments_get_the_span_as_headers(
+async def test_agent_and_environment_servers_get_the_span_as_headers(
     received: list[Any],
 ) -> None:
     seen: list[str] = []

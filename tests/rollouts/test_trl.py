@@ -107,7 +107,7 @@ async def test_reset_tools_and_get_reward_work_as_in_trl(play: Play) -> None:
     assert audit(trajectory).violations == 0
 
 
-async def test_instances_are_reused_by_the_next_group_and_not_within_one(play: Play) -> None:
+async def test_only_the_next_group_reuses_instances(play: Play) -> None:
     await play("done", n=3, groups=4)
     assert len(MADE) == 3
     assert sorted(len(maze.rows) for maze in MADE) == [4, 4, 4]
@@ -130,7 +130,7 @@ async def test_an_instance_that_failed_is_not_used_again(play: Play) -> None:
     assert third.instance is second.instance
 
 
-async def test_an_instance_with_a_call_that_has_not_returned_is_not_used_again() -> None:
+async def test_an_instance_with_a_running_call_is_not_reused() -> None:
     gate, inside = threading.Event(), threading.Event()
 
     class Slow:
@@ -228,7 +228,7 @@ async def test_a_reward_function_gets_trls_arguments(play: Play) -> None:
     assert [(line["sample_index"], line["place"]) for line in extra] == [(0, 4), (1, 4)]
 
 
-async def test_none_leaves_a_part_out_and_only_nones_drop_the_trajectory(play: Play) -> None:
+async def test_none_omits_a_part_and_only_nones_drop_the_trajectory(play: Play) -> None:
     parts = [{"trl": f"{HERE}:patient", "name": "patient"}, {"trl": f"{HERE}:not_for_the_first"}]
     group, _, _ = await play("done", row={"level": 2}, rewards=parts)
     assert [trajectory.reward for trajectory in group.trajectories] == [0.5, 1.5]
@@ -240,7 +240,7 @@ async def test_none_leaves_a_part_out_and_only_nones_drop_the_trajectory(play: P
     assert group.dropped_tokens["no_reward"] > 0
 
 
-async def test_a_group_without_any_reward_is_warned_of_and_is_no_failure(
+async def test_a_group_without_any_reward_warns_and_is_no_failure(
     play: Play, caplog: pytest.LogCaptureFixture
 ) -> None:
     parts = [{"trl": f"{HERE}:patient", "name": "patient"}]
@@ -352,7 +352,7 @@ def test_a_text_prompt_takes_no_tools() -> None:
         TrlEnvironments(Maze)({"prompt": "The sky is", "start": 1}).setup()
 
 
-async def test_an_environment_in_a_process_of_its_own_is_played_the_same(play: Play) -> None:
+async def test_an_environment_in_its_own_process_plays_the_same(play: Play) -> None:
     row = {"start": 1, "level": 3}
     texts = (call("move", steps=2), call("move", steps=11), "I am there")
     here, *_ = await play(*texts, row=row, n=1)

@@ -41,7 +41,7 @@ def save(run: RunDir, step: int) -> None:
     run.commit_checkpoint(step, {"step": step})
 
 
-def test_ten_thousand_and_fifty_steps_keep_the_last_checkpoints_and_the_best(
+def test_10050_steps_keep_the_last_checkpoints_and_the_best(
     tmp_path: Path,
 ) -> None:
     training = {"steps": 10_050, "keep_last": 2}
@@ -70,7 +70,7 @@ def test_ten_thousand_and_fifty_steps_keep_the_last_checkpoints_and_the_best(
     )
 
 
-def test_what_was_just_saved_stays_beside_damaged_ones_of_later_steps(tmp_path: Path) -> None:
+def test_a_new_checkpoint_stays_beside_damaged_later_ones(tmp_path: Path) -> None:
     run = RunDir(a_config(tmp_path, training={"keep_last": 1}))
     for step in (8, 10):
         save(run, step)
@@ -82,7 +82,7 @@ def test_what_was_just_saved_stays_beside_damaged_ones_of_later_steps(tmp_path: 
     run.metrics.close()
 
 
-def test_what_crashes_left_half_written_is_removed_with_the_next_checkpoint(
+def test_the_next_checkpoint_removes_half_written_ones(
     tmp_path: Path,
 ) -> None:
     run = RunDir(a_config(tmp_path))
@@ -158,7 +158,7 @@ def write(folder: Path, text: str) -> None:
     checkpoint.commit(folder)
 
 
-def test_a_crash_at_any_moment_of_a_replacement_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+def test_a_crash_in_a_replacement_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
     folder = tmp_path / "my_model"
     seen = set()
     call, dies = 1, True
@@ -175,7 +175,7 @@ def test_a_crash_at_any_moment_of_a_replacement_leaves_a_whole_checkpoint(tmp_pa
     assert seen == {"old", "new"}
 
 
-def test_a_crash_at_any_moment_of_a_runs_save_leaves_one_to_resume_from(tmp_path: Path) -> None:
+def test_a_crash_in_a_runs_save_leaves_a_checkpoint_to_resume(tmp_path: Path) -> None:
     call, dies, steps = 1, True, set()
     while dies:
         config = a_config(tmp_path, name=f"run{call}", training={"keep_last": 1})
@@ -194,7 +194,7 @@ def test_a_crash_at_any_moment_of_a_runs_save_leaves_one_to_resume_from(tmp_path
     assert steps == {2}
 
 
-def test_the_configuration_of_a_run_survives_a_crash_while_it_is_written(tmp_path: Path) -> None:
+def test_a_runs_configuration_survives_a_crash_during_its_write(tmp_path: Path) -> None:
     run = RunDir(a_config(tmp_path))
     save(run, 1)
     before = (run.path / "config.yaml").read_text()
@@ -213,7 +213,7 @@ def test_the_configuration_of_a_run_survives_a_crash_while_it_is_written(tmp_pat
     run.metrics.close()
 
 
-def test_changes_of_a_resumed_run_are_checked_against_the_run_even_if_it_was_moved(
+def test_changes_of_a_moved_run_are_checked_when_it_resumes(
     tmp_path: Path,
 ) -> None:
     run = RunDir(a_config(tmp_path, name="first"))
@@ -237,7 +237,7 @@ def test_the_command_of_a_run_that_is_complete_ends_well(tmp_path: Path) -> None
     assert (again.exit_code, "the run is complete" in again.output) == (0, True)
 
 
-async def test_a_program_that_resumes_with_a_configuration_of_its_own_is_checked_too(
+async def test_a_program_that_resumes_has_its_own_config_checked_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = RunDir(a_config(tmp_path / "runs", training={"steps": 5}))

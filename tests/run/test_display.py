@@ -233,7 +233,7 @@ def test_a_line_names_the_results_of_each_environment() -> None:
     assert "held-out accuracy (reward ≥ 0.75) 0.500 (shop 1.000)" in out.getvalue()
 
 
-def test_the_end_of_a_run_names_its_audit_and_folder_and_why_nothing_was_trained() -> None:
+def test_the_end_names_audit_and_folder_and_why_nothing_trained() -> None:
     console = Console(file=io.StringIO(), width=20)
     assert isinstance(console.file, io.StringIO)
     idle = STEP | {"trained_tokens": 0, "groups_without_signal": 4, "stale_groups": 0}

@@ -60,7 +60,7 @@ def released() -> Iterator[threading.Event]:
     event.set()
 
 
-def test_a_check_that_hangs_or_fails_is_a_finding_and_the_next_one_runs(
+def test_a_hung_or_failed_check_is_a_finding_and_the_next_runs(
     released: threading.Event,
 ) -> None:
     def hangs() -> Finding:
@@ -114,7 +114,7 @@ def test_a_package_of_the_wrong_version_is_broken(monkeypatch: pytest.MonkeyPatc
     assert found.mend.startswith("pip install 'ray>=99' 'no-such-package>=2'")
 
 
-def test_files_that_killed_engines_left_in_shared_memory_are_found(tmp_path: Path) -> None:
+def test_doctor_finds_shared_memory_files_of_killed_engines(tmp_path: Path) -> None:
     mapped = tmp_path / "40001-tp:0-[0-1]-cpushm_1"
     for path in (tmp_path / LEFT, mapped, tmp_path / "another"):
         path.write_bytes(b"\0" * 4096)

@@ -159,7 +159,7 @@ def test_a_forced_token_is_of_every_version() -> None:
     assert "version 6" in group.causes[OTHER_WEIGHTS]
 
 
-async def test_a_target_that_is_reached_beside_training_is_measured_again_before_the_end(
+async def test_a_target_reached_beside_training_is_measured_again(
     tmp_path: Path,
 ) -> None:
     loop = Loop(tmp_path, target=0.5)
@@ -205,7 +205,7 @@ async def test_one_that_was_cut_short_is_run_again_after_a_resume(tmp_path: Path
     assert not Loop(tmp_path, resumed_after=1).evaluations.cut_short(1), "step 2 comes again"
 
 
-async def test_a_step_that_waits_is_saved_all_the_same_and_its_own_weights_are_evaluated(
+async def test_a_waiting_step_is_saved_and_its_weights_are_evaluated(
     tmp_path: Path,
 ) -> None:
     """A run that is asked to end waits for no evaluation."""

@@ -47,7 +47,7 @@ def saved(run: Path, step: int, rows: int | None = None) -> Path:
     return folder
 
 
-def test_the_last_checkpoint_or_a_named_one_is_copied_without_its_state(run: Path) -> None:
+def test_export_copies_the_last_or_a_named_checkpoint_stateless(run: Path) -> None:
     first = saved(run, 1)
     saved(run, 2)
     assert export_run(run) == run / "export"
@@ -104,7 +104,7 @@ CODE = {
 
 
 @pytest.mark.parametrize("rank", [0, 2])
-def test_stops_generation_settings_and_the_models_own_code_travel_with_what_is_exported(
+def test_an_export_has_stops_generation_settings_and_model_code(
     make_config: Callable[..., Config], model_path: str, tmp_path: Path, rank: int
 ) -> None:
     base = tmp_path / "base"

@@ -133,7 +133,7 @@ class Run:
         return {v for t in read_jsonl(path) for turn in t.turns for v in turn.weight_versions}
 
 
-async def test_each_evaluation_measures_its_own_step_and_rollouts_begin_first(
+async def test_each_evaluation_measures_its_step_after_rollouts_begin(
     tmp_path: Path,
 ) -> None:
     for ahead in (0, 2):

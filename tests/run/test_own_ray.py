@@ -23,7 +23,7 @@ from turnwise.run.display import SILENT
 from turnwise.run.fleet import ray_running
 
 
-def test_engines_and_trainers_run_in_a_programs_own_ray_and_leave_it_as_it_was(
+def test_a_programs_own_ray_runs_engines_and_stays_as_it_was(
     make_config: Callable[..., Config], tmp_path: Path
 ) -> None:
     """In a namespace of its own, also where `ray_address` is given, and where joining fails."""
@@ -89,7 +89,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
         yield FakeRay(monkeypatch, f"127.0.0.1:{head.getsockname()[1]}")
 
 
-async def test_the_last_of_several_runs_shuts_down_the_ray_that_the_first_started(
+async def test_the_last_of_several_runs_shuts_down_their_shared_ray(
     fake: FakeRay, make_config: Callable[..., Config]
 ) -> None:
     config = make_config()

@@ -53,7 +53,7 @@ def test_rewards_and_accuracy_between_0_and_1_share_their_scale() -> None:
     assert list(accuracy.lines[0].get_xydata().ravel()) == [0, 0.3, 2, 0.6]
 
 
-def test_accuracy_keeps_its_own_axis_beside_rewards_of_another_scale() -> None:
+def test_accuracy_keeps_its_own_axis_whatever_the_rewards_scale() -> None:
     figure = drawn([row(0, -90.0, 0.3), row(1, -100.0, 0.4)], success_reward=-10)
     assert figure.axes[1].get_ylim() == (-0.02, 1.02)
     assert labels(figure)[1] == "accuracy on held-out problems (reward ≥ -10)"

@@ -99,7 +99,7 @@ async def test_weights_are_sent_only_where_something_was_trained(
     assert engines.sent == 3
 
 
-async def test_training_that_takes_no_optimizer_step_sends_nothing_and_gives_memory_back(
+async def test_training_without_an_optimizer_step_sends_no_weights(
     make_config: Callable[..., Config],
 ) -> None:
     """All updates are skipped, or train the value model alone; of a failure nobody knows."""

@@ -103,7 +103,7 @@ def timeless(run: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if not k.endswith(TIMES)} for row in rows]
 
 
-async def test_a_run_writes_what_the_viewer_reads_and_measures_the_loss(config: Config) -> None:
+async def test_a_run_writes_the_viewers_files_and_measures_the_loss(config: Config) -> None:
     rows = solutions(20)
     run = await play(config, Problems("rows", rows[:10]), Problems("held", rows[10:]))
     metrics = timeless(run)
@@ -160,7 +160,7 @@ async def test_a_run_ends_if_most_rows_are_refused(config: Config) -> None:
         await play(other, Problems("rows", solutions(4)), Problems("held", [MUTE]))
 
 
-async def test_the_trajectories_of_a_run_that_earned_the_reward_train_the_next(
+async def test_a_runs_rewarded_trajectories_train_the_next_run(
     config: Config,
 ) -> None:
     run = await play(config, Problems("rows", solutions(10)))

@@ -154,9 +154,7 @@ async def test_an_answer_without_a_log_prob_of_every_token_is_refused(
         await made.score(Prompt([3, 4]))
 
 
-async def test_another_tokenizer_is_refused_with_its_first_differing_token(
-    server: Server, teacher: Any
-) -> None:
+async def test_the_refusal_names_the_first_token_that_differs(server: Server, teacher: Any) -> None:
     own = server.text
     made = await teacher()
     server.text = lambda token: "zebra" if token == 7 else own(token)  # type: ignore[method-assign]
@@ -168,7 +166,7 @@ async def test_another_tokenizer_is_refused_with_its_first_differing_token(
         await teacher()  # before anything is sampled
 
 
-async def test_a_server_that_cannot_teach_is_an_error_before_anything_is_sampled(
+async def test_a_server_that_cannot_teach_fails_before_sampling(
     server: Server, teacher: Any
 ) -> None:
     server.answer = lambda _: {"choices": [{"text": "hello", "logprobs": None}]}
@@ -252,7 +250,7 @@ async def test_a_server_sees_no_images(teacher: Any) -> None:
     assert caught.value.reason == "teacher_error"
 
 
-async def test_a_trajectory_that_cannot_be_scored_is_dropped_and_counted(
+async def test_a_trajectory_without_a_score_is_dropped_and_counted(
     server: Server, tokenizer: Any
 ) -> None:
     _, teachers = scored_by(server, tokenizer)
@@ -301,7 +299,7 @@ def test_teachers_of_environments_that_are_equal_are_one(tokenizer: Any) -> None
     assert who[1] == "environments.three.teacher: the teacher at http://other/v1"
 
 
-def test_a_model_with_another_tokenizer_is_refused_before_anything_is_started(
+def test_a_model_with_another_tokenizer_is_refused_at_once(
     tokenizer: Any, model_path: str, tmp_path: Path
 ) -> None:
     check_teachers(config(algorithm={"teacher": {"model": model_path}}), tokenizer)

@@ -48,7 +48,7 @@ def a_batch(make_config: Callable[..., Config]) -> tuple[Config, Group, SampleBa
     return config, group, make_samples([group], config, version=5)
 
 
-def test_each_trained_token_has_the_values_that_it_was_trained_with(
+def test_each_trained_token_has_the_values_of_its_training(
     make_config: Callable[..., Config], tmp_path: Path
 ) -> None:
     config, group, batch = a_batch(make_config)

@@ -66,7 +66,7 @@ async def test_nothing_of_a_client_without_the_token_is_unpickled() -> None:
             await asyncio.sleep(0.01)
 
 
-async def test_what_a_listener_hears_and_says_is_of_no_use_for_another_connection() -> None:
+async def test_a_recorded_handshake_opens_no_other_connection() -> None:
     """The token is never sent; a proof fits the challenges of its own connection only."""
     opened: list[Channel] = []
     host, port, token = await listen("127.0.0.1", opened.append)
@@ -100,7 +100,7 @@ async def test_what_a_listener_hears_and_says_is_of_no_use_for_another_connectio
     relaying.close()
 
 
-async def test_a_client_unpickles_nothing_of_a_listener_without_the_token() -> None:
+async def test_a_client_unpickles_nothing_from_an_unproven_listener() -> None:
     """Another program may have taken the port of a worker that died."""
     before, token = Unpickled.count, b"t" * 32
 
@@ -144,7 +144,7 @@ async def test_connections_without_a_proof_are_few_and_short(
         channel.close()
 
 
-async def test_a_message_that_cannot_be_read_closes_the_channel_with_its_reason() -> None:
+async def test_an_unreadable_message_closes_the_channel_with_a_reason() -> None:
     opened: asyncio.Queue[Channel] = asyncio.Queue()
     async with asyncio.timeout(SECONDS):
         mine = await connect(await listen("127.0.0.1", opened.put_nowait))

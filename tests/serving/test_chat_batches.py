@@ -263,7 +263,7 @@ async def test_its_own_batches_are_what_the_manager_returns(
     assert "rollout_log_probs" in plain.batch
 
 
-async def test_one_instance_leads_all_conversations_and_keeps_its_state(
+async def test_one_instance_leads_every_conversation_and_keeps_state(
     make_config: MakeConfig, tokenizer: Any
 ) -> None:
     """It is made once, with the arguments of verl's class, on the event loop of user code."""

@@ -63,7 +63,7 @@ def trajectory_of(backend: ChatBackend, session: str) -> Trajectory:
     return found.finish()
 
 
-async def test_a_callback_follows_the_completion_before_and_may_submit_the_next_turn(
+async def test_a_callback_may_submit_the_next_turn(
     backend: ChatBackend, chats: ChatCompletionScheduler, template: ChatTemplate
 ) -> None:
     """The order and names of verl, and x-request-id with its prefix or without."""
@@ -191,7 +191,7 @@ async def test_each_choice_has_its_tokens_and_may_be_continued(
     assert last[: len(before)] == before
 
 
-async def test_a_stream_of_chunks_is_recorded_as_the_whole_completion_is(
+async def test_a_streamed_completion_is_recorded_like_a_whole_one(
     backend: ChatBackend, chats: ChatCompletionScheduler, template: ChatTemplate
 ) -> None:
     """Without HTTP, with tools, and recorded as the whole completion is."""
@@ -235,7 +235,7 @@ async def test_a_stream_of_chunks_is_recorded_as_the_whole_completion_is(
     assert len(trajectory.branches()) == 1
 
 
-async def test_a_stream_comes_as_it_is_sampled_and_closing_it_ends_the_request(
+async def test_a_stream_starts_early_and_closing_it_ends_the_request(
     make_config: Callable[..., Config], tokenizer: Any
 ) -> None:
     engine = SimulatedEngine(vocab_size=len(tokenizer), mean_tokens=10_000)
@@ -329,7 +329,7 @@ async def test_the_rounds_of_a_conversation_share_its_budget_of_tokens(
 
 
 @pytest.mark.parametrize("fails", [False, True])
-async def test_a_conversation_has_no_more_turns_than_a_trajectory_may_have(
+async def test_a_conversation_has_at_most_max_turns_turns(
     make_config: Callable[..., Config], tokenizer: Any, fails: bool
 ) -> None:
     engine = SimulatedEngine(vocab_size=len(tokenizer), mean_tokens=5)
@@ -503,7 +503,7 @@ def test_sleeping_engines_are_asked_for_nothing(make_config: Callable[..., Confi
         manager.submit_chat_completions(print, {}, messages=[QUESTION])
 
 
-async def test_a_conversation_that_fails_is_counted_and_left_out_of_the_batch(
+async def test_the_batch_leaves_out_and_counts_a_failed_conversation(
     backend: ChatBackend,
 ) -> None:
     raw = [[QUESTION], [{"role": "user", "content": "7?"}]]
@@ -518,7 +518,7 @@ async def test_a_conversation_that_fails_is_counted_and_left_out_of_the_batch(
         await backend.set_scheduler(ChatCompletionScheduler)
 
 
-async def test_the_configured_class_holds_each_trajectorys_conversation(
+async def test_the_configured_class_holds_every_conversation(
     backend: ChatBackend, engine: WorkerHandle, make_config: Callable[..., Config], tokenizer: Any
 ) -> None:
     """Three rounds by callbacks are one exact trajectory; user code runs elsewhere."""
@@ -556,7 +556,7 @@ async def test_the_configured_class_holds_each_trajectorys_conversation(
         ("QUESTION", "", "is not a subclass of"),
     ],
 )
-async def test_a_classs_trouble_costs_its_own_trajectories_and_is_counted(
+async def test_a_failing_class_drops_its_trajectories_with_a_reason(
     name: str,
     reason: str,
     words: str,

@@ -10,7 +10,7 @@ from tests.conftest import ROOT, command_environment, python
 
 
 @pytest.mark.slow
-def test_a_fleet_outlives_the_memory_monitor_and_a_lost_node_and_ends_with_ray(
+def test_a_fleet_outlives_oom_and_a_lost_node_and_ends_with_ray(
     tmp_path: Path,
 ) -> None:
     done = subprocess.run(

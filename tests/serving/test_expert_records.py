@@ -115,7 +115,7 @@ async def test_an_agents_session_has_the_experts_of_every_token(
     assert any("The answer is 84." in text and text.count("<tool_call>") == 2 for text in said)
 
 
-async def test_turns_that_outlive_their_engine_keep_the_experts_of_every_token(
+async def test_turns_that_outlive_an_engine_keep_every_tokens_experts(
     fleet: Fleet,
 ) -> None:
     manager = fleet.manager
@@ -136,7 +136,7 @@ async def test_turns_that_outlive_their_engine_keep_the_experts_of_every_token(
 
 
 @pytest.mark.parametrize("in_flight", ["abort", "keep", "keep_cache"])
-async def test_turns_that_an_update_meets_keep_the_experts_of_every_token(
+async def test_turns_across_an_update_keep_every_tokens_experts(
     fleet: Fleet, in_flight: Any
 ) -> None:
     fleet.manager._weights = WeightsConfig(in_flight=in_flight)

@@ -185,7 +185,7 @@ async def test_trajectories_outlive_an_engine_to_the_token(
     assert completion.token_ids
 
 
-async def test_a_request_that_ends_engines_is_refused_and_the_others_finish(
+async def test_a_poison_request_is_refused_and_the_others_finish(
     fleet: tuple[Config, AsyncLLMServerManager],
 ) -> None:
     _, manager = fleet
@@ -315,7 +315,7 @@ async def test_all_workers_move_or_none_does(
     trainer.sender.close()
 
 
-async def test_a_worker_that_dies_in_a_broadcast_spoils_it_for_nobody_else(
+async def test_a_worker_that_dies_in_a_broadcast_spares_the_others(
     fleet: tuple[Config, AsyncLLMServerManager], model_path: str
 ) -> None:
     _, manager = fleet
@@ -349,7 +349,7 @@ async def test_a_worker_that_dies_in_a_broadcast_spoils_it_for_nobody_else(
 
 
 @pytest.mark.slow
-async def test_a_hundred_rounds_with_sleep_between_lose_no_actor_and_no_memory(
+async def test_a_hundred_sleep_cycles_lose_no_actor_and_no_memory(
     fleet: tuple[Config, AsyncLLMServerManager],
 ) -> None:
     _, manager = fleet

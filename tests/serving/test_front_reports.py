@@ -59,7 +59,7 @@ async def test_loads_are_summed_over_processes_and_go_with_them() -> None:
     assert (successor.elsewhere, successor.load) == (0.0, 0.0)
 
 
-async def test_a_process_is_woken_once_for_all_orders_since_its_last_report() -> None:
+async def test_orders_between_two_reports_wake_a_process_once() -> None:
     scheduler, _, (one, two) = fleet(0)
     actor = Woken()
     one.actor = LocalActor(actor, "one", EngineError)
@@ -72,7 +72,7 @@ async def test_a_process_is_woken_once_for_all_orders_since_its_last_report() ->
     assert actor.times == 2
 
 
-async def test_workers_that_join_together_are_one_change_of_the_routers_arrays(
+async def test_workers_that_join_together_rebuild_the_router_once(
     monkeypatch: Any,
 ) -> None:
     built: list[int] = []

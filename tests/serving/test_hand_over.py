@@ -27,7 +27,7 @@ class Box:
             await asyncio.sleep(0.001)
 
 
-async def test_a_worker_hands_its_turns_over_once_none_of_them_would_be_lost(
+async def test_a_worker_hands_over_once_no_turn_would_be_lost(
     make_config: Callable[..., Config],
 ) -> None:
     worker: Any = ServingHost(make_config())

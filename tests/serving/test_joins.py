@@ -10,7 +10,7 @@ from tests.conftest import ROOT, command_environment, python
 
 
 @pytest.mark.slow
-def test_engines_come_with_nodes_that_join_and_go_with_those_that_leave(tmp_path: Path) -> None:
+def test_engines_come_and_go_with_joining_and_leaving_nodes(tmp_path: Path) -> None:
     """`serving.workers: 1-3`, with one Ray resource for each node."""
     done = subprocess.run(
         [*python(), "-m", "tests.serving.joins", str(tmp_path)],

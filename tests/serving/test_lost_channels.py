@@ -237,7 +237,7 @@ async def test_a_channel_that_is_lost_while_idle_costs_no_turn(make_fleet: Any) 
 
 
 @pytest.mark.parametrize("who", ["driver", "follower"])
-async def test_a_living_worker_that_cannot_be_reached_is_left_alone_until_it_can(
+async def test_an_unreachable_worker_stays_alive_and_gets_no_turns(
     make_fleet: Any, who: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with make_fleet("worker-0", "worker-1") as fleet:
@@ -281,7 +281,7 @@ async def test_a_worker_that_stood_still_is_used_again(
         assert len((await fleet.turn(scheduler, "after")).token_ids) == TOKENS
 
 
-async def test_a_worker_whose_actor_ray_cannot_reach_for_a_moment_is_not_killed(
+async def test_a_briefly_unavailable_actor_is_not_killed(
     make_fleet: Any,
 ) -> None:
     async with make_fleet("worker-0") as fleet:
@@ -347,7 +347,7 @@ async def test_a_request_that_a_worker_cannot_read_fails_alone() -> None:
     handle.fail("the test is over")
 
 
-async def test_an_error_of_any_kind_while_a_channel_opens_ends_its_requests() -> None:
+async def test_any_error_while_a_channel_opens_ends_its_requests() -> None:
     class Odd(Worker):
         async def _address(self) -> Any:
             raise RuntimeError("can't start new thread")
@@ -370,7 +370,7 @@ class TwoArgumentsError(EngineError):
         super().__init__(f"{done} of {of}")
 
 
-async def test_an_error_that_cannot_be_read_elsewhere_is_sent_as_its_text() -> None:
+async def test_an_unpicklable_error_is_sent_as_its_text() -> None:
     class Failing:
         async def stream(self, request: Request) -> AsyncIterator[Chunk]:
             yield Chunk([1], [-0.5], [0])

@@ -101,7 +101,7 @@ def simulated(
     return AsyncLLMServerManager(begin, config, WeightsConfig(), turn_timeout=120.0, left=left)
 
 
-def test_workers_start_side_by_side_and_none_is_left_when_one_fails() -> None:
+def test_workers_start_together_and_all_end_when_one_fails() -> None:
     started: list[Managed] = []
 
     def start(name: str) -> Managed:
@@ -170,7 +170,7 @@ def test_a_worker_that_is_not_back_soon_is_reported(caplog: pytest.LogCaptureFix
         run_virtually(work())
 
 
-def test_a_worker_that_does_not_come_back_is_named_and_tried_again_ever_less_often() -> None:
+def test_a_worker_that_stays_down_is_retried_ever_less_often() -> None:
     starts: list[float] = []
 
     def start(name: str) -> Managed:
@@ -251,7 +251,7 @@ def test_a_request_that_fails_by_itself_costs_no_worker() -> None:
     run_virtually(work())
 
 
-def test_no_error_ends_the_watch_and_an_unexpected_one_is_the_workers_failure(
+def test_an_unexpected_error_fails_a_worker_but_not_the_watch(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class Odd(Managed):
@@ -284,7 +284,7 @@ def test_no_error_ends_the_watch_and_an_unexpected_one_is_the_workers_failure(
     assert "worker-1 could not be ended" in caplog.text
 
 
-def test_an_update_that_one_worker_dies_in_reaches_the_others_and_its_successor() -> None:
+def test_an_update_reaches_survivors_and_the_restarted_worker() -> None:
     class Dying(Managed):
         async def update_weights(self, manifest: Manifest, *args: Any) -> int:
             if manifest.version == 1 and self.name == "worker-1" and not died:
@@ -342,7 +342,7 @@ def test_an_update_that_no_worker_takes_up_is_told() -> None:
     run_virtually(work())
 
 
-def test_a_worker_that_does_not_say_whether_an_update_fits_is_replaced() -> None:
+def test_a_worker_that_does_not_check_an_update_is_replaced() -> None:
     class Slow(Managed):
         async def check_update(self, manifest: Manifest) -> list[str]:
             if self.name == "worker-1" and not late:

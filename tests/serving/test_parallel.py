@@ -113,7 +113,7 @@ async def test_every_transport_brings_every_shard_its_part(
 
 @pytest.mark.slow  # without a death: weights/test_delta.py
 @pytest.mark.parametrize("transport", ["collective", "disk"])
-async def test_deltas_reach_every_shard_and_an_engine_that_was_restarted(
+async def test_deltas_reach_every_shard_and_a_restarted_engine(
     fleet: Fleet, model_path: str, tmp_path: Path, transport: str
 ) -> None:
     _, manager = fleet
@@ -157,7 +157,7 @@ async def test_a_tool_runs_once_whatever_the_number_of_shards(
     assert sorted(calls) == [1] * 4 + [2] * 4
 
 
-async def test_a_function_inside_an_answer_runs_once_whatever_the_number_of_shards(
+async def test_a_function_in_an_answer_runs_once_for_all_shards(
     fleet: Fleet, tokenizer: Any, tmp_path: Path
 ) -> None:
     """Its result, which each shard would have another of, is the same for all. As with a
@@ -190,7 +190,7 @@ async def test_a_function_inside_an_answer_runs_once_whatever_the_number_of_shar
 
 
 @pytest.mark.slow  # deaths of engines: test_fleet.py, test_deaths.py
-async def test_one_killed_shard_is_its_engines_death_and_nothing_is_lost(
+async def test_a_killed_shard_ends_its_engine_and_loses_nothing(
     fleet: Fleet, model_path: str, tokenizer: Any, tmp_path: Path
 ) -> None:
     config, manager = fleet

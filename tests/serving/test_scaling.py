@@ -78,7 +78,7 @@ class Sessions:
         await asyncio.gather(*self._lanes)
 
 
-def test_a_run_that_gets_three_more_engines_reaches_the_rate_of_four() -> None:
+def test_a_fleet_grown_to_four_engines_reaches_the_rate_of_four() -> None:
     """In virtual time, in which a rate does not depend on the machine."""
 
     async def rate_from(first: int) -> float:
@@ -105,7 +105,7 @@ def test_a_run_that_gets_three_more_engines_reaches_the_rate_of_four() -> None:
     assert grown >= 0.9 * four, (grown, four)
 
 
-def test_an_engine_that_joins_gets_the_current_weights_before_its_first_turn() -> None:
+def test_a_new_engine_has_current_weights_before_its_first_turn() -> None:
     used: dict[str, set[int]] = {}
 
     class Versioned(Managed):
@@ -131,7 +131,7 @@ def test_an_engine_that_joins_gets_the_current_weights_before_its_first_turn() -
     run_virtually(work())
 
 
-def test_turns_of_a_worker_that_leaves_end_there_and_later_ones_go_elsewhere() -> None:
+def test_a_leaving_worker_finishes_its_turns_and_gets_no_others() -> None:
     async def work() -> None:
         gone: list[int] = []
         async with simulated(3, left=gone.append).running() as manager:
@@ -163,7 +163,7 @@ def slow(name: str) -> Managed:
     return Managed(name=name, mean_tokens=10**9, latency=Latency(step=0.5))
 
 
-def test_long_turns_are_handed_over_from_the_tokens_that_they_have() -> None:
+def test_long_turns_are_handed_over_with_their_tokens() -> None:
     async def work() -> None:
         async with simulated(2, slow).running() as manager:
             requests = [Request([1, 2, 3 + i], LONG, f"r{i}") for i in range(8)]
@@ -188,7 +188,7 @@ def test_long_turns_are_handed_over_from_the_tokens_that_they_have() -> None:
     run_virtually(work())
 
 
-def test_a_streamed_turn_that_no_other_can_continue_ends_where_it_is() -> None:
+def test_a_streamed_turn_that_cannot_move_ends_on_its_worker() -> None:
     async def work() -> None:
         async with simulated(2, slow).running() as manager:
             stopped = LONG.model_copy(update={"stop": ["never"]})
@@ -211,7 +211,7 @@ def test_a_streamed_turn_that_no_other_can_continue_ends_where_it_is() -> None:
 
 
 @pytest.mark.parametrize("change", [{"stop": ["never"]}, {}], ids=["bound", "free"])
-def test_the_turns_of_other_processes_are_not_lost_with_a_worker_that_leaves(
+def test_a_leaving_worker_loses_no_turns_of_other_processes(
     change: dict[str, Any],
 ) -> None:
     async def work() -> None:
@@ -242,7 +242,7 @@ def test_the_turns_of_other_processes_are_not_lost_with_a_worker_that_leaves(
     run_virtually(work())
 
 
-def test_turns_of_a_worker_that_dies_while_it_leaves_continue_elsewhere() -> None:
+def test_turns_continue_elsewhere_when_a_leaving_worker_dies() -> None:
     async def work() -> None:
         async with simulated(2, slow).running() as manager:
             requests = [Request([1, 2, 3 + i], LONG, f"r{i}") for i in range(4)]
@@ -261,7 +261,7 @@ def test_turns_of_a_worker_that_dies_while_it_leaves_continue_elsewhere() -> Non
     run_virtually(work())
 
 
-def test_workers_that_wait_for_room_hold_up_nothing_and_can_be_called_off() -> None:
+def test_workers_without_room_block_nothing_and_may_be_cancelled() -> None:
     room = asyncio.Event()
 
     async def begin(name: str, index: int) -> Any:
@@ -292,7 +292,7 @@ def test_workers_that_wait_for_room_hold_up_nothing_and_can_be_called_off() -> N
     run_virtually(work())
 
 
-def test_turns_fail_at_once_when_only_workers_are_left_that_wait_for_room() -> None:
+def test_turns_fail_at_once_when_all_workers_wait_for_room() -> None:
     async def begin(name: str, index: int) -> Any:
         if index:
             await asyncio.Event().wait()
@@ -317,7 +317,7 @@ def test_turns_fail_at_once_when_only_workers_are_left_that_wait_for_room() -> N
     run_virtually(work())
 
 
-def test_another_process_hears_that_a_worker_leaves_and_keeps_its_turns(
+def test_another_process_keeps_the_turns_of_a_leaving_worker(
     make_config: Callable[..., Config],
 ) -> None:
     from turnwise.serving.front_process import FrontProcess  # imports Ray
@@ -349,7 +349,7 @@ def test_another_process_hears_that_a_worker_leaves_and_keeps_its_turns(
     run_virtually(work())
 
 
-def test_a_fleet_that_is_shut_down_ends_workers_that_join_or_leave() -> None:
+def test_shutdown_ends_workers_that_join_or_leave() -> None:
     async def work() -> None:
         engines: list[Managed] = []
 
@@ -373,7 +373,7 @@ def test_a_fleet_that_is_shut_down_ends_workers_that_join_or_leave() -> None:
     run_virtually(work())
 
 
-def test_more_trajectories_are_in_flight_while_there_are_more_workers() -> None:
+def test_more_workers_admit_more_trajectories() -> None:
     async def work() -> None:
         async with simulated(2).running() as manager:
             admission, over = Admission(Limits(4)), asyncio.Event()
@@ -399,7 +399,7 @@ def test_more_trajectories_are_in_flight_while_there_are_more_workers() -> None:
 
 
 @pytest.mark.parametrize("transport", ["shm", "ipc"])
-def test_an_engine_that_would_get_newer_weights_joins_when_the_versions_may_differ(
+def test_an_engine_with_newer_weights_joins_after_an_evaluation(
     transport: str,
 ) -> None:
     """As beside an evaluation, which measures one version."""

@@ -136,7 +136,7 @@ def test_a_worker_that_is_no_longer_slow_gets_its_share_again() -> None:
     assert recovered > 0.8
 
 
-def test_a_groups_first_turns_share_a_worker_and_its_prompts_cache() -> None:
+def test_a_groups_first_turns_share_one_workers_prompt_cache() -> None:
     async def work() -> None:
         scheduler, engines = fleet(4)
         await asyncio.gather(
@@ -180,7 +180,7 @@ def test_the_session_that_was_used_longest_ago_is_forgotten() -> None:
     run_virtually(work())
 
 
-def test_ties_are_broken_in_turn_and_requests_without_a_session_spread() -> None:
+def test_requests_without_a_session_spread_evenly() -> None:
     async def work() -> None:
         scheduler, _ = fleet(4)
         for index in range(40):
@@ -191,7 +191,7 @@ def test_ties_are_broken_in_turn_and_requests_without_a_session_spread() -> None
 
 
 @pytest.mark.parametrize("way", ["die", "hang"])
-def test_turns_of_a_failed_worker_go_on_elsewhere_without_losing_a_token(way: str) -> None:
+def test_turns_of_a_failed_worker_continue_without_token_loss(way: str) -> None:
     async def work() -> None:
         scheduler, engines = fleet(2)
         reference = SimulatedEngine()
@@ -394,7 +394,7 @@ def test_a_turn_waits_for_a_worker_until_its_deadline() -> None:
     run_virtually(work())
 
 
-def test_what_an_update_aborts_is_continued_under_the_new_weights() -> None:
+def test_a_turn_aborted_by_an_update_continues_on_new_weights() -> None:
     async def work() -> None:
         scheduler, engines = fleet(1)
         turn = asyncio.create_task(generate(scheduler, Request(PROMPT, SAMPLING, "r")))
@@ -445,7 +445,7 @@ def test_the_rest_of_a_turn_keeps_its_budget() -> None:
     assert remaining(replace(request, seed=1), 0) is sampling
 
 
-def test_a_completion_names_its_worker_and_the_time_of_its_first_token() -> None:
+def test_a_completion_names_its_worker_and_first_token_time() -> None:
     async def study() -> None:
         scheduler, engines = fleet(2)
         before = time.time()

@@ -65,7 +65,7 @@ async def update(manager: AsyncLLMServerManager, transport: str, number: int) ->
 @pytest.mark.parametrize("transport", ["shm", "ipc"])
 @pytest.mark.parametrize("startup", [0.5, 3.0, 20.0])
 @pytest.mark.parametrize("killed", [-10.0, -1.0, -0.001, 0.0, 0.5, 4.9, 5.1])
-def test_an_engine_whose_restart_meets_an_update_serves_the_new_version_or_nothing(
+def test_a_restart_during_an_update_serves_only_the_new_version(
     transport: str, startup: float, killed: float
 ) -> None:
     """`killed` is the time of the death in seconds after the beginning of the update."""
@@ -171,7 +171,7 @@ class CutOff(Managed):
 
 
 @pytest.mark.parametrize("when", ["join", "broadcast"])
-def test_an_engine_that_is_cut_off_in_a_broadcast_spoils_it_for_nobody_else(when: str) -> None:
+def test_an_engine_cut_off_in_a_broadcast_spares_the_others(when: str) -> None:
     """Its calls are never answered, not even by an error; by `weights.transport: collective`."""
 
     async def work() -> None:

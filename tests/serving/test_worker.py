@@ -384,7 +384,7 @@ async def test_a_worker_can_serve_by_itself(ported: WorkerHandle, http: httpx.As
     assert await ported.actor.has_ended.remote()
 
 
-async def test_chats_are_answered_by_the_workers_actor_with_a_status_and_data(
+async def test_the_worker_actor_answers_chats_with_status_and_data(
     engine: WorkerHandle,
 ) -> None:
     """As by verl's server actor: whole, streamed, and refused; requests are vLLM's or plain."""

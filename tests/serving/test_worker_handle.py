@@ -289,7 +289,7 @@ async def test_progress_has_a_deadline_and_whole_requests_have_none(
         await engine.shutdown()
 
 
-async def test_calls_in_flight_when_the_engines_process_dies_fail_at_once(
+async def test_calls_in_flight_fail_at_once_when_the_engine_dies(
     ray_started: None, make_config: Callable[..., Config]
 ) -> None:
     """vLLM never answers them: a weight update would wait for its deadline, and the run with it."""
@@ -314,7 +314,7 @@ async def test_calls_in_flight_when_the_engines_process_dies_fail_at_once(
         await engine.shutdown()
 
 
-async def test_after_a_lost_channel_the_same_engine_answers_over_another(
+async def test_an_engine_answers_over_a_new_channel_after_a_lost_one(
     engine: WorkerHandle,
 ) -> None:
     sampling = SamplingConfig(max_tokens=400, ignore_eos=True)

@@ -58,7 +58,7 @@ class Elsewhere(Actor):
         asyncio.get_running_loop().call_soon(time.sleep, 0.5)
 
 
-async def test_an_answer_that_came_while_the_caller_was_held_up_is_in_time(
+async def test_an_answer_received_while_the_caller_stalls_is_in_time(
     make_config: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_handle, "HEARTBEAT_SECONDS", 0.1)

@@ -73,7 +73,7 @@ async def test_a_client_with_too_much_in_progress_is_asked_to_wait(
     assert (await client.post("asample", asked(sampler, 9))).status_code == 200
 
 
-async def test_when_all_is_taken_a_client_with_less_than_its_part_still_gets_in(
+async def test_a_client_below_its_share_gets_in_when_all_is_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(futures, "_MOST", 100_000)

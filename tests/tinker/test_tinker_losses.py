@@ -80,7 +80,7 @@ def test_gspo_has_one_ratio_for_the_sampled_tokens_of_a_datum() -> None:
     np.testing.assert_allclose(gradient, -np.where(inside, ratio * ADVANTAGES, 0), rtol=1e-5)
 
 
-def test_cross_entropy_weighs_every_token_by_1_unless_the_datum_says_otherwise() -> None:
+def test_cross_entropy_weighs_every_token_by_1_by_default() -> None:
     total, gradient = computed("cross_entropy")
     assert total == pytest.approx(-NEW.sum())
     np.testing.assert_allclose(gradient, -np.ones(5))

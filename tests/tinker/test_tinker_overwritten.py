@@ -52,7 +52,7 @@ class SlowEngine:
 
 
 @pytest.mark.parametrize("change", ["overwritten", "removed", "saved anew"])
-async def test_a_sample_that_waits_for_a_slot_gets_the_weights_that_it_asked_for(
+async def test_a_sample_waiting_for_a_slot_gets_the_weights_it_named(
     served: tuple[Client, TinkerService], change: str
 ) -> None:
     client, service = served
@@ -158,7 +158,7 @@ def test_a_copy_has_the_files_of_one_version(
     assert versions(kept) == 2, "the source's newer one, and the copy"
 
 
-def test_of_several_copies_to_one_place_one_stays_and_all_have_made_it(
+def test_several_copies_to_one_place_all_succeed_and_one_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept = Checkpoints(tmp_path)
@@ -180,7 +180,7 @@ def test_of_several_copies_to_one_place_one_stays_and_all_have_made_it(
     assert versions(kept) == 2
 
 
-def test_a_name_that_is_taken_while_a_checkpoint_is_written_stays_taken(tmp_path: Path) -> None:
+def test_a_name_taken_during_a_checkpoint_write_stays_taken(tmp_path: Path) -> None:
     kept = Checkpoints(tmp_path)
     first, second = kept.begin(STATE), kept.begin(STATE)
     assert first != second
@@ -190,7 +190,7 @@ def test_a_name_that_is_taken_while_a_checkpoint_is_written_stays_taken(tmp_path
     assert kept.find(STATE.address, "me").version == 1
 
 
-async def test_a_download_is_the_file_of_its_link_whatever_takes_its_place(
+async def test_a_download_serves_its_links_file_after_an_overwrite(
     served: tuple[Client, TinkerService],
 ) -> None:
     client, service = served
@@ -237,7 +237,7 @@ def test_a_version_stays_until_its_last_reader_has_gone(tmp_path: Path) -> None:
     assert not begun.exists()
 
 
-def test_a_version_that_is_read_and_has_its_name_outlives_its_readers(tmp_path: Path) -> None:
+def test_a_named_version_outlives_its_readers(tmp_path: Path) -> None:
     kept = Checkpoints(tmp_path)
     old = saved(kept, b"old")
     for _ in range(2):

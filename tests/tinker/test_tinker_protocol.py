@@ -124,7 +124,7 @@ async def test_a_wrong_datum_fails_its_request_alone(
     assert logprobs_of(await client.trained(2, [datum()], "cross_entropy"))
 
 
-async def test_adapters_without_a_seed_begin_apart_and_those_with_one_alike(client: Client) -> None:
+async def test_adapters_start_equal_only_with_the_same_seed(client: Client) -> None:
     first = []
     for seed in (None, None, 7, 7):
         await client.open(seed=seed)

@@ -54,7 +54,7 @@ def likeliest(top: Any) -> list[list[tuple[int, float]]]:
     return [list(zip(*pair, strict=True)) for pair in zip(ids.tolist(), values, strict=True)]
 
 
-async def test_the_likeliest_tokens_of_a_prompt_are_those_of_each_position(client: Client) -> None:
+async def test_the_likeliest_prompt_tokens_are_given_per_position(client: Client) -> None:
     read = await sampled(client, prompt_logprobs=True, topk_prompt_logprobs=3, num_samples=2)
     rows = likeliest(read.topk_prompt_logprobs)
     assert rows[0] == [(0, -99999.0)] * 3  # the SDK's mark of a position without log-probs

@@ -302,7 +302,7 @@ async def test_a_save_that_fails_leaves_nothing(
     assert "path" in await save(client, 3, "state")
 
 
-def test_a_change_of_a_checkpoint_that_was_overwritten_meanwhile_changes_nothing(
+def test_a_change_of_an_overwritten_checkpoint_has_no_effect(
     tmp_path: Path,
 ) -> None:
     kept = Checkpoints(tmp_path)
@@ -319,7 +319,7 @@ def test_a_change_of_a_checkpoint_that_was_overwritten_meanwhile_changes_nothing
     assert kept.find(new.address, "me") == new
 
 
-async def test_a_server_of_another_model_neither_samples_nor_loads_a_state(
+async def test_a_server_of_another_model_neither_samples_nor_loads(
     config: Config, tmp_path: Path
 ) -> None:
     async with opened(config, tmp_path) as (client, _):
@@ -349,7 +349,7 @@ async def test_an_encrypted_export_is_refused_in_words(client: Client) -> None:
     assert "path" in await save(client, 2, "out", "save_weights_external")
 
 
-async def test_a_sampler_of_weights_that_were_overwritten_or_deleted_says_so(
+async def test_a_sampler_reports_overwritten_or_deleted_weights(
     client: Client,
 ) -> None:
     await client.open()
@@ -368,7 +368,7 @@ async def test_a_sampler_of_weights_that_were_overwritten_or_deleted_says_so(
     assert "there is no checkpoint" in failed["error"]
 
 
-async def test_after_a_kill_samplers_go_on_and_training_from_a_saved_state(
+async def test_after_a_kill_samplers_go_on_and_training_resumes(
     config: Config, tmp_path: Path
 ) -> None:
     stack = AsyncExitStack()
@@ -484,7 +484,7 @@ async def test_a_client_leaves_a_run_folder_with_exact_trajectories(
     assert run.search("step-0002", "[11, 12]")["found"] == [2]  # `str` decodes here
 
 
-async def test_losses_are_divided_by_all_trained_tokens_whatever_the_log_keeps(
+async def test_losses_are_divided_by_all_trained_tokens(
     served: tuple[Client, TinkerService], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client, service = served
@@ -532,7 +532,7 @@ async def test_a_run_folder_that_cannot_be_written_stops_nobody(
     assert "lacks a step" in caplog.text
 
 
-def test_samples_are_found_by_their_ids_until_others_take_their_place(
+def test_samples_are_found_by_ids_until_others_replace_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("turnwise.tinker.run_log._MOST_SAMPLED", 12)

@@ -86,7 +86,7 @@ def seen(sdk: dict[str, str], model_path: str, folder: Path) -> list[dict[str, A
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_samplers_go_on_after_a_kill_and_training_from_the_saved_state(
+def test_samplers_and_saved_training_go_on_after_a_kill(
     seen: list[dict[str, Any]],
 ) -> None:
     assert len(seen) == 8

@@ -179,7 +179,7 @@ async def run(client: Client, other: Client) -> list[np.ndarray]:
     ]
 
 
-async def test_adapters_that_are_moved_out_and_back_train_as_if_they_had_stayed(
+async def test_offloaded_adapters_train_as_if_they_had_stayed(
     client: Client,
 ) -> None:
     here = [client, Client(client.http)]
@@ -198,7 +198,7 @@ async def test_adapters_that_are_moved_out_and_back_train_as_if_they_had_stayed(
     assert sum(not each.offloaded for each in client.rank._adapters._held.values()) == 1
 
 
-async def test_an_adapter_that_was_loaded_with_its_optimizer_is_moved_out_too(
+async def test_an_adapter_loaded_with_its_optimizer_is_offloaded_too(
     client: Client,
 ) -> None:
     data = [{"tokens": IDS[:-1], "target_tokens": IDS[1:]}]
@@ -223,7 +223,7 @@ async def test_an_adapter_that_was_loaded_with_its_optimizer_is_moved_out_too(
     np.testing.assert_array_equal(own, expected)
 
 
-async def test_a_step_fails_after_a_pass_that_left_half_of_its_gradient(
+async def test_a_step_fails_after_a_pass_that_failed_midway(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data = [{"tokens": IDS[:-1], "target_tokens": IDS[1:]}]
@@ -285,7 +285,7 @@ async def test_only_a_pass_that_has_run_fails_the_step_after_it(
     assert "metrics" in await client.step(4, learning_rate=1e-2)
 
 
-async def test_nothing_is_left_of_an_adapter_that_ends_while_it_is_away(client: Client) -> None:
+async def test_an_adapter_that_ends_while_offloaded_leaves_nothing(client: Client) -> None:
     client.rank._adapters._near = 0
     first, second = client, Client(client.http)
     await first.open()
@@ -298,7 +298,7 @@ async def test_nothing_is_left_of_an_adapter_that_ends_while_it_is_away(client: 
     )
 
 
-async def test_a_model_that_has_no_room_is_refused_in_words_and_others_go_on(
+async def test_a_model_without_room_is_refused_and_others_go_on(
     client: Client,
 ) -> None:
     await client.open()
@@ -313,7 +313,7 @@ async def test_a_model_that_has_no_room_is_refused_in_words_and_others_go_on(
     assert "model_id" in await Client(client.http).open()
 
 
-async def test_a_long_pass_lets_other_clients_in_and_adds_up_to_the_same(
+async def test_a_long_pass_lets_others_in_and_keeps_its_result(
     served: tuple[Client, TinkerService], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client, service = served
@@ -344,7 +344,7 @@ async def test_a_long_pass_lets_other_clients_in_and_adds_up_to_the_same(
     assert_same_gradients(client, expected)
 
 
-async def test_nothing_is_left_of_a_model_whose_session_ends_while_it_is_made(
+async def test_a_session_that_ends_during_creation_leaves_no_model(
     served: tuple[Client, TinkerService], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client, service = served

@@ -101,7 +101,7 @@ def test_three_owners_get_a_third_each() -> None:
     assert list(found.values()) == [pytest.approx(1 / 3, abs=1 / 30)] * 3
 
 
-def test_an_owner_that_asks_for_little_is_not_held_up_and_holds_up_nobody() -> None:
+def test_a_light_owner_neither_waits_nor_delays_others() -> None:
     """It does not save what it did not use for a long time."""
 
     async def work() -> None:

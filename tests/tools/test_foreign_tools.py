@@ -130,7 +130,7 @@ RESULTS = [
 
 
 @pytest.mark.slow
-def test_tools_of_four_frameworks_are_called_with_their_own_types() -> None:
+def test_tools_of_four_frameworks_get_their_own_types() -> None:
     subprocess.run(["make", "agents"], cwd=ROOT, check=True, timeout=1_000)
     done = subprocess.run(
         [".venv-agents/bin/python", "-m", "tests.tools.foreign_tools"],

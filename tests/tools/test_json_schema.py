@@ -155,7 +155,7 @@ def test_patterns_may_look_around() -> None:
     assert mistake(schema, {"x": "abcd"}).startswith('x: "abcd" does not match "^(?!')
 
 
-def test_a_pattern_that_cannot_be_read_is_not_checked_and_said_once(
+def test_an_unreadable_pattern_is_unchecked_and_reported_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     parameters = {
@@ -245,7 +245,7 @@ def test_any_json_within_itself_is_taken_to_the_full_depth() -> None:
     schema.read(json.dumps({"x": nested}))
 
 
-def test_a_recursion_that_doubles_is_taken_as_deep_as_it_can_be_paid_for() -> None:
+def test_a_doubling_recursion_is_checked_to_an_affordable_depth() -> None:
     member = {"type": "object", "properties": {"left": {"$ref": "#/$defs/a"}}}
     members = [{**member, "title": str(n)} for n in range(4)]
     schema = of_x({"$ref": "#/$defs/a"}, **{"$defs": {"a": {"anyOf": members}}})

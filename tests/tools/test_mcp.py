@@ -160,7 +160,7 @@ async def test_the_schemas_of_a_configuration_are_read_once(
     assert path.read_text().count('"initialize"') == 3
 
 
-async def test_a_server_that_dies_fails_its_call_and_is_started_for_the_next(
+async def test_a_dead_server_fails_its_call_and_restarts_for_the_next(
     children: Callable[[], list[int]],
 ) -> None:
     for shared in (False, True):

@@ -191,7 +191,7 @@ def test_without_a_sandbox_the_error_says_what_to_install() -> None:
         Limits(sandbox="nothing")
 
 
-def test_without_a_sandbox_code_has_limits_and_is_ended_by_name_only() -> None:
+def test_code_without_a_sandbox_has_limits_and_its_own_folder() -> None:
     opened = CodeSession("none", Limits(timeout=1.0, memory=256))
     try:
         assert opened.run("6 * 7") == "42"

@@ -277,7 +277,7 @@ def ready() -> None:
 
 
 @pytest.mark.parametrize("function", [plain, ready, calculate, calculate_float])
-def test_a_function_of_plain_arguments_is_described_word_for_word_as_transformers_does(
+def test_plain_arguments_are_described_as_transformers_does(
     function: Callable[..., object],
 ) -> None:
     ours = function_schema(function).description
@@ -297,7 +297,7 @@ def order(items: list[Item], color: Color, at: Point, note: str = "none", more: 
     return note
 
 
-def test_a_function_of_rich_arguments_is_described_with_their_fields() -> None:
+def test_rich_arguments_are_described_with_their_fields() -> None:
     assert function_schema(order).description == {
         "type": "function",
         "function": {
@@ -332,7 +332,7 @@ def test_a_function_of_rich_arguments_is_described_with_their_fields() -> None:
     }
 
 
-def test_a_schema_is_what_strict_mode_takes_where_all_arguments_are_required() -> None:
+def test_strict_mode_takes_a_schema_with_all_arguments_required() -> None:
     from agents.strict_schema import ensure_strict_json_schema
 
     @dataclass
@@ -437,7 +437,7 @@ def test_what_an_annotation_says_counts_more_than_the_docstring() -> None:
     assert named(look, place="x", day="y") == {"place": "x", "day": "y", "far": 3}
 
 
-def test_a_function_without_any_description_is_offered_without_one() -> None:
+def test_a_function_without_a_description_is_still_offered() -> None:
     def bare(value: int) -> Any:
         return value
 
@@ -571,7 +571,7 @@ def unresolved(a: "Missing") -> None:  # type: ignore[name-defined]  # noqa: F82
         (unresolved, "tool unresolved .* its type hints cannot be read .*'Missing' is not defined"),
     ],
 )
-def test_a_function_that_cannot_be_described_is_refused_in_one_sentence(
+def test_an_undescribable_function_is_refused_in_one_sentence(
     function: Callable[..., object], message: str
 ) -> None:
     with pytest.raises(InputError, match=message) as caught:

@@ -236,7 +236,7 @@ async def test_a_tool_that_hangs_misses_its_deadline_and_blocks_nobody() -> None
 
 
 @pytest.mark.parametrize("function", [hang_async, swallow])
-async def test_an_async_tool_that_cannot_be_ended_misses_its_deadline_alone(
+async def test_a_stuck_async_tool_misses_its_deadline_alone(
     function: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tasks, "GRACE_SECONDS", 0.1)
@@ -424,7 +424,7 @@ async def test_arguments_are_checked_outside_the_event_loop(kind: str) -> None:
 NOTHING = {"type": "object", "properties": {}}
 
 
-async def test_calls_of_tools_that_keep_their_order_wait_for_each_other() -> None:
+async def test_calls_of_ordered_tools_wait_for_each_other() -> None:
     begun, ended, first = list[str](), list[str](), threading.Event()
 
     def slow(arguments: Any) -> None:

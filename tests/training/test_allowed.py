@@ -78,7 +78,7 @@ def test_targets_are_scored_among_their_allowed_ids(policy: TrainerRank, layout:
     assert torch.isfinite(entropy_N).all()
 
 
-def test_a_step_is_on_policy_and_a_token_without_a_choice_has_no_gradient(
+def test_a_step_is_on_policy_and_forced_tokens_have_no_gradient(
     policy: TrainerRank,
 ) -> None:
     model = policy._scorer.get_submodule("model")

@@ -62,7 +62,7 @@ def scored(model: Any, ids: torch.Tensor, positions: torch.Tensor | None) -> tor
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_packed_sequences_score_as_they_do_alone_and_have_the_same_gradients(kind: str) -> None:
+def test_packed_sequences_score_and_learn_as_they_do_alone(kind: str) -> None:
     model = model_of(KINDS[kind])
     generator = torch.Generator().manual_seed(1)
     rows = [torch.randint(0, 64, (1, length), generator=generator) for length in LENGTHS]

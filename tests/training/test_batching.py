@@ -31,7 +31,7 @@ layouts = st.sampled_from(get_args(Layout))
 
 
 @given(lengths, st.integers(1, 4), st.integers(1, 4), st.integers(1, 200), layouts)
-def test_every_sample_is_computed_once_and_all_ranks_take_the_same_steps(
+def test_samples_are_computed_once_and_ranks_take_equal_steps(
     lengths: list[int], updates: int, ranks: int, budget: int, layout: Layout
 ) -> None:
     samples = [sample(length, number) for number, length in enumerate(lengths)]
@@ -100,7 +100,7 @@ def test_a_trajectory_stays_in_one_update_and_its_branches_part() -> None:
         assert (share.total_tokens, share.total_trajectories) == (64, 2)
 
 
-def test_samples_that_are_only_counted_are_in_the_totals_of_each_update_alone() -> None:
+def test_counted_only_samples_add_only_to_each_updates_totals() -> None:
     samples = [
         Sample.of([1] * 5, [0] + [1] * 4, [-0.5] * 5, [0] * 5, 0.0, n, counted_only=n >= 2)
         for n in range(6)

@@ -26,7 +26,7 @@ def make(checkpoints: Path, step: int) -> Path:
     return folder
 
 
-def test_the_newest_whole_checkpoint_is_taken_and_what_is_wrong_with_others_told(
+def test_the_newest_whole_checkpoint_is_taken_and_flaws_named(
     tmp_path: Path,
 ) -> None:
     folders = [make(tmp_path, step) for step in range(1, 5)]

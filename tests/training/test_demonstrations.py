@@ -96,7 +96,7 @@ def test_each_turn_is_trained_up_to_the_token_that_ends_it(
     assert template.decode_all(trained) == "".join(texts(template, made))
 
 
-def test_the_header_of_the_next_message_ends_a_turn_that_has_no_other_end() -> None:
+def test_the_next_header_ends_a_turn_that_has_no_other_end() -> None:
     template = published("glm4moe")
     made = demonstrate(template, WITH_TOOLS, TOOLS)
     call, answer, last = texts(template, made)
@@ -113,7 +113,7 @@ def test_the_header_of_the_next_message_ends_a_turn_that_has_no_other_end() -> N
     assert following.token_ids == made.prompt_token_ids(1), "as in a rollout"
 
 
-def test_a_turn_that_ends_where_sampling_does_not_stop_is_refused() -> None:
+def test_a_turn_that_ends_where_sampling_goes_on_is_refused() -> None:
     for name, end in {"glm4moe": "</tool_call>", "gptoss": "<|call|>"}.items():
         template = template_of(SOURCES[name], eos_of(name))  # the settings of no model
         with pytest.raises(TrajectoryError, match=re.escape(end)) as refused:
@@ -124,7 +124,7 @@ def test_a_turn_that_ends_where_sampling_does_not_stop_is_refused() -> None:
     assert texts(base, demonstrate(base, PLAIN))[-1] == "It is 6.<|im_end|>"
 
 
-def test_the_tokens_are_those_of_the_template_where_that_rewrites_nothing() -> None:
+def test_tokens_equal_the_templates_where_it_rewrites_nothing() -> None:
     for tokenizer in ("bpe", "tekken"):
         template = chat_template("qwen2_5", tokenizer)
         (branch,) = demonstrate(template, WITH_TOOLS, TOOLS).samples()
@@ -243,7 +243,7 @@ def test_what_cannot_be_exact_is_refused_with_a_reason(
     assert reason_of(chat_template(name, "bpe"), messages) == reason
 
 
-def test_tools_and_results_that_the_prompt_does_not_show_are_refused() -> None:
+def test_tools_and_results_hidden_by_the_prompt_are_refused() -> None:
     assert reason_of(chat_template("gemma", "bpe"), WITH_TOOLS, TOOLS) == "tools_hidden"
     assert reason_of(chat_template("phi3", "bpe"), [*WITH_TOOLS]) in (
         "message_dropped",

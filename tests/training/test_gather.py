@@ -77,7 +77,7 @@ def test_tensors_of_a_layer_that_its_files_fuse_are_fused_again(tmp_path: Path) 
     assert set(tensors) == {name for name, _ in tensor_shapes(model)}
 
 
-def test_an_exported_model_has_the_buffers_of_its_files_in_their_own_precision(
+def test_an_exported_model_keeps_its_buffers_precision(
     make_config: Callable[..., Config], model_path: str, tmp_path: Path
 ) -> None:
     shape = {**SMALL, "num_key_value_heads": 2, "n_routed_experts": 4, "num_experts_per_tok": 2}

@@ -60,7 +60,7 @@ def by_the_model(vision_path: str, sample: Sample, pictures: list[Pictures.Image
     return scores.numpy()[sample.response_mask_T[1:]]
 
 
-def test_rows_with_and_without_images_are_scored_as_the_model_does(
+def test_rows_with_and_without_images_score_as_in_the_model(
     rank: TrainerRank, vision_path: str
 ) -> None:
     pictures = [[picture()], [picture(84, 56, 1), picture(28, 28, 2)], []]
@@ -253,7 +253,7 @@ def test_an_exported_model_reads_images_as_the_trainer(vision_path: str, tmp_pat
     assert np.abs(found.numpy() - expected).max() < 1e-5
 
 
-async def test_the_canary_has_an_image_whose_own_tokens_are_not_compared(
+async def test_the_canary_has_an_image_and_skips_its_tokens(
     rank: TrainerRank,
 ) -> None:
     published = rank.publish()
@@ -271,7 +271,7 @@ async def test_the_canary_has_an_image_whose_own_tokens_are_not_compared(
     assert not blind.publish().prompt.images
 
 
-def test_a_model_beside_the_policy_reads_images_with_its_own_processor(
+def test_a_reference_model_reads_images_with_its_own_processor(
     vision_path: str, tmp_path: Path
 ) -> None:
     kl = {"kl": {"coef": 0.1}}
@@ -305,9 +305,7 @@ def test_ranks_without_images_add_nothing_to_the_gradient(
         parameter.grad = None
 
 
-def test_images_that_cannot_be_trained_cost_no_text_and_are_named(
-    vision_path: str, model_path: str
-) -> None:
+def test_untrainable_images_are_refused_with_a_reason(vision_path: str, model_path: str) -> None:
     sample = sample_of(vision_path, picture(), "?", answer=[5])
     for path, sections, named in (
         (vision_path, {"engine": {"images_per_prompt": 0}}, r"engine\.images_per_prompt is 0"),

@@ -38,7 +38,7 @@ def count(calls: Counter[int], number: int, *_: object) -> None:
     ("every", "computed"),
     [(True, [2] * LAYERS), (1, [2] * LAYERS), (2, [2, 1, 2, 1, 2]), (3, [2, 1, 1, 2, 1])],
 )
-def test_the_chosen_layers_are_computed_twice_for_the_same_gradients(
+def test_chosen_layers_are_computed_twice_for_equal_gradients(
     every: bool | int, computed: list[int]
 ) -> None:
     once, expected = gradients(False)

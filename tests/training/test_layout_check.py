@@ -155,7 +155,7 @@ def test_a_run_trains_on_the_log_probs_that_an_engine_records(
     assert train(policy, samples)["logprob_diff_max"] < 1e-4
 
 
-def test_a_text_model_inside_of_another_trains_and_is_published_and_saved(
+def test_a_nested_text_model_trains_publishes_and_saves(
     make_config: Callable[..., Config], tmp_path: Path
 ) -> None:
     path = saved("gemma3", tmp_path / "gemma3")
@@ -198,7 +198,7 @@ def test_a_model_whose_logits_are_not_the_trainers_is_refused(kind: Any, why: st
         agreed_layouts([check_of(model)], TrainingConfig(), ["padded"])
 
 
-def test_the_value_models_layout_counts_too_and_its_head_is_as_before(
+def test_the_value_models_layout_is_checked_and_its_head_kept(
     make_config: Callable[..., Config], tokenizer: Any, tmp_path: Path
 ) -> None:
     shape = copy.deepcopy(tiny("lfm2").config)

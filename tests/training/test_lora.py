@@ -70,7 +70,7 @@ def held(policy: TrainerRank) -> int:
     )
 
 
-def test_adapters_alone_learn_and_the_engines_get_base_plus_adapter(
+def test_only_adapters_learn_and_engines_get_base_plus_adapter(
     make_policy: Make, model_path: str
 ) -> None:
     policy, base = make_policy(), plain(model_path)
@@ -130,7 +130,7 @@ def test_reference_and_value_model_share_the_backbone(make_policy: Make, model_p
 @pytest.mark.parametrize(
     "algorithm", [PPO, *(pytest.param(other, marks=pytest.mark.slow) for other in OTHERS)], ids=str
 )
-def test_losses_do_not_depend_on_micro_batches_packing_or_recomputation(
+def test_losses_ignore_micro_batches_packing_and_recomputation(
     make_policy: Make, algorithm: dict[str, Any], model_path: str
 ) -> None:
     base, runs = plain(model_path), []
@@ -177,9 +177,7 @@ def test_a_run_goes_on_bit_for_bit_and_its_adapter_loads_in_peft(
         assert score(model.base_model.model, ids, 10) == pytest.approx(ours, abs=1e-5)
 
 
-def test_a_frozen_model_keeps_the_precision_of_its_forward_passes(
-    make_policy: Make, model_path: str
-) -> None:
+def test_a_frozen_model_keeps_its_forward_precision(make_policy: Make, model_path: str) -> None:
     policy = make_policy(dtype="bfloat16")
     assert train(policy, samples_for(plain(model_path)))["logprob_diff_max"] < 0.5
     kinds = {p.dtype for n, p in model_of(policy).named_parameters() if ".lora_" not in n}

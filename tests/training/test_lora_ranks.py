@@ -57,7 +57,7 @@ def make_policy(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("shared", [1, 2])
-async def test_two_ranks_do_what_one_does_and_go_on_from_each_others_checkpoint(
+async def test_two_ranks_match_one_and_load_each_others_checkpoint(
     make_policy: Callable[..., Any], batch: list[Sample], tmp_path: Path, shared: int
 ) -> None:
     metrics: dict[int, Any] = {}

@@ -105,7 +105,7 @@ def trajectory_of(model: Any, index: int, reward: float, version: int) -> Trajec
     return trajectory
 
 
-def test_a_trajectory_that_is_too_old_stays_in_the_baseline_of_the_others(
+def test_a_trajectory_too_old_to_train_stays_in_the_baseline(
     make_policy: Callable[..., TrainerRank], make_config: Callable[..., Config]
 ) -> None:
     """Its reward says as much about the problem; its tokens are not trained."""
@@ -120,7 +120,7 @@ def test_a_trajectory_that_is_too_old_stays_in_the_baseline_of_the_others(
     assert make_samples([group], dropped, version=1).samples == []
 
 
-def test_tokens_that_a_correction_masks_count_in_the_mean_and_move_nothing(
+def test_masked_tokens_count_in_the_mean_but_move_nothing(
     make_policy: Callable[..., TrainerRank],
 ) -> None:
     """One sample's engine disagrees with the trainer; the others train as they do without it."""
@@ -175,7 +175,7 @@ def banned() -> Iterator[None]:
     ids=str,
 )
 @pytest.mark.parametrize("packing", ["padded", "shared"])
-def test_context_that_the_model_could_never_sample_leaves_losses_finite(
+def test_impossible_context_tokens_leave_losses_finite(
     make_policy: Callable[..., TrainerRank],
     make_config: Callable[..., Config],
     banned: None,

@@ -194,7 +194,7 @@ def test_torchao_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.slow
-def test_muon_does_the_same_on_any_number_of_ranks_and_goes_on_with_another(
+def test_muon_matches_and_resumes_across_numbers_of_ranks(
     tmp_path: Path,
 ) -> None:
     alone = goes_on("muon", 1, 0, tmp_path / "one")
@@ -210,7 +210,7 @@ def test_muon_does_the_same_on_any_number_of_ranks_and_goes_on_with_another(
 
 
 @pytest.mark.slow
-def test_moments_of_8_bits_go_on_bit_for_bit_with_the_same_number_of_ranks(
+def test_8_bit_moments_resume_exactly_on_the_same_rank_count(
     tmp_path: Path,
 ) -> None:
     """With torchao; the first step compiles."""

@@ -86,7 +86,7 @@ def make_policy(make_config: Callable[..., Config]) -> Callable[..., TrainerRank
     return make
 
 
-def test_an_advantage_of_ones_own_decides_what_is_trained_towards() -> None:
+def test_samples_get_the_advantages_of_a_custom_class() -> None:
     own = {"name": f"{HERE}:Best", "bonus": 3.0}
     made = make_samples([group(0.0, 2.0, 1.0)], config(algorithm={"advantage": own}), 5)
     assert [sample.advantage for sample in made.samples] == [0.0, 3.0, 0.0]

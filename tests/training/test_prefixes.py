@@ -46,7 +46,7 @@ def family() -> list[Sample]:
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "soft cap"])
-def test_shared_columns_score_as_samples_do_alone_and_have_the_same_gradients(kind: str) -> None:
+def test_shared_columns_score_and_learn_as_samples_do_alone(kind: str) -> None:
     model: Any = model_of(KINDS[kind])
     samples = family()
     alone = []
@@ -79,7 +79,7 @@ def test_masks_of_many_queries_are_made_in_parts(monkeypatch: pytest.MonkeyPatch
 
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=8), min_size=1, max_size=12))
-def test_each_sample_reads_its_own_tokens_and_no_beginning_is_there_twice(
+def test_samples_read_their_own_tokens_and_share_beginnings(
     rows: list[list[int]],
 ) -> None:
     samples = [sample(ids, 1, number) for number, ids in enumerate(rows)]
@@ -98,7 +98,7 @@ def test_each_sample_reads_its_own_tokens_and_no_beginning_is_there_twice(
     assert row[shared.before_N].tolist() == [token for ids in rows for token in ids[:-1]]
 
 
-def test_a_group_stays_in_one_micro_batch_and_its_prompt_counts_once() -> None:
+def test_a_group_shares_a_micro_batch_and_counts_a_prompt_once() -> None:
     generator = np.random.default_rng(0)
     samples = []
     for number in range(24):  # groups of 8, one after another in turn

@@ -154,7 +154,7 @@ def test_a_step_makes_good_tokens_likelier_and_bad_ones_less(
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=str)
-def test_losses_do_not_depend_on_micro_batches_packing_or_recomputation(
+def test_losses_ignore_micro_batches_packing_and_recomputation(
     make_policy: Callable[..., TrainerRank], algorithm: dict[str, Any]
 ) -> None:
     runs = []
@@ -201,7 +201,7 @@ def test_several_passes_are_as_many_steps_on_the_same_samples(
     assert both["ratio_p99"] > steps[0]["ratio_p99"]
 
 
-def test_each_pass_has_fresh_ratios_to_the_policy_before_the_step(
+def test_each_pass_measures_ratios_to_the_policy_before_a_step(
     make_policy: Callable[..., TrainerRank],
 ) -> None:
     """The engine's log-probs are one nat off, and a correction takes them out of the ratios."""
@@ -254,7 +254,7 @@ def test_an_entropy_bonus_raises_the_entropy(make_policy: Callable[..., TrainerR
     assert "policy_loss" not in train(make_policy(), batch)
 
 
-def test_an_adaptive_weight_counts_updates_and_waits_for_the_first_measurement(
+def test_an_adaptive_weight_changes_per_update_once_measured(
     make_policy: Callable[..., TrainerRank],
 ) -> None:
     entropy = {"coef": 0.01, "adaptive": True, "target": 15.0}
@@ -286,7 +286,7 @@ def test_tokens_of_low_entropy_do_not_train(make_policy: Callable[..., TrainerRa
 
 
 @pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "constant"])
-def test_a_sample_that_is_only_counted_acts_as_one_of_advantage_0_that_is_computed(
+def test_a_counted_only_sample_acts_like_one_of_advantage_0(
     make_policy: Callable[..., TrainerRank], reduction: str
 ) -> None:
     steps = []
@@ -334,7 +334,7 @@ def test_several_updates_a_step_count_versions_and_warm_up(
     assert stale["staleness_max"] == 4
 
 
-def test_a_correction_measures_the_engine_against_the_trainer_before_the_step(
+def test_a_correction_compares_engine_and_trainer_before_a_step(
     make_policy: Callable[..., TrainerRank],
 ) -> None:
     policy = make_policy({"correction": {"name": "token_tis", "high": 1.5}}, updates_per_step=2)
@@ -347,7 +347,7 @@ def test_a_correction_measures_the_engine_against_the_trainer_before_the_step(
     assert metrics["logprob_diff_mean"] == pytest.approx(1, abs=1e-3)
 
 
-def test_fresh_tokens_are_not_corrected_in_any_update_of_their_step(
+def test_no_update_of_a_step_corrects_fresh_tokens(
     make_policy: Callable[..., TrainerRank],
 ) -> None:
     """The engine's log-probs are so far off that `mask` leaves out every token that it sees."""
@@ -362,7 +362,7 @@ def test_fresh_tokens_are_not_corrected_in_any_update_of_their_step(
     assert kept == [1.0, 0.0]
 
 
-def test_a_gradient_that_is_not_finite_is_skipped_and_counted_and_the_third_ends_the_run(
+def test_the_third_non_finite_gradient_in_a_row_ends_the_run(
     make_policy: Callable[..., TrainerRank],
 ) -> None:
     policy = make_policy()
@@ -476,7 +476,7 @@ def test_a_model_that_is_not_there_is_named(make_config: Callable[..., Config]) 
         TrainerRank(config)
 
 
-def test_a_model_that_does_not_fit_is_refused_before_it_is_loaded(
+def test_a_model_that_does_not_fit_is_refused_before_loading(
     make_config: Callable[..., Config], build: Path, tmp_path: Path
 ) -> None:
     shape = AutoModelForCausalLM.from_pretrained(build / "model").config

@@ -46,7 +46,7 @@ def saved(policy: TrainerRank, folder: Path) -> Path:
         ({"learning_rate": 1e-5, "warmup_steps": 3}, 0.5e-5),
     ],
 )
-def test_the_configuration_sets_rates_and_decay_and_the_checkpoint_the_position(
+def test_resuming_keeps_the_position_and_takes_new_rates(
     make_policy: MakePolicy, tmp_path: Path, changes: dict[str, Any], rate: float
 ) -> None:
     one = make_policy(learning_rate=1e-3, steps=10)
@@ -82,7 +82,7 @@ def test_the_value_models_rate_is_the_configurations_too(
     assert two._learners["critic"].updates == 1
 
 
-def test_a_value_model_that_the_checkpoint_lacks_is_refused_by_its_key(
+def test_a_value_model_missing_in_the_checkpoint_is_refused(
     make_policy: MakePolicy, tmp_path: Path
 ) -> None:
     folder = saved(make_policy(), tmp_path / "step-0001")
@@ -91,7 +91,7 @@ def test_a_value_model_that_the_checkpoint_lacks_is_refused_by_its_key(
 
 
 @pytest.mark.parametrize("warmup", [0, 2])
-def test_saving_before_the_policys_first_update_does_not_change_it(
+def test_saving_before_the_first_policy_update_changes_nothing(
     make_policy: MakePolicy, tmp_path: Path, warmup: int
 ) -> None:
     algorithm = {"advantage": {"name": "gae", "warmup_steps": warmup}} if warmup else {}
@@ -133,7 +133,7 @@ def test_gradients_of_a_step_that_failed_do_not_reach_the_next(make_policy: Make
     assert torch.equal(weights(alone), weights(after))
 
 
-def test_the_linear_schedule_counts_only_the_steps_in_which_the_policy_learns(
+def test_a_linear_schedule_counts_only_policy_steps(
     make_policy: MakePolicy,
 ) -> None:
     algorithm = {"advantage": {"name": "gae", "warmup_steps": 2}}
@@ -155,7 +155,7 @@ def test_steps_beyond_a_linear_schedule_keep_its_last_rate() -> None:
     assert rates == pytest.approx([0.5, 1.0, 2 / 3, 1 / 3, 1 / 3, 1 / 3, 1 / 3])
 
 
-def test_a_cosine_schedule_falls_along_half_a_wave_after_its_warm_up() -> None:
+def test_a_cosine_schedule_falls_half_a_wave_after_warm_up() -> None:
     training = TrainingConfig(lr_schedule="cosine", warmup_steps=1)
     module = torch.nn.Linear(2, 2)
     learner = TrainableModule(module, training, 1.0, 5)

@@ -29,7 +29,7 @@ def make_half(make_config: Callable[..., Config]) -> Callable[..., TrainerRank]:
     return make
 
 
-def test_rounding_is_right_in_the_mean_and_exact_for_what_bfloat16_holds() -> None:
+def test_rounding_is_unbiased_and_exact_for_bfloat16_values() -> None:
     generator = torch.Generator().manual_seed(0)
     exact = torch.tensor([0.0, -0.0, 1.0, -3.5, 2.0**-130, float("inf")])
     assert torch.equal(rounded(exact, generator).float(), exact)
@@ -89,7 +89,7 @@ def test_a_policy_in_bfloat16_learns_what_one_in_float32_learns(
 
 
 @pytest.mark.parametrize("algorithm", [{}, {"advantage": {"name": "gae"}}], ids=str)
-def test_a_policy_in_bfloat16_goes_on_from_its_checkpoint_bit_for_bit(
+def test_a_bfloat16_policy_resumes_bit_for_bit(
     make_half: Callable[..., TrainerRank], tmp_path: Path, algorithm: dict[str, Any]
 ) -> None:
     one = make_half(algorithm, updates_per_step=2)
@@ -119,7 +119,7 @@ def test_a_reference_in_bfloat16_computes_what_the_policy_does(
 
 
 @pytest.mark.slow
-async def test_two_ranks_in_bfloat16_do_what_one_does_and_go_on_from_its_checkpoint(
+async def test_two_bfloat16_ranks_match_one_and_load_its_checkpoint(
     ray_started: None, make_config: Callable[..., Config], model_path: str, tmp_path: Path
 ) -> None:
     whole = TrainerRank(make_config(training={"threads": 1}))
@@ -153,7 +153,7 @@ async def test_two_ranks_in_bfloat16_do_what_one_does_and_go_on_from_its_checkpo
     [({}, "set model.dtype to bfloat16"), ({"lora": {"rank": 4}}, "set model.dtype to bfloat16"),
      ({"dtype": "bfloat16", "lora": {"rank": 4}}, "adapters are float32")],
 )  # fmt: skip
-def test_weights_in_bfloat16_are_refused_where_they_make_no_sense(
+def test_bfloat16_weights_are_refused_where_they_make_no_sense(
     model: dict[str, Any], why: str
 ) -> None:
     tree = {"model": {"path": "m", **model}, "training": {"weights_dtype": "bfloat16"}}

@@ -111,7 +111,7 @@ def test_perturbed_routers_keep_the_recorded_choice_and_learn(
         assert gradient.abs().sum() > 0
 
 
-def test_the_engines_choice_gives_its_log_probs_where_the_routers_own_does_not(
+def test_the_engines_experts_bring_log_probs_closer_to_its_own(
     tmp_path: Path,
 ) -> None:
     """Weights that engine and trainer hold in different precisions, in the extreme."""

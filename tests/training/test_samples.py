@@ -61,7 +61,7 @@ def test_each_trajectory_becomes_a_sample_with_its_advantage() -> None:
 
 
 @pytest.mark.parametrize("where", ["loss", "reward"])
-def test_a_group_without_signal_counts_and_is_computed_where_a_kl_penalty_needs_it(
+def test_a_kl_penalty_computes_a_group_without_signal(
     where: str,
 ) -> None:
     groups = [group(0.0, 1.0), group(1.0, 1.0)]
@@ -82,7 +82,7 @@ def test_a_group_without_signal_counts_and_is_computed_where_a_kl_penalty_needs_
 
 
 @pytest.mark.parametrize("key", ["coef", "adaptive", "top_quantile"])
-def test_a_group_without_signal_is_computed_where_entropies_count(key: str) -> None:
+def test_entropies_compute_a_group_without_signal(key: str) -> None:
     """A bonus trains it by itself; a filter only needs its entropies beside another group."""
     values = {"coef": 0.1, "adaptive": True, "top_quantile": 0.2}
     settings = config(algorithm={"entropy": {key: values[key]}})
@@ -93,7 +93,7 @@ def test_a_group_without_signal_is_computed_where_entropies_count(key: str) -> N
 
 
 @pytest.mark.parametrize("status", ["length", "context_full"])
-def test_a_truncated_trajectory_is_left_out_and_counts_in_its_groups_baseline(
+def test_a_masked_truncated_trajectory_stays_in_the_baseline(
     status: Any,
 ) -> None:
     """And in the number of trajectories, as in TRL, but not in the number of tokens."""
@@ -136,7 +136,7 @@ def test_pairs_need_all_of_their_tokens(algorithm: dict[str, Any], key: str) -> 
         make_algorithm(settings.algorithm)
 
 
-def test_a_pair_is_left_out_where_user_code_chose_no_token_of_a_side() -> None:
+def test_a_pair_with_no_chosen_tokens_on_one_side_is_left_out() -> None:
     pair = group(0.0, 1.0)
     pair.trajectories[1].choose([])
     made = make_samples([pair], config(algorithm={"loss": "dpo"}), 5)
@@ -187,7 +187,7 @@ def test_rewards_of_a_program_replace_all_that_was_there(
         assert one.advantages_T.tolist() == pytest.approx(other.advantages_T.tolist(), abs=1e-5)
 
 
-def test_rewards_that_a_program_leaves_as_they_are_keep_their_parts() -> None:
+def test_unchanged_rewards_keep_their_parts() -> None:
     judged = rewarded({"a": 1.0, "b": 0.5}, {"a": 0.0, "b": 0.5})
     rewarded_groups({"groups": [judged], "rewards": [1.5, 0.5]})
     assert [each.reward_parts for each in judged.trajectories] == [
@@ -213,7 +213,7 @@ def rewarded(*parts: dict[str, float]) -> Group:
     return made
 
 
-def test_gdpo_compares_the_entries_of_the_rewards_with_their_weights() -> None:
+def test_gdpo_compares_each_reward_with_its_weight() -> None:
     rewards = [{"function": "a:right", "weight": 3.0}, {"function": "a:short", "name": "short"}]
     settings = config(algorithm={"advantage": "gdpo"}, rollout={"rewards": rewards})
     both = rewarded({"a:right": 1.0, "short": 0.0}, {"a:right": 0.0, "short": 1.0})
@@ -263,7 +263,7 @@ def test_stale_tokens_of_a_group_without_signal_do_not_count() -> None:
     assert made.report.masked == {"no_signal": 12}
 
 
-def test_the_branches_of_a_trajectory_weigh_as_much_as_one_of_a_single_turn() -> None:
+def test_branches_together_weigh_as_much_as_a_single_turn() -> None:
     """Two good trajectories of one turn, two bad ones of four turns that each rewrote history."""
     rewritten = Group("p")
     for index in range(4):
@@ -299,7 +299,7 @@ def test_tokens_older_than_the_bound_are_context_only() -> None:
     assert made.report.tokens_trained == 8
 
 
-def test_the_bound_counts_steps_also_where_they_took_fewer_updates() -> None:
+def test_max_staleness_counts_steps_even_with_fewer_updates() -> None:
     """The step before took 4 updates, the last one 1: version 0 is two steps old, not one."""
     settings = config(training={"max_staleness": 1, "updates_per_step": 4})
     versions = settings.recent_versions()
@@ -328,7 +328,7 @@ def test_or_their_group_is_dropped() -> None:
     assert made.report.masked == {"stale_group": 12}
 
 
-def test_a_pair_is_the_best_and_the_worst_in_one_unit_the_chosen_first() -> None:
+def test_a_pair_is_the_best_and_the_worst_with_the_best_first() -> None:
     made = make_samples(
         [group(0.5, 0.0, 1.0, 0.5), group(1.0, 1.0)], config(algorithm={"loss": {"name": "dpo"}}), 5
     )
@@ -377,7 +377,7 @@ def test_dynamic_sampling_judges_the_rewards_that_are_trained() -> None:
         ("grpo", [1.0, 0.0], [0.0, 1.0], False),
     ],
 )
-def test_dynamic_sampling_judges_turns_where_they_have_advantages(
+def test_dynamic_sampling_judges_turns_with_advantages(
     advantage: Any, first: list[float], second: list[float], expected: bool
 ) -> None:
     settings = config(algorithm={"dynamic_sampling": True, "advantage": advantage})

@@ -44,7 +44,7 @@ def test_log_probs_have_the_gradient_of_autograd(
         torch.testing.assert_close(found, gradient)
 
 
-def test_several_targets_of_a_position_have_the_gradient_of_autograd() -> None:
+def test_several_targets_per_position_match_autograd() -> None:
     model = head(50)
     hidden_NH = (2 * torch.randn(7, 16)).requires_grad_()
     targets_NK = torch.randint(50, (7, 3))

@@ -146,7 +146,7 @@ def test_rows_that_cannot_be_exact_are_refused_with_a_reason(
     assert refusal(RowReader(short.model.max_length, ChatTemplate(tokenizer)), row)[0] == "too_long"
 
 
-def test_a_conversation_needs_a_chat_template_and_stored_ids_none(
+def test_a_conversation_needs_a_template_but_stored_ids_do_not(
     config: Config, reader: RowReader, bare: Any
 ) -> None:
     without = RowReader(config.model.max_length, ChatTemplate(bare))

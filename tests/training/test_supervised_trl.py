@@ -99,7 +99,7 @@ def test_losses_are_those_of_trls_trainer_on_the_same_rows(
         assert mine[1:] == pytest.approx(other[1:], rel=1e-3)
 
 
-def test_trls_own_template_also_trains_what_the_model_never_samples(
+def test_trls_template_also_trains_unsampled_line_breaks(
     make_config: Callable[..., Config], build: Path, tokenizer: Any, tmp_path: Path
 ) -> None:
     """Its marks of Qwen 2.5 take in the line breaks before and after each turn."""

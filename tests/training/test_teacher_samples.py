@@ -51,7 +51,7 @@ def test_a_trajectory_alone_trains_without_an_advantage() -> None:
     check_group_size(_with(n=1, **ALONE), make_algorithm(_with(n=1, **ALONE).algorithm))
 
 
-def test_a_group_of_one_still_needs_an_advantage_without_comparison() -> None:
+def test_a_group_of_one_needs_an_advantage_without_comparison() -> None:
     beside = _with(n=1, teacher={"model": "t"})
     with pytest.raises(InputError, match=r"sampling.n 1 .* algorithm.advantage to none"):
         check_group_size(beside, make_algorithm(beside.algorithm))
@@ -121,7 +121,7 @@ def test_what_a_teacher_cannot_do_is_refused(sections: dict[str, Any], said: str
         config(**sections)
 
 
-def test_a_teachers_engines_have_room_for_a_token_more_and_no_teacher() -> None:
+def test_teacher_engines_have_one_more_token_and_no_teacher() -> None:
     made = config(algorithm={"teacher": {"model": "t", "engines": 2}})
     ((key, teacher),) = made.teacher_engines().items()
     own = made.for_teacher(teacher)

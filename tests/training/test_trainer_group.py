@@ -131,7 +131,7 @@ async def test_a_checkpoint_of_two_ranks_is_taken_up_by_two_and_by_one(
         assert alone[key] == pytest.approx(expected[key], abs=1e-5), key
 
 
-async def test_a_rank_that_is_killed_is_named_while_idle_and_while_training(
+async def test_a_killed_rank_is_named_while_idle_and_in_training(
     make_policy: Callable[..., Any], batch: list[Sample], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Ray may take a while to notice a death, after the other rank's failure.

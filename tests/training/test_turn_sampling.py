@@ -85,7 +85,7 @@ def test_each_turn_is_scored_by_what_it_was_drawn_from(policy: TrainerRank, layo
     assert entropy_N[:7].mean() < entropy_N[7:12].mean()  # colder
 
 
-def test_a_step_on_turns_of_several_temperatures_is_on_policy_and_has_their_gradient(
+def test_a_step_on_mixed_temperatures_has_the_exact_gradient(
     policy: TrainerRank,
 ) -> None:
     model = policy._scorer.get_submodule("model")
@@ -116,7 +116,7 @@ def conversation(**second: Any) -> Trajectory:
     return trajectory
 
 
-def test_samples_have_the_distributions_of_their_turns_and_context_turns_are_not_trained(
+def test_samples_keep_turn_distributions_and_skip_context_turns(
     make_config: Callable[..., Config],
 ) -> None:
     one, other = conversation(), conversation(untrained="agent_sampling")
@@ -129,12 +129,12 @@ def test_samples_have_the_distributions_of_their_turns_and_context_turns_are_not
     assert (batch.report.tokens_sampled, batch.report.tokens_trained) == (8, 6)
 
 
-def test_demonstrations_are_trained_without_the_temperature_that_sampled_them() -> None:
+def test_demonstrations_train_without_a_sampling_temperature() -> None:
     batch = supervised_samples([conversation()], 0)
     assert [dict(sample.distributions) for sample in batch.samples] == [{}]
 
 
-def test_the_audit_finds_a_turn_with_other_parameters_than_it_was_recorded_with() -> None:
+def test_the_audit_finds_a_turn_with_wrong_sampling_parameters() -> None:
     from dataclasses import replace
 
     trajectory = Trajectory.from_json(conversation(untrained="left_out").to_json())

@@ -102,7 +102,7 @@ def test_a_token_trained_twice_is_named() -> None:
     )
 
 
-def test_a_token_that_is_trained_nowhere_is_a_violation_unless_there_is_a_reason() -> None:
+def test_a_token_trained_nowhere_is_a_violation_without_a_reason() -> None:
     trajectory = conversation()
     samples = trajectory.samples()
     samples[0].response_mask[2] = 0
@@ -154,7 +154,7 @@ def test_the_record_itself_is_checked(change: dict[str, object], message: str) -
     assert message in (audit(trajectory).first_violation or "")
 
 
-def test_a_turn_of_an_engine_that_has_not_loaded_an_update_yet_is_exact() -> None:
+def test_a_turn_on_an_engine_with_older_weights_is_exact() -> None:
     """Engines load an update each at its own time, and a conversation may move meanwhile."""
     trajectory = Trajectory("p")
     trajectory.add_turn([1], [2, 3], [-0.1, -0.1], [6, 7], "stop")

@@ -317,7 +317,7 @@ def test_ends_of_turns(name: str, said: str, added: str) -> None:
     assert added_text(name, said, MORE) == added
 
 
-def test_a_message_that_the_template_moves_or_drops_is_not_lost_in_silence() -> None:
+def test_a_moved_or_dropped_message_is_reported() -> None:
     late_system = [*MORE, {"role": "system", "content": "Be brief."}]
     for name in ("deepseekv3", "cohere2", "deepseek_r1_distill"):
         assert added_text(name, "4", late_system) == "message_dropped"

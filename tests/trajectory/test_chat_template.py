@@ -127,7 +127,7 @@ CHATML = """\
 {{- '<|im_end|>\\n' }}{%- endfor %}"""
 
 
-def test_a_developer_is_a_system_message_where_the_template_knows_none(tokenizer: Any) -> None:
+def test_a_template_without_developer_gets_a_system_message(tokenizer: Any) -> None:
     said = [
         {"role": "system", "content": "One."},
         {"role": "user", "content": "Hello."},
@@ -151,7 +151,7 @@ def test_parts_of_a_text_are_joined_as_the_template_shows_them(tokenizer: Any) -
 
 
 @pytest.mark.parametrize("role", ["user", "tool"])
-def test_an_answer_of_an_environment_in_parts_bridges_as_its_text(
+def test_an_environments_answer_in_parts_bridges_as_its_text(
     template: ChatTemplate, role: str
 ) -> None:
     parts = [{"type": "text", "text": text} for text in ("It is", "21.")]

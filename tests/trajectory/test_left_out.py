@@ -51,7 +51,7 @@ def test_hermes_writes_tools_calls_and_results(template: ChatTemplate) -> None:
     )
 
 
-def test_a_bos_comes_first_where_the_tokenizer_has_one_of_its_own() -> None:
+def test_a_bos_comes_first_where_the_tokenizer_has_its_own() -> None:
     for name in TEMPLATE_NAMES:
         assert (
             template_of(template_text(name)).render_text([USER]).startswith("<s><|im_start|>user")
@@ -61,7 +61,7 @@ def test_a_bos_comes_first_where_the_tokenizer_has_one_of_its_own() -> None:
         assert like_smollm.render_text([USER]).startswith("<|im_start|>user")
 
 
-def test_tools_that_are_left_out_are_an_error_that_names_the_keys() -> None:
+def test_omitted_tools_raise_an_error_with_the_keys() -> None:
     chatml = template_of(template_text("chatml"))
     for _ in range(2):  # from the cache, too
         with pytest.raises(InputError, match=r"model\.chat_template .* rollout\.tools_in_prompt"):
@@ -71,7 +71,7 @@ def test_tools_that_are_left_out_are_an_error_that_names_the_keys() -> None:
     check_tools(raising, [USER], TOOLS)  # rendering the prompt reports it
 
 
-def test_messages_that_are_left_out_are_an_error_that_names_their_role() -> None:
+def test_omitted_messages_raise_an_error_with_their_role() -> None:
     hidden = template_of(NO_SYSTEM)
     with pytest.raises(InputError, match=r"leaves out messages of the role system.*chat_template"):
         check_messages(hidden, [SYSTEM, USER])

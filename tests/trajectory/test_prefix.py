@@ -61,7 +61,7 @@ def test_what_follows_the_end_of_the_turn_stays() -> None:
     ]  # fmt: skip
 
 
-def test_reasoning_that_the_template_strips_does_not_move_the_seam() -> None:
+def test_stripped_reasoning_does_not_move_the_seam() -> None:
     """Scanning back by position would land on the user's end of turn."""
     reasoning = [60, 70, 71, 72, 73, 74, 75, 61]
     model = [*USER, 7, EOS, *ASSISTANT, *reasoning, 30, EOS]
@@ -70,7 +70,7 @@ def test_reasoning_that_the_template_strips_does_not_move_the_seam() -> None:
     assert splice(model, prefix, template) == [*model, *USER, 8, EOS, *ASSISTANT]
 
 
-def test_reasoning_that_is_stripped_from_several_turns_is_an_error_or_right() -> None:
+def test_reasoning_stripped_from_several_turns_is_an_error() -> None:
     """The earlier of two turns that look alike would repeat what stands between them."""
     opening = [*USER, 7, EOS, *ASSISTANT, 60, 70, 61, 30, EOS]
     model = [*opening, *TOOL, 5, EOS, *ASSISTANT, 60, 71, 61, 30, EOS]
@@ -79,7 +79,7 @@ def test_reasoning_that_is_stripped_from_several_turns_is_an_error_or_right() ->
     assert reason(model, model, template) == "turn_lost"
 
 
-def test_a_turn_that_the_template_drops_is_an_error_or_loses_nothing() -> None:
+def test_a_turn_that_the_template_drops_is_an_error() -> None:
     """Counting ends of turns would lose the tool's result."""
     model = [*USER, 7, EOS, *ASSISTANT, 70, 71, EOS]
     prefix = [*USER, 7, EOS, *ASSISTANT, 70, 71, EOS]

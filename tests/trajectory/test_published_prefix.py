@@ -204,7 +204,7 @@ def test_a_server_splices_calls_whose_arguments_are_text(name: str) -> None:
     assert template.decode_all(ids[len(required) :]).count(NEWS) == 1
 
 
-def test_what_is_said_before_a_call_may_be_left_out_by_the_template() -> None:
+def test_a_template_may_leave_out_text_before_a_call() -> None:
     """Llama's prints the call alone; what the client sends is compared nevertheless."""
     template, turn = chat_template("llama3_1", "bpe"), call(2, False)
     asked, more = [message("llama3_1", "user", "2 + 2?")], [result(2, "4")]

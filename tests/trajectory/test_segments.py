@@ -151,7 +151,7 @@ ADDED = st.builds(
 
 
 @given(st.lists(ADDED, max_size=10), st.text("ab<", max_size=40))
-def test_the_tokens_at_which_a_text_is_divided_are_those_of_a_comparison_of_all_pairs(
+def test_segment_starts_match_a_comparison_of_all_pairs(
     tokens: list[AddedToken], text: str
 ) -> None:
     starts, expected = segment_starts(dict(enumerate(tokens))), compare_pairs(tokens)
@@ -193,7 +193,7 @@ def test_a_pattern_of_several_texts_finds_the_longest(texts: list[str], text: st
     ]
 
 
-def test_a_pattern_may_have_hundreds_of_texts_that_begin_with_one_another() -> None:
+def test_a_pattern_takes_hundreds_of_texts_that_share_prefixes() -> None:
     found = any_of(["\n" * count for count in range(1, 500)]).search("a" + "\n" * 700)
     assert found is not None
     assert found.span() == (1, 500)
@@ -223,7 +223,7 @@ class Added:
         self.content = CountedText(f"<unused{number:04}>")
 
 
-def test_finding_the_segments_starts_takes_work_in_proportion_to_the_tokens() -> None:
+def test_finding_segment_starts_takes_linear_work() -> None:
     def work(number: int) -> int:
         added: Mapping[int, Any] = {index: Added(index) for index in range(number)}
         CountedText.count = 0

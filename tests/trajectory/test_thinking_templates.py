@@ -106,7 +106,7 @@ def outside(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_an_exact_history_keeps_thoughts_as_sampled_and_in_their_blocks(kind: str) -> None:
+async def test_an_exact_history_keeps_thoughts_in_their_blocks(kind: str) -> None:
     """Whatever the template makes of a finished turn."""
     template = thinking(kind)
     trajectory, texts = await play(template, "exact")
@@ -129,7 +129,7 @@ async def test_an_exact_history_keeps_thoughts_as_sampled_and_in_their_blocks(ki
         ("misplaces", [None, "history_rewritten", "history_rewritten"], [*THOUGHTS]),
     ],
 )
-async def test_a_history_of_the_template_is_a_counted_branch_where_it_differs(
+async def test_a_differing_template_history_becomes_a_counted_branch(
     kind: str, reasons: list[str | None], misplaced: list[str]
 ) -> None:
     trajectory, texts = await play(thinking(kind), "template")
@@ -170,7 +170,7 @@ def result(text: str, index: int) -> dict[str, Any]:
         {"reasoning_content": "something else"},
     ],
 )
-def test_a_session_continues_with_sampled_ids_whatever_reasoning_its_client_returns(
+def test_a_session_keeps_sampled_ids_whatever_reasoning_it_gets(
     kind: str, returned: dict[str, Any]
 ) -> None:
     """Three turns that call a tool; the server gave reasoning apart from content."""
@@ -216,9 +216,7 @@ def test_a_session_continues_with_sampled_ids_whatever_reasoning_its_client_retu
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("results", [1, 2, 3])
-def test_results_of_parallel_calls_share_the_turn_that_the_template_gives_them(
-    kind: str, results: int
-) -> None:
+def test_parallel_results_share_a_turn_as_in_the_template(kind: str, results: int) -> None:
     template = thinking(kind)
     question = [{"role": "user", "content": "Oslo and Rome?"}]
     calls = [call(f"city {n}", n) for n in range(results)]

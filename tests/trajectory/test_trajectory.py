@@ -119,7 +119,7 @@ def test_a_turn_stores_only_what_it_adds() -> None:
     assert branch.weight_versions == [-1, -1, 0, 0, -1, 1]
 
 
-def test_a_prompt_that_leaves_the_past_begins_a_branch_where_it_does() -> None:
+def test_a_prompt_that_leaves_the_past_begins_a_branch_there() -> None:
     trajectory = Trajectory("p")
     trajectory.add_turn([1, 2], [3, 4], [-0.1, -0.2], [0, 0], "stop")
     trajectory.add_turn([1, 2, 3, 4, 5], [6], [-0.3], [0], "stop")
@@ -194,7 +194,7 @@ def test_chosen_rows_train_what_was_sampled_and_nothing_twice(
     assert again.samples() == trajectory.samples()
 
 
-def test_a_row_that_differs_from_what_was_sampled_is_refused_where_it_is_trained() -> None:
+def test_a_trained_row_that_differs_from_the_sample_is_refused() -> None:
     trajectory = Trajectory("p")
     trajectory.add_turn([1, 2], [3, 4], [-0.1, -0.2], [0, 0], "stop")
     trajectory.add_turn([1, 2, 3, 4, 5], [6, 7], [-0.1, -0.2], [0, 1], "stop")

@@ -35,7 +35,7 @@ def values_of(model: Any) -> dict[str, torch.Tensor]:
     return {name: parameter.clone() for name, parameter in model.named_parameters()}
 
 
-def test_the_model_is_in_the_scripts_memory_and_gets_the_trained_weights(
+def test_the_scripts_model_gets_the_trained_weights_in_place(
     model_path: str, tmp_path: Path
 ) -> None:
     made = trainer(model_path)
@@ -322,7 +322,7 @@ def test_columns_that_reward_functions_log_are_read_from_the_run(tmp_path: Path)
 
 
 @pytest.mark.parametrize("loss", ["grpo", "bnpo", "dr_grpo", "dapo"])
-def test_a_sequence_weight_with_a_sum_over_tokens_is_warned_of_as_in_trl(
+def test_a_sequence_weight_with_a_token_sum_warns_as_in_trl(
     loss: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     config_of(importance_sampling_level="sequence", loss_type=loss)

@@ -38,7 +38,7 @@ def content(row: dict[str, Any]) -> list[str]:
     return [part["type"] for part in parts] if isinstance(parts, list) else ["plain"]
 
 
-def test_images_are_before_the_first_text_or_in_their_places_as_in_trl() -> None:
+def test_images_come_first_or_in_their_places_as_in_trl() -> None:
     one, other = picture(), picture(28, 28, 1)
     assert content({"image": one}) == ["image", "text"]
     assert content({"images": [one, other]}) == ["image", "image", "text"]

@@ -340,7 +340,7 @@ def test_a_schedule_decays_as_that_of_transformers_does(name: str) -> None:
         schedule.step()
 
 
-def test_moments_of_8_bits_have_the_name_that_transformers_gives_them() -> None:
+def test_8_bit_moments_have_their_name_in_transformers() -> None:
     assert config_of(optim="adamw_torch_8bit").training.optimizer == "adamw_8bit"
     assert config_of().training.optimizer == "adamw"
 
@@ -432,7 +432,7 @@ def test_the_models_arguments_in_trls_own_scripts_are_accepted(
     assert config_of(trust_remote_code=True, model_init_kwargs=given).model.trust_remote_code
 
 
-def test_none_of_trl_is_no_limit_of_tokens_and_not_a_key_that_is_not_given() -> None:
+def test_none_means_no_token_limit_as_in_trl() -> None:
     for given in (
         {"max_completion_length": None},
         {"max_completion_length": 64, "generation_kwargs": {"max_tokens": None}},

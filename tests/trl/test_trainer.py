@@ -87,7 +87,7 @@ def test_an_environment_without_a_reward_adds_no_part() -> None:
     ]
 
 
-def test_the_rewards_of_several_environments_are_a_part_for_each_class() -> None:
+def test_each_environment_class_has_one_reward_part() -> None:
     made = trainer(environment_factory={**WORLDS, "again": Maze}, reward_funcs=None)
     path = "turnwise.compat.trl.environment:Maze"
     assert made.settings["rollout.rewards"] == [{"trl": path, "name": "Maze", "weight": 1.0}]
@@ -286,7 +286,7 @@ def forms(seen: dict[str, Any], name: str) -> dict[str, Any]:
     ("kind", "functions"),
     [("answers", ["length", "slow_length"]), ("texts", ["near_20"]), ("tools", ["thrift"])],
 )
-def test_trl_gives_reward_functions_of_the_same_script_the_same_arguments(
+def test_reward_functions_get_the_same_arguments_as_in_trl(
     model_path: str, tmp_path: Path, kind: str, functions: list[str]
 ) -> None:
     model = str(ROOT / "examples/calculator/warm_started") if kind == "tools" else model_path

@@ -40,7 +40,7 @@ def not_passing() -> dict[str, str]:
     return {name: why for names, why in table for name in re.findall(r"`(test_\S+)`", names)}
 
 
-def test_the_page_gives_a_reason_for_each_test_that_does_not_pass() -> None:
+def test_the_page_gives_a_reason_for_each_test_that_fails() -> None:
     reasons = not_passing()
     assert 10 < len(reasons) < 20
     assert all(len(why) > 20 for why in reasons.values())

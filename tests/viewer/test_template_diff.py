@@ -133,7 +133,7 @@ def test_the_same_text_in_other_tokens_differs(
     assert (rendered, same_text) == ([whole[at]], True)
 
 
-def test_branches_of_a_session_are_compared_each_with_its_own_messages(
+def test_branches_are_compared_each_with_its_own_messages(
     template: ChatTemplate, renderer: Comparison
 ) -> None:
     """A turn of a session holds only the messages since the turn that it continues."""
@@ -154,7 +154,7 @@ def test_branches_of_a_session_are_compared_each_with_its_own_messages(
         assert (compared["error"], compared["identical"], compared["note"]) == (None, True, "")
 
 
-def test_a_history_that_the_template_rewrites_is_shown_with_a_note(tmp_path: Path) -> None:
+def test_a_rewritten_history_is_shown_with_a_note(tmp_path: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(MODEL / name, tmp_path)
     hide = "{% if not loop.last and m.role == 'user' %}(old){% endif %}"

@@ -149,7 +149,7 @@ def test_links_and_pipes_in_a_run_folder_are_not_opened(client: TestClient, fold
     assert "not a regular file" in answer.json()["detail"]
 
 
-def test_the_page_loads_only_its_own_files_and_never_makes_html_of_text(client: TestClient) -> None:
+def test_the_page_loads_its_own_files_and_makes_no_html_of_text(client: TestClient) -> None:
     answer = client.get("/")
     policy = answer.headers["content-security-policy"]
     assert policy.startswith("default-src 'none'; script-src 'self';")
@@ -188,7 +188,7 @@ def test_metrics_are_read_on_from_where_the_last_reading_ended(
 
 
 @pytest.mark.parametrize("pad", ["", "longer, so that no line begins where one began before"])
-def test_metrics_of_a_resumed_run_that_has_outgrown_the_page_are_read_again(
+def test_the_page_rereads_the_metrics_of_a_resumed_run(
     client: TestClient, folder: Path, pad: str
 ) -> None:
     path = folder / "metrics.jsonl"

@@ -77,7 +77,7 @@ def images_of(folder: Path) -> list[Path]:
     return sorted((folder / "trajectories" / "images").iterdir())
 
 
-def test_an_image_of_a_file_is_served_by_its_own_name_to_who_has_the_token(folder: Path) -> None:
+def test_an_image_is_served_only_to_a_client_with_the_token(folder: Path) -> None:
     client = opened(folder)
     assert len(images_of(folder)) == 2
     for path in images_of(folder):

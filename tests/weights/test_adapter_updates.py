@@ -136,7 +136,7 @@ def differences(model: Model, prompt: list[int], ids: list[int], logprobs: list[
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("disk", "ipc", "collective")),
     ],
 )
-async def test_an_adapter_arrives_by_every_transport_and_is_what_samples(
+async def test_an_adapter_arrives_by_every_transport_and_samples(
     engine: WorkerHandle, model_path: str, tmp_path: Path, transport: str
 ) -> None:
     updates = Updates(engine, AdapterTrainer(model_path, transport, tmp_path))
@@ -178,7 +178,7 @@ async def frozen(engine: WorkerHandle, generator: Generator, name: str) -> Async
         await engine.resume()
 
 
-async def test_a_request_in_flight_keeps_its_version_and_new_ones_get_the_newest(
+async def test_an_update_reaches_new_requests_but_not_running_ones(
     engine: WorkerHandle, updates: Updates
 ) -> None:
     await updates.to(1)
@@ -216,7 +216,7 @@ async def test_an_update_pauses_no_request(engine: WorkerHandle, updates: Update
 
 
 @pytest.mark.slow
-async def test_beyond_the_bound_the_oldest_version_is_aborted_and_its_turns_go_on(
+async def test_beyond_the_bound_turns_of_the_oldest_version_move_on(
     engine: WorkerHandle, updates: Updates
 ) -> None:
     scheduler = Scheduler(ServingConfig(), turn_timeout=60.0)
@@ -246,7 +246,7 @@ async def test_beyond_the_bound_the_oldest_version_is_aborted_and_its_turns_go_o
 
 
 @pytest.mark.parametrize("count", [10, pytest.param(200, marks=pytest.mark.slow)])
-async def test_requests_in_flight_are_of_one_adapter_and_none_stays_loaded(
+async def test_each_request_uses_one_adapter_and_none_stays_loaded(
     engine: WorkerHandle, updates: Updates, count: int
 ) -> None:
     sampling = SamplingConfig(max_tokens=48, temperature=0.0, ignore_eos=True)
@@ -323,7 +323,7 @@ async def test_an_adapter_lasts_through_sleep(engine: WorkerHandle, updates: Upd
 
 
 @pytest.mark.slow
-async def test_an_adapter_that_fits_no_layer_is_refused_and_the_old_one_stays(
+async def test_a_misfit_adapter_is_refused_and_the_old_one_stays(
     engine: WorkerHandle, updates: Updates
 ) -> None:
     await updates.to(1)
@@ -367,7 +367,7 @@ async def test_the_canary_finds_an_adapter_that_is_not_applied(
 
 
 @pytest.mark.slow
-async def test_a_restarted_engine_gets_the_base_and_the_current_adapter_before_it_serves(
+async def test_a_restarted_engine_gets_base_and_adapter_before_serving(
     ray_started: None, config: Config, model_path: str
 ) -> None:
     trainer = AdapterTrainer(model_path)

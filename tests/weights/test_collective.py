@@ -68,7 +68,7 @@ class World:
         ]
 
 
-def test_all_engines_get_the_tensors_and_no_default_group_is_made(
+def test_all_engines_get_the_tensors_without_a_default_group(
     pool: ThreadPoolExecutor,
 ) -> None:
     tensors = some_tensors()
@@ -249,7 +249,7 @@ def test_ranks_are_taken_once_and_lie_within_the_group() -> None:
         ProcessGroup(0, HERE, port, 2, 1, CPU, 1)
 
 
-async def test_an_engine_waits_for_its_trainers_group_no_longer_than_told(
+async def test_an_engine_waits_for_its_group_only_until_the_deadline(
     engine: WorkerHandle,
 ) -> None:
     port = free_port()

@@ -125,7 +125,7 @@ def test_only_layers_that_changed_are_loaded_and_each_as_a_whole(sender: Any) ->
     engine.assert_has(tensors)
 
 
-def test_an_engine_that_starts_later_gets_all_tensors_and_the_deltas_since(sender: Any) -> None:
+def test_a_late_engine_gets_all_tensors_and_the_deltas_since(sender: Any) -> None:
     first, late, tensors = Engine(), Engine(), layers()
     first.update(sender.publish(1, tensors))
     for version in (2, 3, 4):
@@ -148,7 +148,7 @@ def test_an_update_that_failed_is_followed_by_all_tensors(sender: Any) -> None:
     engine.assert_has(tensors)
 
 
-def test_a_copy_that_is_not_the_trainers_is_noticed_and_replaced_by_the_next_attempt(
+def test_a_wrong_copy_is_noticed_and_replaced_by_the_next_try(
     sender: Any,
 ) -> None:
     engine, tensors = Engine(), layers()
@@ -164,9 +164,7 @@ def test_a_copy_that_is_not_the_trainers_is_noticed_and_replaced_by_the_next_att
     engine.assert_has(tensors)
 
 
-def test_one_version_in_twenty_is_whole_and_older_deltas_are_removed(
-    sender: Any, tmp_path: Path
-) -> None:
+def test_every_twentieth_version_is_whole_and_drops_old_deltas(sender: Any, tmp_path: Path) -> None:
     engine, tensors, whole = Engine(), layers(), []
     for version in range(2 * WHOLE_EVERY + 2):
         tensors = moved(tensors, "model.norm", 3)
@@ -189,7 +187,7 @@ def test_tensors_outside_the_layers_are_loaded_together(sender: Any) -> None:
     engine.assert_has(tensors)
 
 
-def test_the_deltas_since_a_whole_version_are_never_longer_than_it(sender: Any) -> None:
+def test_deltas_together_stay_smaller_than_their_whole_version(sender: Any) -> None:
     """They bound the reading of an engine that starts, and the contents of shared memory."""
     tensors, manifests = layers(), []
     for version in range(12):
@@ -203,7 +201,7 @@ def test_the_deltas_since_a_whole_version_are_never_longer_than_it(sender: Any) 
     late.assert_has(tensors)
 
 
-def test_a_failed_write_never_reaches_the_buffer_that_engines_read() -> None:
+def test_a_failed_write_never_reaches_the_engines_buffer() -> None:
     """An engine that starts later reads the last version that was offered in shared memory."""
     made = make_sender("shm", layers(), BF16)
     offered, late = made.publish(1, layers()), Engine()
@@ -334,7 +332,7 @@ class Worker:
         self.model |= dict(received)
 
 
-def test_a_stream_sends_a_delta_unless_an_engine_needs_all_tensors() -> None:
+def test_a_stream_sends_a_delta_if_no_engine_needs_all_tensors() -> None:
     """By `collective`: `weights.delta`."""
     tensors, port = layers(), free_port()
     sender = with_deltas(make_sender("collective", tensors, BF16, buffer_bytes=9000))

@@ -97,7 +97,7 @@ def test_files_of_other_tensors_than_the_manifests_are_refused(
         validate(manifest)
 
 
-def test_tensors_that_changed_leave_no_files_and_are_taken_to_their_end(tmp_path: Path) -> None:
+def test_changed_tensors_leave_no_files_and_are_read_to_the_end(tmp_path: Path) -> None:
     tensors = some_tensors()
     sender = DiskSender(tensors, torch.float32, tmp_path, 4000)
     source = iter([*tensors[:6], *tensors[7:]])
@@ -127,7 +127,7 @@ def write_on_a_small_disk(folder: str, told: Any) -> None:
         told.put((str(error), len(taken) == len(tensors)))
 
 
-def test_a_full_disk_is_one_sentence_and_the_last_whole_version_stays(tmp_path: Path) -> None:
+def test_a_full_disk_is_one_sentence_and_keeps_the_last_version(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     told = context.Queue()
     child = context.Process(target=write_on_a_small_disk, args=(str(tmp_path), told))
@@ -162,7 +162,7 @@ def publish_and_die(folder: str) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_what_a_dead_sender_left_is_removed_by_the_next_one_of_its_machine(tmp_path: Path) -> None:
+def test_a_sender_removes_what_a_dead_one_left_on_its_machine(tmp_path: Path) -> None:
     def leave_one() -> None:
         child = multiprocessing.get_context("fork").Process(
             target=publish_and_die, args=(str(tmp_path),)

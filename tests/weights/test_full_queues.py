@@ -58,7 +58,7 @@ class Mute(SimulatedEngine):
         yield Chunk([], [], [])
 
 
-async def test_a_check_that_gets_no_answer_ends_with_the_time_of_the_update() -> None:
+async def test_a_check_without_an_answer_ends_at_the_updates_deadline() -> None:
     engine, sync = Mute(), synced(0.2)
     await sync.publish()
     (result,) = (await sync.update([engine], "keep")).values()

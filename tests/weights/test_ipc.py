@@ -98,7 +98,7 @@ def test_the_buffers_are_two_and_as_small_as_the_model(link: IpcLink) -> None:
     sender.close()
 
 
-def test_an_engine_that_dies_is_noticed_and_the_next_one_is_served(
+def test_a_dead_engine_is_noticed_and_the_next_one_is_served(
     link: IpcLink, pool: ThreadPoolExecutor
 ) -> None:
     tensors = some_tensors()

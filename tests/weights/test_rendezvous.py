@@ -16,7 +16,7 @@ def listening(port: int) -> set[str]:
     return {c.laddr.ip for c in connections if c.status == "LISTEN" and c.laddr.port == port}
 
 
-def test_a_store_listens_at_one_address_and_hears_those_with_the_secret(
+def test_a_store_uses_one_address_and_ignores_strangers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv(SECRET, "a secret of this run")

@@ -127,7 +127,7 @@ def words(damage: str, tensors: Named) -> str:
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_header_that_does_not_fit_is_refused_by_name_on_both_sides(
+def test_both_sides_refuse_a_misfit_header_by_name(
     link: Link, pool: ThreadPoolExecutor, damage: str
 ) -> None:
     tensors = some_tensors()
@@ -166,7 +166,7 @@ def test_a_type_that_the_engine_does_not_expect_is_refused(
     ],
     ids=["order", "few", "many", "shape"],
 )
-def test_a_sender_whose_tensors_changed_tells_the_engine_and_can_go_on(
+def test_a_sender_reports_changed_tensors_and_can_go_on(
     link: Link, pool: ThreadPoolExecutor, change: Callable[[Named], Named], message: str
 ) -> None:
     tensors = some_tensors()
@@ -231,9 +231,7 @@ def test_waits_for_the_other_side_end_and_name_it(link: Link, pool: ThreadPoolEx
     sender.close()
 
 
-def test_a_trainer_that_comes_late_is_no_trainer_of_an_engine_that_gave_up(
-    link: Link, pool: ThreadPoolExecutor
-) -> None:
+def test_a_late_trainer_serves_no_engine_that_gave_up(link: Link, pool: ThreadPoolExecutor) -> None:
     tensors = some_tensors()
     sender = link.sender(tensors, timeout=PATIENCE)
     expected = state_dict_info(tensors)
@@ -307,7 +305,7 @@ async def test_twenty_updates_in_a_row_are_all_exact(
     sender.close()
 
 
-async def test_requests_run_until_the_trainer_is_there_and_go_on_under_its_weights(
+async def test_requests_run_until_the_trainer_comes_and_then_go_on(
     ready: WorkerHandle, trainer: Model, link: Link, shm: ShmSender, model_path: str
 ) -> None:
     sender = await link.join(ready, trainer.tensors, buffer_bytes=SMALL)
@@ -338,7 +336,7 @@ async def assert_old_weights_serve(engine: WorkerHandle) -> None:
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-async def test_an_update_that_does_not_fit_leaves_the_old_weights_serving(
+async def test_old_weights_serve_after_an_update_that_does_not_fit(
     ready: WorkerHandle, trainer: Model, link: Link, damage: str
 ) -> None:
     damaged = DAMAGES[damage][0](trainer.tensors)
@@ -357,7 +355,7 @@ async def test_an_update_that_does_not_fit_leaves_the_old_weights_serving(
     sender.close()
 
 
-async def test_a_trainer_that_never_comes_leaves_the_old_weights_serving(
+async def test_old_weights_serve_when_the_trainer_never_comes(
     ready: WorkerHandle, trainer: Model, link: Link
 ) -> None:
     sender = await link.join(ready, trainer.tensors)
@@ -368,7 +366,7 @@ async def test_a_trainer_that_never_comes_leaves_the_old_weights_serving(
     sender.close()
 
 
-async def test_a_trainer_that_dies_half_way_is_named_and_the_next_one_mends_it(
+async def test_a_dead_trainer_is_named_and_the_next_one_succeeds(
     ready: WorkerHandle, trainer: Model, link: Link
 ) -> None:
     tensors = [(name, tensor.detach() + 1) for name, tensor in trainer.tensors]
@@ -399,7 +397,7 @@ async def test_a_trainer_that_dies_half_way_is_named_and_the_next_one_mends_it(
     again.close()
 
 
-async def test_a_tensor_that_cannot_be_loaded_is_named_and_the_next_update_mends_it(
+async def test_a_bad_tensor_is_named_and_the_next_update_mends_it(
     ready: WorkerHandle, trainer: Model, link: Link
 ) -> None:
     name, tensor = trainer.tensors[5]

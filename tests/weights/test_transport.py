@@ -63,14 +63,14 @@ def test_a_transport_that_cannot_be_done_here_is_a_sentence() -> None:
             make_sender(transport, huge)
 
 
-def test_a_collective_without_a_group_is_told_after_all_tensors_were_taken() -> None:
+def test_a_missing_group_is_reported_after_taking_all_tensors() -> None:
     source = iter(some_tensors())
     with pytest.raises(WeightUpdateError, match="call join first"):
         make_sender("collective", some_tensors()).send(1, source, ["cpu"])
     assert next(source, None) is None
 
 
-def test_ipc_serves_all_workers_at_once_and_goes_on_without_one_that_fails() -> None:
+def test_ipc_serves_all_workers_at_once_despite_one_that_fails() -> None:
     tensors = some_tensors()
     sender = make_sender("ipc", tensors, buffer_bytes=4000, timeout=240)
     address = sender.publish(1, tensors).path
@@ -122,7 +122,7 @@ def test_a_transport_is_found_by_name_or_by_class(monkeypatch: pytest.MonkeyPatc
         ("tests.weights.carrier:CarrierTransport", 2, False),
     ],
 )
-def test_a_stream_of_the_users_own_is_refused_where_ranks_host_engines(
+def test_a_custom_stream_is_refused_where_ranks_host_engines(
     transport: str, ranks: int, refused: bool
 ) -> None:
     config = parse_config(
@@ -143,7 +143,7 @@ def test_a_stream_of_the_users_own_is_refused_where_ranks_host_engines(
         check_transport(transport, mistake)
 
 
-async def test_a_wrong_name_in_a_configuration_is_an_error_before_ranks_start(
+async def test_a_wrong_transport_name_is_an_error_before_ranks_start(
     tmp_path: Path,
 ) -> None:
     config = parse_config(

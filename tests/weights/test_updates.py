@@ -118,7 +118,7 @@ async def test_requests_in_flight_go_on_under_the_new_weights(
     assert max(map(abs, map(lambda a, b: a - b, completion.logprobs, expected))) > 1e-2
 
 
-async def test_requests_in_flight_can_go_on_with_the_cache_of_the_old_weights(
+async def test_requests_may_continue_on_the_old_weights_cache(
     engine: WorkerHandle, trainer: Trainer
 ) -> None:
     await generate(
@@ -162,7 +162,7 @@ async def test_the_next_version_can_be_written_while_one_is_read(
 
 
 @pytest.mark.parametrize("damage", ["twice", "beyond", "gone", "other", "short"])
-async def test_a_manifest_that_does_not_fit_leaves_the_old_weights_serving(
+async def test_old_weights_serve_after_a_manifest_that_does_not_fit(
     engine: WorkerHandle, trainer: Trainer, damage: str
 ) -> None:
     trainer.perturb(0.05)

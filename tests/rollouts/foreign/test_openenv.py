@@ -173,7 +173,7 @@ def call(name: str, arguments: str) -> str:
 
 
 @both
-async def test_each_trajectory_is_a_session_whose_rewards_are_those_of_its_turns(
+async def test_each_trajectory_is_a_session_that_rewards_its_turns(
     which: str, run: Callable[..., Any]
 ) -> None:
     texts = [call("add", '{"a": 1, "b": 2}'), call("answer", '{"value": 3}')]

@@ -171,7 +171,7 @@ async def test_a_walk_over_the_lake(run: Callable[..., Any]) -> None:
     assert len(lost.trajectories[0].turns) == 2
 
 
-async def test_an_episode_is_truncated_and_an_answer_may_have_no_action(
+async def test_an_episode_is_truncated_and_answers_may_lack_an_action(
     run: Callable[..., Any],
 ) -> None:
     arguments = {"is_slippery": False, "max_episode_steps": 3}
@@ -339,7 +339,7 @@ def calls_of(texts: Sequence[str], functions: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("category", ["multi_turn_base", "multi_turn_miss_func"])
-async def test_the_true_calls_of_bfcl_earn_the_reward_and_others_do_not(
+async def test_only_the_true_calls_of_bfcl_earn_the_reward(
     category: str, run: Callable[..., Any]
 ) -> None:
     from turnwise.compat.bfcl import _entries
@@ -397,7 +397,7 @@ def test_bfcls_entries_of_one_scenario_are_on_one_side() -> None:
         load_environment("bfcl:multi_turn_bas")
 
 
-def test_an_evaluation_of_a_public_environment_by_the_command_line(
+def test_the_command_line_evaluates_a_public_environment(
     make_config: Callable[..., Config],
 ) -> None:
     config = make_config()

@@ -191,7 +191,7 @@ async def test_the_worker_leaves_its_process_as_it_was(
     assert await trainer.settings.remote() == before
 
 
-async def test_weights_are_handed_over_in_the_process_and_nothing_grows(
+async def test_weights_move_within_the_process_and_memory_stays_flat(
     engine: VllmEngine, trainer: Any
 ) -> None:
     pid = await trainer.pid.remote()
@@ -317,7 +317,7 @@ async def test_the_death_of_an_actor_is_told_at_once(
     await engine.shutdown()
 
 
-async def test_two_actors_hold_one_engine_beside_a_process_group_of_their_own(
+async def test_two_actors_hold_an_engine_and_their_own_process_group(
     ray_started: None, model_path: str, make_config: Callable[..., Config], tmp_path: Path
 ) -> None:
     actors = {

@@ -71,7 +71,7 @@ async def http(server: OpenAIServer) -> AsyncIterator[httpx.AsyncClient]:
         yield client
 
 
-async def test_adapters_in_one_batch_each_sample_as_their_merged_model_does(
+async def test_adapters_in_one_batch_sample_as_their_merged_models(
     engine: WorkerHandle, model_path: str
 ) -> None:
     completions = await asyncio.gather(
@@ -217,7 +217,7 @@ async def test_an_adapter_of_another_model_is_refused_at_the_start(
 
 
 @pytest.mark.slow
-async def test_the_folder_of_an_adapter_samples_on_top_of_its_base_model(
+async def test_an_adapter_folder_samples_on_top_of_its_base_model(
     ray_started: None,
     make_config: Callable[..., Config],
     adapters: dict[str, str],
@@ -237,7 +237,7 @@ async def test_the_folder_of_an_adapter_samples_on_top_of_its_base_model(
     assert set(completion.weight_versions) == {0}
 
 
-def test_training_refuses_adapters_that_its_updates_would_not_fit(
+def test_training_refuses_adapters_that_do_not_fit_its_updates(
     make_config: Callable[..., Config], adapters: dict[str, str]
 ) -> None:
     from turnwise.run.checks import check_adapters

@@ -36,7 +36,7 @@ def asked(number: int) -> list[dict[str, str]]:
 
 
 @pytest.mark.parametrize("more", [{}, {"logprobs": True, "top_logprobs": 2}], ids=str)
-async def test_a_batch_has_the_answers_of_its_chats_as_turns_of_its_session(
+async def test_a_batch_answers_its_chats_as_turns_of_its_session(
     http: httpx.AsyncClient, engine: Noting, more: dict[str, Any]
 ) -> None:
     body = {"model": "any", "messages": [asked(n) for n in range(5)], **more}

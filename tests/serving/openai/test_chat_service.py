@@ -174,7 +174,7 @@ def looks_complete(answer: httpx.Response) -> bool:
         ("It is 42.", {}),
     ],
 )
-async def test_calls_of_agents_are_counted_also_those_that_cannot_be_read(
+async def test_calls_of_agents_count_even_if_they_are_malformed(
     http: httpx.AsyncClient,
     template: ChatTemplate,
     text: str,

@@ -368,7 +368,7 @@ async def test_a_sub_agent_has_the_rights_of_its_agent_and_no_more(
     assert told(await http.post("/sessions/not-there/v1/sessions"), 404)
 
 
-async def test_names_under_a_session_are_taken_once_and_their_number_is_bounded(
+async def test_names_under_a_session_are_unique_and_limited_in_number(
     http: httpx.AsyncClient, rollout: Session, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(session_store, "MAX_CHILDREN", 2)
@@ -384,7 +384,7 @@ async def test_names_under_a_session_are_taken_once_and_their_number_is_bounded(
     )
 
 
-async def test_a_clients_session_takes_those_under_it_along_when_it_ends(
+async def test_ending_a_clients_session_ends_the_sessions_under_it(
     http: httpx.AsyncClient, server: OpenAIServer
 ) -> None:
     child = (await http.post("/sessions/mine/v1/sessions")).status_code

@@ -113,7 +113,7 @@ async def test_an_answer_that_cannot_be_read_is_no_turn(
 
 
 @pytest.mark.parametrize("more", [{}, SLOWLY], ids=["plain", "slowly"])
-async def test_a_client_that_left_before_the_answer_was_sent_has_no_turn(
+async def test_a_client_that_leaves_before_the_answer_has_no_turn(
     server: OpenAIServer, engine: Doubling, more: dict[str, Any]
 ) -> None:
     name, body = f"left-{len(more)}", json.dumps({"messages": HELLO, **more}).encode()
@@ -189,7 +189,7 @@ async def test_a_client_that_ends_on_the_last_event_has_its_turn(
     ],
     ids=str,
 )
-async def test_an_answer_begins_again_when_its_worker_dies_before_anything_was_sent(
+async def test_an_unsent_answer_begins_again_when_its_worker_dies(
     make_config: Callable[..., Config], tokenizer: Any, more: dict[str, Any]
 ) -> None:
     config = make_config(serving={"workers": 2})

@@ -198,7 +198,7 @@ def test_every_route_with_a_body_is_among_the_doors(served: Any) -> None:
     assert all(door.keys for door in doors_of(served[1]))
 
 
-async def test_no_shape_of_a_body_freezes_the_server_or_fills_its_memory(
+async def test_no_body_freezes_the_server_or_fills_its_memory(
     served: tuple[httpx.AsyncClient, FastAPI], capsys: pytest.CaptureFixture[str]
 ) -> None:
     http, app = served
@@ -237,7 +237,7 @@ async def test_no_shape_of_a_body_freezes_the_server_or_fills_its_memory(
         sys.stdout.write(f"\n{sent} bodies; {said}\n")
 
 
-async def test_the_keys_of_a_batch_are_not_copied_for_each_conversation(
+async def test_the_keys_of_a_batch_are_not_copied_per_conversation(
     served: tuple[httpx.AsyncClient, FastAPI],
 ) -> None:
     http, _ = served
@@ -293,7 +293,7 @@ def test_a_history_of_a_thousand_tool_turns_is_within_the_limits() -> None:
         bodies.check(JsonCount(json.dumps({"messages": turn * 1_100}).encode()), megabytes=16)
 
 
-async def test_a_list_of_messages_with_anything_else_is_refused_before_it_is_checked(
+async def test_a_foreign_item_among_messages_is_refused_early(
     served: tuple[httpx.AsyncClient, FastAPI],
 ) -> None:
     http, _ = served

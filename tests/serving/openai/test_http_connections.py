@@ -53,7 +53,7 @@ async def exchange(address: tuple[str, int], pieces: Iterable[bytes], pause: flo
         writer.close()
 
 
-async def test_a_server_that_listens_everywhere_says_where_others_reach_it(
+async def test_a_server_on_all_addresses_names_one_that_others_reach(
     address: tuple[str, int], server: OpenAIServer
 ) -> None:
     assert "0.0.0.0" not in server.base_url
@@ -87,7 +87,7 @@ async def test_half_sent_requests_keep_nobody_out_and_end(
     assert any(answer.startswith(b"HTTP/1.1 408") for answer in answers)
 
 
-async def test_a_body_that_comes_after_its_answer_leaves_no_connection_behind(
+async def test_a_body_sent_after_its_answer_leaves_no_connection_open(
     address: tuple[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(protection, "_HEAD_SECONDS", 2.0)

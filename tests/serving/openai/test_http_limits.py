@@ -227,7 +227,7 @@ async def test_a_reward_is_finite_and_bounded(
     assert (await http.post(f"/sessions/{session.id}/reward", json={"reward": -1e6})).is_success
 
 
-async def test_an_agent_reaches_its_own_session_without_the_key_and_nothing_else(
+async def test_an_agent_without_the_key_reaches_only_its_own_session(
     server: OpenAIServer, http: httpx.AsyncClient, stranger: httpx.AsyncClient
 ) -> None:
     def opened(agent_rewards: bool) -> str:
@@ -291,7 +291,7 @@ async def test_the_number_of_completions_is_bounded(http: httpx.AsyncClient) -> 
         ("thinking_token_budget", 5),
     ],
 )
-async def test_a_training_session_refuses_what_ends_or_changes_its_turns(
+async def test_a_training_session_refuses_parameters_that_change_turns(
     http: httpx.AsyncClient, server: OpenAIServer, name: str, value: Any
 ) -> None:
     session = server.sessions.open(training=True)
@@ -380,7 +380,7 @@ async def test_the_index_and_the_list_tell_where_everything_is(
     assert "trajectory" not in listed[session["id"]]
 
 
-async def test_anthropics_clients_may_be_given_either_base_url_and_get_all_text(
+async def test_anthropics_clients_get_all_text_from_either_base_url(
     http: httpx.AsyncClient, engine: Noting, template: ChatTemplate
 ) -> None:
     text = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
@@ -397,7 +397,7 @@ async def test_anthropics_clients_may_be_given_either_base_url_and_get_all_text(
     assert session["turns"] == 1
 
 
-async def test_no_message_ends_its_turn_where_special_tokens_are_escaped(
+async def test_escaped_special_tokens_end_no_turn(
     make_config: Callable[..., Config], engine: Noting, tokenizer: Any
 ) -> None:
     model = {"path": make_config().model.path, "max_length": 512, "escape_special_tokens": True}

@@ -65,7 +65,7 @@ async def test_a_request_that_came_before_the_close_is_answered(server: OpenAISe
             assert said.startswith(b"HTTP/1.1 200")
 
 
-async def test_a_tool_as_long_as_the_pool_keeps_a_connection_fails_no_turn(
+async def test_a_pause_as_long_as_the_pools_expiry_fails_no_turn(
     server: OpenAIServer,
 ) -> None:
     body = {"model": "any", "messages": HELLO, "max_tokens": 2}

@@ -74,7 +74,7 @@ async def converse(server: OpenAIServer, name: str, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
-async def test_turns_of_an_http_client_with_images_are_those_that_are_trained(
+async def test_turns_with_images_over_http_are_the_ones_trained(
     server: OpenAIServer, config: Config, path: str
 ) -> None:
     trajectory = Trajectory("p")

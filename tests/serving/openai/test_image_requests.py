@@ -225,7 +225,7 @@ async def test_a_conversation_with_images_is_exact_by_each_client(
     assert seeing.decode_all(closer) in seeing.decode_all(engine.asked[1][0])
 
 
-async def test_a_replayed_conversation_with_another_image_forks_with_its_reason(
+async def test_a_replay_with_another_image_forks_with_its_reason(
     http: httpx.AsyncClient, server: OpenAIServer
 ) -> None:
     path, sure = "/sessions/changed/v1/chat/completions", {"role": "user", "content": "Sure?"}
@@ -307,7 +307,7 @@ REFUSED: dict[str, tuple[list[dict[str, Any]], str]] = {
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize", "/v1/messages"])
 @pytest.mark.parametrize(("content", "why"), REFUSED.values(), ids=REFUSED)
-async def test_an_image_that_cannot_be_served_is_refused_in_one_sentence(
+async def test_an_image_that_cannot_be_served_is_refused_with_a_reason(
     http: httpx.AsyncClient, path: str, content: list[dict[str, Any]], why: str
 ) -> None:
     body: dict[str, Any] = {"messages": [{"role": "user", "content": content}]}

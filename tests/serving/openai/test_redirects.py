@@ -127,7 +127,7 @@ async def test_a_redirected_request_is_answered(root: str, ask: Any) -> None:
     assert made[3][1] == b""
 
 
-async def test_openais_client_follows_and_the_header_names_a_session_too(root: str) -> None:
+async def test_openais_client_follows_a_redirect_by_session_header(root: str) -> None:
     headers = {"X-Session-ID": "by-header"}
     async with openai.AsyncOpenAI(
         base_url=f"{root}/v1", api_key=KEY, default_headers=headers

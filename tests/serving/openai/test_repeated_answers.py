@@ -84,7 +84,7 @@ async def test_a_retry_after_a_lost_answer_gets_it_and_samples_nothing(
     assert audit(trajectory).first_violation is None
 
 
-async def test_only_a_retry_of_an_equal_request_of_the_session_gets_an_answer_again(
+async def test_only_a_retry_of_an_equal_request_repeats_an_answer(
     http: httpx.AsyncClient, rollout: Session, server: OpenAIServer, engine: Noting
 ) -> None:
     other = server.sessions.open_private(Trajectory("q"), sampling=SamplingConfig(max_tokens=16))

@@ -100,7 +100,7 @@ async def test_each_choice_has_its_prompt_scored(http: httpx.AsyncClient) -> Non
 
 
 @pytest.mark.parametrize("more", [{}, SLOWLY, {"stream": True}, {"prompt_logprobs": 2}, {"n": 2}])
-async def test_the_turns_of_an_agent_have_the_log_probs_of_their_prompts(
+async def test_an_agents_turns_have_the_log_probs_of_their_prompts(
     make_config: Callable[..., Config], tokenizer: Any, more: dict[str, Any]
 ) -> None:
     """Whoever answers, by sampling.prompt_logprobs; its client sees them only if it asks itself."""
@@ -132,7 +132,7 @@ async def test_the_turns_of_an_agent_have_the_log_probs_of_their_prompts(
         assert turn.added_logprobs[number == 0 :] == pytest.approx(scores[number == 0 :])
 
 
-async def test_a_prompt_that_the_engine_has_in_its_cache_is_scored_as_a_whole(
+async def test_a_cached_prompt_is_scored_as_a_whole(
     engine: WorkerHandle, make_config: Callable[..., Config]
 ) -> None:
     """In each turn, however its request is read."""

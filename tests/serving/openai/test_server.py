@@ -110,7 +110,7 @@ async def fetched(http: httpx.AsyncClient, session: str) -> Trajectory:
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("way", ["header", "path"])
-async def test_a_tool_conversation_is_exact_however_the_session_is_told(
+async def test_tool_turns_are_exact_however_the_client_names_a_session(
     http: httpx.AsyncClient,
     client: AsyncOpenAI,
     model: str,
@@ -144,7 +144,7 @@ async def test_a_tool_conversation_is_exact_however_the_session_is_told(
 
 
 @pytest.mark.parametrize("way", ["chain", "echo", "prefix"])
-async def test_a_prompt_begins_with_the_ids_before_it_without_a_sessions_name(
+async def test_a_prompt_continues_earlier_ids_without_a_session_name(
     client: AsyncOpenAI, model: str, script: dict[str, Any], template: ChatTemplate, way: str
 ) -> None:
     body = {**script, "return_token_ids": True}
@@ -172,7 +172,7 @@ async def test_a_prompt_begins_with_the_ids_before_it_without_a_sessions_name(
     assert added.endswith("<|im_start|>assistant\n")
 
 
-async def test_a_call_that_a_client_prints_otherwise_keeps_the_ids_before_it(
+async def test_a_call_that_a_client_reformats_keeps_the_earlier_ids(
     client: AsyncOpenAI, model: str, script: dict[str, Any], template: ChatTemplate
 ) -> None:
     """Its keys in another order, and whole numbers as other languages print them."""

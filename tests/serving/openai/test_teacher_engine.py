@@ -55,7 +55,7 @@ async def test_a_server_scores_as_the_model_itself_does(
     assert others == pytest.approx(logprobs_of(model_path, ids.tolist()), abs=1e-3)
 
 
-async def test_a_policy_with_another_tokenizer_is_refused_with_the_first_token(
+async def test_a_policy_with_another_tokenizer_is_refused(
     server: OpenAIServer, make_config: Callable[..., Config], tokenizer: Any
 ) -> None:
     class Other:

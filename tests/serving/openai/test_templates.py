@@ -78,7 +78,7 @@ async def test_prompts_are_those_of_the_configured_template(serve: Serve, tokeni
             assert shown == (chat_template == "hermes")
 
 
-async def test_tools_that_are_left_out_are_logged_once_and_refused_where_turns_are_trained(
+async def test_omitted_tools_warn_once_and_are_refused_in_training(
     serve: Serve, caplog: pytest.LogCaptureFixture
 ) -> None:
     asked = {"messages": HELLO, "tools": [TOOL_SCHEMA]}
@@ -103,7 +103,7 @@ async def test_tools_that_are_left_out_are_logged_once_and_refused_where_turns_a
         assert answer.status_code == 200, answer.text
 
 
-async def test_a_model_without_a_template_completes_texts_and_refuses_chats(
+async def test_a_model_without_a_template_completes_text_but_no_chats(
     serve: Serve, bare_path: str, bare: Any
 ) -> None:
     async with serve(tokenizer=bare_path) as (http, _, engine):
@@ -126,7 +126,7 @@ async def test_a_model_without_a_template_completes_texts_and_refuses_chats(
 
 
 @pytest.mark.parametrize("in_parts", [False, True])
-async def test_claude_codes_line_for_its_bills_is_no_part_of_a_conversation(
+async def test_claude_codes_billing_line_begins_no_new_conversation(
     serve: Serve, in_parts: bool
 ) -> None:
     """It differs in each request, and would make each a conversation of its own."""

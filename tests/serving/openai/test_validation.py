@@ -164,7 +164,7 @@ async def test_clients_find_a_server_at_the_base_url(http: httpx.AsyncClient, ba
         assert (await http.get(f"{base}{path}")).json()["server"] == "turnwise"
 
 
-async def test_the_description_of_the_routes_is_made_beside_the_event_loop(
+async def test_the_openapi_description_is_built_off_the_event_loop(
     make_config: Callable[..., Config], tokenizer: Any
 ) -> None:
     made, apps = list[int](), list[FastAPI]()

@@ -36,7 +36,7 @@ def test_grpo_does_not_blow_up_a_difference_of_rounding() -> None:
 
 
 @given(st.lists(group, min_size=1, max_size=5))
-def test_scaled_by_the_batch_is_the_difference_to_the_groups_mean_over_one_deviation(
+def test_batch_scale_divides_group_differences_by_one_deviation(
     rewards: Rewards,
 ) -> None:
     deviation = statistics.pstdev([r for rows in rewards for r in rows])
@@ -119,7 +119,7 @@ def test_reinforce_pp_is_the_standard_score_within_the_batch(rewards: Rewards) -
         assert result == pytest.approx(expected, abs=1e-9)
 
 
-def test_reinforce_pp_with_a_baseline_scales_groups_by_one_common_deviation() -> None:
+def test_reinforce_pp_scales_groups_by_one_common_deviation() -> None:
     rewards = [[0.0, 1.0], [5.0, 5.0], [10.0, 16.0]]
     deviation = statistics.pstdev([-0.5, 0.5, 0, 0, -3, 3])
     first, second, third = group_advantages(ReinforcePP(baseline="group"), rewards)
@@ -134,7 +134,7 @@ def test_reinforce_pp_without_a_baseline_trains_groups_of_one() -> None:
 
 
 @pytest.mark.parametrize("config", GROUPWISE, ids=lambda c: c.name)
-def test_a_group_without_spread_is_worth_0_and_one_without_company_nothing(config: Grpo) -> None:
+def test_an_equal_group_gets_0_and_a_lone_trajectory_nothing(config: Grpo) -> None:
     advantages = group_advantages(config, [[0.1, 0.1, 0.1], [0.5], [], [0, 1]])
     assert advantages[:3] == [[0, 0, 0], None, None]
     assert advantages[3] is not None

@@ -112,7 +112,7 @@ def test_any_distance_gives_a_finite_weight(name: str, expected: list[float]) ->
     assert weights.tolist() == expected
 
 
-def test_newest_tokens_are_left_alone_and_out_of_their_sequences_product() -> None:
+def test_newest_tokens_are_uncorrected_and_not_in_the_product() -> None:
     tokens = replace(
         some_tokens([3]),
         old_logprobs_N=torch.log(torch.tensor([0.5, 0.5, 0.9])),
@@ -139,7 +139,7 @@ def test_each_correction_has_bounds_of_its_own(
     assert bounds_of(CorrectionConfig.model_validate(section)) == bounds
 
 
-def test_the_geometric_mean_does_not_depend_on_the_length_of_a_sequence() -> None:
+def test_the_geometric_mean_ignores_sequence_length() -> None:
     """Ratios of 1.005 in a sequence of 4 and in one of 400: the product masks the longer one."""
     tokens = some_tokens([4, 400])
     tokens = replace(tokens, old_logprobs_N=tokens.engine_logprobs_N + math.log(1.005))

@@ -57,7 +57,7 @@ def test_the_mask_is_that_of_the_paper(
         assert gradient[i] == pytest.approx(slope, abs=1e-9)
 
 
-def test_a_rare_token_may_change_by_any_factor_and_a_frequent_one_may_not() -> None:
+def test_a_rare_token_may_change_freely_and_a_frequent_one_not() -> None:
     """The paper's example, which clips of the ratio treat the other way round."""
     rare, _ = loss_of(Dppo(delta=0.15), [1e-4], [1e-2], [1.0])
     frequent, _ = loss_of(Dppo(delta=0.15), [0.99], [0.80], [-1.0])

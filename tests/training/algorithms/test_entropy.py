@@ -38,7 +38,7 @@ def test_the_bonus_is_the_mean_entropy_whatever_the_reduction_is(reduction: Any)
     assert gradient.tolist() == pytest.approx([-0.1 / 4] * 4)
 
 
-def test_tokens_of_low_entropy_are_left_out_of_the_loss_and_of_the_bonus() -> None:
+def test_low_entropy_tokens_are_in_neither_loss_nor_bonus() -> None:
     low_N = torch.tensor([True, False, True, False])
     tokens = some_tokens([3, 1])
 
@@ -79,7 +79,7 @@ def test_the_whole_share_keeps_all_and_none_keeps_the_highest() -> None:
     assert entropy_floor(values[:0], 0.5) == math.inf
 
 
-def test_a_weight_that_adapts_rises_below_the_target_and_falls_above() -> None:
+def test_an_adaptive_weight_rises_below_target_and_falls_above() -> None:
     config = EntropyConfig(
         coef=0.1, adaptive=True, target=1.0, coef_delta=0.04, coef_min=0.05, coef_max=0.15
     )

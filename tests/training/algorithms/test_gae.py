@@ -71,9 +71,7 @@ def test_neither_advantages_nor_returns_carry_gradient() -> None:
 
 
 @given(st.lists(number, min_size=2, max_size=20), st.integers(0, 20))
-def test_advantages_are_normalised_over_all_that_moments_were_taken_of(
-    values: list[float], cut: int
-) -> None:
+def test_advantages_are_normalised_by_the_summed_moments(values: list[float], cut: int) -> None:
     mean, deviation = statistics.fmean(values), statistics.pstdev(values)
     here, there = tensors(values[:cut], values[cut:])
     total = moments(here) + moments(there)
@@ -90,7 +88,7 @@ def test_no_advantages_at_all_are_normalised_to_none() -> None:
 
 
 @given(number, number, number, st.floats(0.05, 1))
-def test_the_value_loss_is_the_worse_of_the_free_and_the_bounded_error(
+def test_the_value_loss_is_the_worse_of_free_and_bounded_error(
     value: float, old: float, target: float, clip: float
 ) -> None:
     bounded = min(max(value, old - clip), old + clip)
@@ -99,7 +97,7 @@ def test_the_value_loss_is_the_worse_of_the_free_and_the_bounded_error(
     assert loss.tolist() == pytest.approx([expected], abs=1e-9)
 
 
-def test_a_value_that_moved_far_towards_its_return_has_no_gradient() -> None:
+def test_a_value_that_moved_far_to_its_return_has_no_gradient() -> None:
     values = torch.tensor([0.9, 0.1, -0.9], requires_grad=True)
     loss = GaeAdvantage(Gae(clip=0.2)).value_loss(values, torch.zeros(3), torch.ones(3))
     loss.sum().backward()

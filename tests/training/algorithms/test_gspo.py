@@ -30,7 +30,7 @@ def papers_loss(tokens: Tokens, config: Gspo) -> torch.Tensor:
 
 @pytest.mark.parametrize("clip", [0.01, 0.1, 10.0])
 @pytest.mark.parametrize("seed", range(5))
-def test_the_mean_over_sequences_has_the_papers_value_and_gradient(seed: int, clip: float) -> None:
+def test_the_sequence_mean_has_the_papers_value_and_gradient(seed: int, clip: float) -> None:
     tokens = some_tokens([3, 1, 5, 2], seed=seed)
     tokens.advantages_N.copy_(tokens.means_S(tokens.advantages_N)[tokens.sequence_N])
     config = Gspo(clip_low=clip, clip_high=clip)
@@ -40,7 +40,7 @@ def test_the_mean_over_sequences_has_the_papers_value_and_gradient(seed: int, cl
     torch.testing.assert_close(gradient_N(mine, tokens), gradient_N(papers, tokens))
 
 
-def test_all_tokens_of_a_sequence_have_one_loss_one_ratio_and_one_fate() -> None:
+def test_tokens_of_a_sequence_share_loss_ratio_and_clipping() -> None:
     tokens = tokens_of([[0.5, -0.1], [-0.4, 0.0, 0.1]], [[1.0, 1.0], [-2.0, -2.0, -2.0]])
     result = token_loss(Gspo(clip_low=0.2, clip_high=0.2), tokens)
     first, second = math.exp(0.2), math.exp(-0.1)

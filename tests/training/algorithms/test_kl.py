@@ -64,7 +64,7 @@ def test_the_mean_gradient_over_samples(estimator: Estimator, share: float) -> N
     torch.testing.assert_close(gradient, share * expected)
 
 
-def test_k3_stays_finite_where_the_policy_all_but_excludes_a_token() -> None:
+def test_k3_stays_finite_where_the_policy_excludes_a_token() -> None:
     policy = torch.tensor([-200.0, -1.0], requires_grad=True)
     estimate = kl_N(policy, torch.tensor([-1.0, -200.0]), "k3")
     (0 * estimate).sum().backward()

@@ -24,7 +24,7 @@ def name(config: Loss) -> str:
 
 @pytest.mark.parametrize("config", LOSSES, ids=name)
 @pytest.mark.parametrize("lengths", [[], [0, 0]])
-def test_no_trained_token_gives_an_empty_loss_that_can_be_differentiated(
+def test_no_trained_token_gives_an_empty_differentiable_loss(
     config: Loss, lengths: list[int]
 ) -> None:
     tokens = some_tokens(lengths)
@@ -47,9 +47,7 @@ def test_sequences_without_tokens_change_nothing_for_the_others(config: Loss) ->
 
 @pytest.mark.parametrize("config", POLICY_GRADIENTS, ids=name)
 @pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "sequence_sum", "constant"])
-def test_on_policy_the_gradient_is_the_advantage_times_the_weight(
-    config: Loss, reduction: str
-) -> None:
+def test_the_on_policy_gradient_is_advantage_times_weight(config: Loss, reduction: str) -> None:
     tokens = some_tokens([3, 1, 4], spread=0.0)
     weights_N = token_weights(
         reduction,  # type: ignore[arg-type]
@@ -78,7 +76,7 @@ def test_of_sequences_of_one_token_gspo_is_ppo_clip() -> None:
 @pytest.mark.parametrize("config", LOSSES, ids=name)
 @pytest.mark.parametrize("distance", [90.0, -90.0, 1e4, -1e4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_any_distance_between_policies_gives_finite_losses_and_gradients(
+def test_distant_policies_give_finite_losses_and_gradients(
     config: Loss, distance: float, dtype: torch.dtype
 ) -> None:
     far = [distance, distance, distance]
@@ -97,7 +95,7 @@ def test_any_distance_between_policies_gives_finite_losses_and_gradients(
     assert gradient_N(token_loss(config, tokens).loss_N.sum(), tokens).isfinite().all()
 
 
-def test_a_ratio_beyond_the_bound_is_the_bound_and_has_no_gradient() -> None:
+def test_a_ratio_beyond_the_bound_is_cut_and_has_no_gradient() -> None:
     log_ratio = torch.tensor([19.0, 21.0, -21.0], requires_grad=True)
     ratio = importance_ratio(log_ratio)
     ratio.sum().backward()

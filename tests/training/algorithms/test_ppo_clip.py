@@ -38,7 +38,7 @@ def test_loss_and_gradient_are_the_papers(
     assert not result.ratio_N.requires_grad
 
 
-def test_a_ratio_is_clipped_only_where_it_went_with_its_advantage() -> None:
+def test_a_ratio_is_clipped_only_if_it_follows_its_advantage() -> None:
     ratios = [1.0, 1.5, 1.5, 0.5, 0.5, 1.1]
     advantages = [1.0, 1.0, -1.0, 1.0, -1.0, -2.0]
     tokens = tokens_of([[math.log(r) for r in ratios]], [advantages])

@@ -72,7 +72,7 @@ def test_branches_share_the_weight_of_their_trajectory(
 
 
 @pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean", "sequence_sum", "constant"])
-def test_weights_carry_no_gradient_and_a_micro_batch_may_be_empty(reduction: Reduction) -> None:
+def test_weights_carry_no_gradient_and_may_be_empty(reduction: Reduction) -> None:
     full, empty = weights_of(reduction, [2, 3, 0], 2)
     assert full.shape == (5,)
     assert empty.shape == (0,)

@@ -28,7 +28,7 @@ def loss_of(tokens: Tokens, config: AlgorithmConfig = CONFIG) -> Objective:
     return objective(config, make_loss(config.loss), tokens, taught_N=taught_N, **totals)
 
 
-def test_the_divergence_of_each_token_is_subtracted_from_its_advantage() -> None:
+def test_a_tokens_divergence_is_subtracted_from_its_advantage() -> None:
     tokens = some_tokens([3, 4])
     teacher_N = tokens.logprobs_N.detach() - 0.5
     made, _, divergence_N = must_teach(taught(tokens, teacher_N, (2.0, 0.0)))
@@ -87,7 +87,7 @@ def _taught_N(tokens: Tokens, teacher_N: torch.Tensor) -> torch.Tensor:
     return must_teach(taught(tokens, teacher_N, (0.0, 1.0)))[1]
 
 
-def test_a_token_that_the_teacher_excludes_has_a_bounded_part_with_a_gradient() -> None:
+def test_a_token_the_teacher_excludes_has_a_bounded_gradient() -> None:
     tokens = tokens_of([[0.0, 0.0]], [[0.0, 0.0]])
     teacher_N = torch.tensor([float("-inf"), -1.0], dtype=torch.float64)
     made, _, _ = must_teach(taught(tokens, teacher_N, (1.0, 0.0)))
@@ -167,7 +167,7 @@ def expected_gradient(where: str, correction: dict[str, Any], **more: Any) -> li
 
 @pytest.mark.parametrize("correction", CORRECTIONS, ids=lambda one: one["name"])
 @pytest.mark.parametrize("where", ["advantage", "loss", "kl"])
-def test_stale_tokens_give_the_gradient_of_the_divergence_with_any_whole_correction(
+def test_whole_corrections_give_stale_tokens_the_exact_gradient(
     where: str, correction: dict[str, Any]
 ) -> None:
     made = expected_gradient(where, correction)
@@ -175,7 +175,7 @@ def test_stale_tokens_give_the_gradient_of_the_divergence_with_any_whole_correct
 
 
 @pytest.mark.parametrize("correction", MASKS, ids=lambda one: one["name"])
-def test_a_token_that_a_correction_refuses_does_not_learn_from_a_teacher(
+def test_a_token_a_correction_refuses_learns_from_no_teacher(
     correction: dict[str, Any],
 ) -> None:
     """In the loss it is as in the advantage."""
@@ -187,7 +187,7 @@ def test_a_token_that_a_correction_refuses_does_not_learn_from_a_teacher(
 
 
 @pytest.mark.parametrize("weights", [(1.0, 0.0), (0.0, 1.0)])
-def test_a_token_that_a_mask_leaves_out_does_not_learn_from_a_teacher(
+def test_a_masked_token_does_not_learn_from_a_teacher(
     weights: tuple[float, float],
 ) -> None:
     tokens = some_tokens([4])

@@ -107,7 +107,7 @@ def test_rewards_of_turns_reach_the_value_model_at_their_tokens() -> None:
     assert second.advantages_T.tolist() == [0, 0, 0, 0, 0, 0, 3.0]
 
 
-def test_a_loss_that_compares_trajectories_takes_no_advantages_of_turns() -> None:
+def test_a_loss_on_trajectories_refuses_turn_advantages() -> None:
     for name in ("turn_returns", "mt_grpo", "gae"):
         with pytest.raises(InputError, match=f"compares trajectories and cannot use .*{name}"):
             config_of({"advantage": name, "loss": "dpo"})
@@ -200,7 +200,7 @@ def test_rewards_of_turns_are_one_for_each_call(versions: list[int]) -> None:
 
 
 @pytest.mark.parametrize("versions", CALLS.values(), ids=CALLS)
-def test_the_values_of_trained_tokens_name_the_turn_and_the_place_in_it(
+def test_trained_token_values_name_their_turn_and_position(
     versions: list[int],
 ) -> None:
     group = Group("rows:1", [forced(0, versions, [1.0, 0.0]), forced(1, [0] * 5, [0.0, 0.0])])

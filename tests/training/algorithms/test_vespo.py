@@ -50,7 +50,7 @@ def test_the_correction_is_part_of_the_ratio_and_not_a_factor() -> None:
     assert float(made.loss) == pytest.approx(float(token_loss(Vespo(), tokens).loss_N.sum()) / 5)
 
 
-def test_the_weight_of_a_sequence_cannot_be_multiplied_for_each_of_its_tokens() -> None:
+def test_a_correction_by_sequence_weights_is_refused() -> None:
     algorithm = {"loss": {"name": "vespo"}, "correction": {"name": "sequence_tis"}}
     tree = {"environment": "a:B", "model": {"path": "m"}, "data": {"path": "d"}}
     with pytest.raises(
