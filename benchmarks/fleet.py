@@ -104,7 +104,7 @@ class TokenlessEngine(SimulatedEngine):
 
 @dataclass
 class Part:
-    """Part number `part` of the `of` parts of the fleet; the other numbers are the whole fleet's."""
+    """Part number `part` of the `of` parts of a fleet; the other numbers are the whole fleet's."""
 
     engines: int
     processes: int
@@ -168,7 +168,7 @@ async def play_group(generator: Generator, admission: Admission, seed: int, numb
 async def open_sessions(
     seed: int, config: Config, scheduler: Scheduler
 ) -> AsyncIterator[GroupRunner]:
-    """Yield a runner of groups for a rollout process; it plays sessions in place of trajectories."""
+    """Yield a rollout process's runner of groups; it plays sessions in place of trajectories."""
     admission = Admission(limits_of(config))
 
     async def run_group(

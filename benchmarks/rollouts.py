@@ -170,7 +170,7 @@ async def metered(work: Awaitable[_Result], trajectories: int) -> tuple[_Result,
 
 @dataclass
 class Trace:
-    """Ids of a trajectory: its first prompt, and the ids added to the prompt after each completion."""
+    """Ids of a trajectory: its first prompt, and the ids that follow each completion."""
 
     prompt: list[int]
     added: list[list[int]]

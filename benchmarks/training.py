@@ -161,7 +161,7 @@ def measure(
 
 
 def measure_trl(name: str, path: Path, count: int, rounds: int, budget: int = BUDGET) -> Claim:
-    """Measure a model's tokens per second against TRL's trainer; for the arguments see `measure`."""
+    """Measure a model's tokens per second against TRL's trainer; arguments as of `measure`."""
     from benchmarks.peers import trl_training  # imports TRL, which takes seconds
 
     config = configuration(path, budget)

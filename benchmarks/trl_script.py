@@ -52,7 +52,7 @@ def means(log: Log) -> dict[str, float]:
 
 
 def rise(log: Log) -> float:
-    """Return the mean reward of the last quarter of the steps, less the mean of the first quarter."""
+    """Return the mean reward of the last quarter of the steps, less the first quarter's."""
     rewards = [entry["reward"] for entry in log]
     part = max(1, len(rewards) // 4)
     return statistics.mean(rewards[-part:]) - statistics.mean(rewards[:part])

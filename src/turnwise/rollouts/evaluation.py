@@ -136,8 +136,8 @@ class GroupLog:
         self._path, self._times = path, times
         self._groups: dict[int, Group] = {}
         self._starts, self._places, self._counts = array("Q"), array("Q"), array("Q")
-        """For each group: its byte position in the file, the index of its problem, and the number of
-        its trajectories."""
+        """For each group: its byte position in the file, the index of its problem, and the number
+        of its trajectories."""
         self._lock = asyncio.Lock()
         self._begun = False
 

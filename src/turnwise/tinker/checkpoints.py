@@ -267,7 +267,7 @@ class Checkpoints:
                 shutil.rmtree(version, ignore_errors=True)
 
     def _adopt(self, place: Path) -> None:
-        """Make a version with a name from a state that an earlier server saved as a plain folder."""
+        """Make a named version from a state that an earlier server saved as a plain folder."""
         version = place.parent.parent / _VERSIONS / uuid.uuid4().hex
         version.parent.mkdir(exist_ok=True)
         place.rename(version)

@@ -176,7 +176,7 @@ class ChatTemplate:
         return put_in_place(ids, images, self.images)
 
     def render_first(self, messages: Sequence[Message], tools: Tools | None) -> Prompt:
-        """Return the result of `render`, cached for conversations that begin with these messages."""
+        """Return the result of `render`, cached for conversations that begin like this one."""
         key = None
         try:
             text = json.dumps([list(messages), tools or None], default=as_json)
