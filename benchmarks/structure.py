@@ -3,11 +3,15 @@
     python -m benchmarks.structure [SOURCE]
 
 SOURCE is the package's folder, `src/turnwise` by default. Prints one line for each figure. The
-figures come from the syntax trees alone: nothing is imported.
+figures come from the syntax trees alone: nothing is imported. With --prose it prints a sample of
+sentences of docstrings and comments instead, each with its place, for a reader to judge whether
+it can be understood without the code.
 """
 
 import argparse
 import ast
+import random
+import re
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -250,6 +254,29 @@ def _mentions(annotation: ast.expr | None, names: set[str]) -> bool:
     return annotation is not None and _root(annotation) in names
 
 
+def sentences(module: Module) -> Iterator[tuple[int, str]]:
+    """Yield the sentences of a module's docstrings and comments, each with the line at which its
+    docstring or comment begins; code examples are left out."""
+    for node in ast.walk(module.tree):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str(text))):
+                for paragraph in re.split(r"\n\s*\n", text):
+                    if not re.match(r"\s*(Example:|>>>| {8,})", paragraph):
+                        yield from ((node.lineno, one) for one in _split(paragraph))
+    comment, began = "", 0
+    for number, line in enumerate([*module.text.splitlines(), ""], start=1):
+        if found := re.match(r"\s*# (?!noqa|type:|pragma)(.*)", line):
+            comment, began = f"{comment} {found[1]}", began or number
+        elif comment:
+            yield from ((began, one) for one in _split(comment))
+            comment, began = "", 0
+
+
+def _split(paragraph: str) -> list[str]:
+    whole = " ".join(paragraph.split())
+    return [one for one in re.split(r"(?<=[.!?])\s+(?=[A-Z`])", whole) if " " in one]
+
+
 def _is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
@@ -264,8 +291,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     default = Path(__file__).parent.parent / "src" / "turnwise"
     parser.add_argument("source", metavar="SOURCE", type=Path, nargs="?", default=default)
     parser.add_argument("--names", action="store_true", help="Name circles and internals, too.")
+    parser.add_argument("--prose", action="store_true", help="Print a sample of sentences.")
+    parser.add_argument("--count", type=int, default=200, help="Number of sentences.")
+    parser.add_argument("--seed", type=int, default=0, help="Seed of the sample.")
     options = parser.parse_args(arguments)
     modules = read(options.source)
+    if options.prose:
+        found = [(module.name, *one) for module in modules for one in sentences(module)]
+        count = min(options.count, len(found))
+        for name, line, sentence in random.Random(options.seed).sample(found, count):
+            sys.stdout.write(f"{name}:{line}: {sentence}\n")
+        return
     for what, figure in figures(modules).items():
         sys.stdout.write(f"{what:32} {figure}\n")
     if options.names:

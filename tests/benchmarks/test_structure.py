@@ -2,7 +2,15 @@
 
 from pathlib import Path
 
-from benchmarks.structure import called_once, figures, foreign_internals, import_circles, read
+from benchmarks.structure import (
+    called_once,
+    figures,
+    foreign_internals,
+    import_circles,
+    main,
+    read,
+    sentences,
+)
 
 SOURCES = {
     "__init__.py": "from house.first import go\n",
@@ -100,3 +108,41 @@ def test_a_package_that_defines_something_is_part_of_a_circle(tmp_path: Path) ->
     (source / "room/__init__.py").write_text("def enter():\n    from house.room.door import Door\n")
     (source / "room/door.py").write_text("from house.room import enter\n\nclass Door: ...\n")
     assert import_circles(read(source)) == [["house.room", "house.room.door"]]
+
+
+PROSE = '''"""Doors of a house. A door
+has a lock.
+
+Example:
+    Door().open()
+"""
+
+class Door:
+    size: int = 2
+    """Width, in metres."""
+
+    def open(self) -> None:
+        # The lock is old: it needs
+        # two turns.
+        self.turn()  # noqa: SLF001
+'''
+
+
+def test_sentences_are_of_docstrings_and_comments_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "house"
+    source.mkdir()
+    (source / "door.py").write_text(PROSE)
+    expected = [
+        (1, "Doors of a house."),
+        (1, "A door has a lock."),
+        (10, "Width, in metres."),
+        (13, "The lock is old: it needs two turns."),
+    ]
+    assert sorted(sentences(read(source)[0])) == expected
+    main([str(source), "--prose", "--count", "2"])
+    first = capsys.readouterr().out
+    assert len(first.splitlines()) == 2
+    main([str(source), "--prose", "--count", "2"])
+    assert capsys.readouterr().out == first
