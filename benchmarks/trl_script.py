@@ -73,7 +73,7 @@ def main() -> None:
     lacking = sorted(other.keys() - mine.keys() - MISSING)
     claims.append(
         Claim(
-            *("TRL's script: names that are not logged, beside those of the page", "names"),
+            *("TRL's script: missing names that the documentation does not list", "names"),
             [float(len(lacking))],
             at_most=0,
             note=", ".join(lacking),

@@ -192,12 +192,12 @@ def test_supervised_training_is_of_one_policy() -> None:
     [
         ({"rollout.policies": ["base"]}, "'base' cannot be a policy's name"),
         ({"rollout.policies": ["a.b"]}, "'a.b' cannot be a policy's name"),
-        ({"rollout.policies": ["white", "white"]}, "a name is there twice"),
+        ({"rollout.policies": ["white", "white"]}, "the same name is there twice"),
         ({"model.lora.rank": 0}, "each policy is an adapter: set model.lora.rank"),
         ({"weights.lora": "merged"}, "weights.lora to adapter"),
         ({"rollout.loop": "interleaved"}, "the loop interleaved has no players"),
-        ({"algorithm.advantage.name": "gae"}, "are of one policy"),
-        ({"algorithm.loss.name": "dpo"}, "are of one policy"),
+        ({"algorithm.advantage.name": "gae"}, "several policies cannot be trained"),
+        ({"algorithm.loss.name": "dpo"}, "several policies cannot be trained"),
     ],
 )
 def test_what_cannot_be_several_policies_is_one_sentence(

@@ -160,5 +160,7 @@ def test_no_url_in_a_message_is_fetched(url: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("socket.getaddrinfo", lambda *_, **__: pytest.fail("looked up"))
     for kind, image in (("image", url), ("image_url", {"url": url}), ("image", {"path": url})):
         message = {"role": "user", "content": [{"type": kind, kind: image}]}
-        with pytest.raises(InputError, match=r"is a URL, and none is fetched but .*allow_urls"):
+        with pytest.raises(
+            InputError, match=r"is a URL; URLs are fetched in rows alone.*allow_urls"
+        ):
             read_parts(message, "a message")

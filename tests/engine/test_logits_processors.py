@@ -207,7 +207,7 @@ def test_a_written_call_gets_its_result_or_its_error(tokenizer: Any) -> None:
     assert answered("<call>fail()</call>").startswith("[Error: IndexError: pop from empty list")
     with pytest.raises(InputError, match="start_tag and end_tag must not be empty"):
         FunctionProcessor(tokenizer, {}, "", "")
-    with pytest.raises(InputError, match="x in function_map is no function"):
+    with pytest.raises(InputError, match="x in function_map is not callable"):
         FunctionProcessor(tokenizer, {"x": 3})  # type: ignore[dict-item]
 
 
@@ -269,7 +269,7 @@ def test_a_worker_extension_that_does_not_fit_is_one_sentence(
     assert combined("", "a.b:C") == combined("a.b.C", "") == combined("a.b.C", "a.b.C") == "a.b.C"
     with pytest.raises(InputError, match=r"worker_extension_cls: no_such cannot be imported"):
         combined(WORKER_EXTENSION, "no_such.Class")
-    with pytest.raises(InputError, match=f"worker_extension_cls: {HERE}.add is no class"):
+    with pytest.raises(InputError, match=f"worker_extension_cls: {HERE}.add is not a class"):
         combined(WORKER_EXTENSION, f"{HERE}:add")
     name = combined(WORKER_EXTENSION, f"{HERE}.Clash").rpartition(".")[2]
     with pytest.raises(InputError, match=r"Clash\.check_update is a name that Turnwise uses"):

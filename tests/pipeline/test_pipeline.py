@@ -164,7 +164,7 @@ def test_rewards_of_ones_own_are_what_is_trained_on(seen: Seen) -> None:
         ("item", "which build_dataset did not make"),
         ("long", "does not fit the context of 512"),
         ("late", "InputError: the model file of late changes the configuration"),
-        ("save", "exists and is no checkpoint to replace"),
+        ("save", "exists and is no whole checkpoint, so it is not replaced"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_the_pipeline_goes_on(

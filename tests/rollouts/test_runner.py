@@ -616,8 +616,8 @@ def test_a_template_whose_end_of_turn_is_no_stop_is_warned_of(
     model = {**model, "chat_template": text.replace("</think>", "END")}
     Runner(make_config(environment=f"{HERE}:Desk", model=model), tokenizer).check(QUESTION)
     assert (
-        "ends turns with END, which is plain text for this tokenizer, at which no answer ends: "
-        'set sampling.stop to ["END"], or choose a template for this model'
+        "ends turns with END, which is plain text for this tokenizer, but answers do not stop "
+        'there: set sampling.stop to ["END"], or choose a template for this model'
     ) in caplog.text
 
 

@@ -131,7 +131,7 @@ def test_references_within_the_schema_are_followed(reference: str) -> None:
 
 
 def test_a_reference_to_nothing_is_named() -> None:
-    with pytest.raises(InputError, match=r"tool: its parameters are no JSON schema: .*nowhere"):
+    with pytest.raises(InputError, match=r"tool: its parameters are not a JSON schema: .*nowhere"):
         of_x({"$ref": "#/nowhere"})
 
 
@@ -295,7 +295,7 @@ def test_mistakes_are_named_with_their_path_and_in_few_words() -> None:
         ("[1]", "must be a JSON object"),
         ('{"x": ' * 100_000, "not JSON (nested too deeply)"),
         ('{"x": %s}' % ("1" * 5000), "not JSON (a number is too long)"),
-        ('{"x": "\\ud800"}', "a text has half of a character"),
+        ('{"x": "\\ud800"}', "a text has half a character (a lone surrogate)"),
         ('{"x": NaN}', "not JSON (NaN)"),
     ],
 )
@@ -310,7 +310,7 @@ def test_formats_are_not_checked() -> None:
 
 
 def test_what_is_no_schema_is_named() -> None:
-    with pytest.raises(InputError, match=r"are no JSON schema: properties.x.type: \"strin\" is"):
+    with pytest.raises(InputError, match=r"are not a JSON schema: properties.x.type: \"strin\" is"):
         of_x({"type": "strin"})
-    with pytest.raises(InputError, match="tool t: its parameters are no JSON: "):
+    with pytest.raises(InputError, match="tool t: its parameters are not JSON: "):
         check_parameters({"properties": {"x": {"default": {1, 2}}}}, "t")

@@ -614,7 +614,7 @@ def test_what_a_description_lacks_is_logged_once(caplog: pytest.LogCaptureFixtur
     assert [record.message for record in caplog.records] == [
         "tool odd: *rest is not offered to the model",
         "tool odd: **options is not offered to the model",
-        "tool odd: its docstring describes town, which is none of its arguments",
+        "tool odd: its docstring describes town, and it has no such argument",
         "tool silent: it has no docstring, so the model reads its name and arguments only",
     ]
 

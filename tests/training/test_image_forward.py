@@ -287,7 +287,7 @@ def test_a_reference_model_reads_images_with_its_own_processor(
     (other / "preprocessor_config.json").write_text(json.dumps(settings))
     kl = {"kl": {"coef": 0.1, "model": {"path": str(other)}}}
     rank = TrainerRank(vision_config(vision_path, algorithm=kl), tmp_path)
-    with pytest.raises(InputError, match="makes other tokens of an image"):
+    with pytest.raises(InputError, match="makes different tokens of an image"):
         rank.forward("reference", share)
 
 

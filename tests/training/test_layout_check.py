@@ -266,7 +266,7 @@ def test_several_ranks_agree(
         assert (agreed, change in said) == (("padded",), True)
     assert [agreed for agreed, _ in found[2:4]] == [LAYOUTS] * 2
     assert found[4][0] == ("padded",)
-    assert found[4][1].endswith("its layers do not tell attention where sequences begin)")
+    assert found[4][1].endswith("its layers do not pass to attention where sequences begin)")
     assert found[5][0] == ("padded", "packed")
     assert found[6][0] == "refused"
     assert found[6][1].startswith(

@@ -136,7 +136,7 @@ def test_rows_that_cannot_be_exact_are_refused_with_a_reason(
     known.add_turn([1], [10**6], [-1.0], [0], "stop")
     assert refusal(reader, json.loads(known.to_json())) == (
         "unknown_token",
-        f"token 1000000 is none of this tokenizer's {len(tokenizer):,}",
+        f"token 1000000 is outside of this tokenizer's {len(tokenizer):,}",
     )
     assert refusal(reader, json.loads(Trajectory("a").to_json()))[0] == "nothing_to_train"
     reason, why = refusal(reader, {"question": "2 + 2?", "answer": "4"})
@@ -221,7 +221,7 @@ def test_conversations_of_sharegpt_are_rows(reader: RowReader) -> None:
     spoken = [{"from": "narrator", "value": "Once."}, *turns]
     assert refusal(reader, {"conversations": spoken}) == (
         "malformed",
-        "conversations: turn 1 is from 'narrator', which is none of human, user, gpt, assistant, "
+        "conversations: turn 1 is from 'narrator', and none of human, user, gpt, assistant, "
         "chatgpt, model, function_call, observation, tool, function_response, system",
     )
     called = [turns[0], {"from": "function_call", "value": "calculate(1)"}]

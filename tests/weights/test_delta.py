@@ -373,7 +373,7 @@ def test_a_stream_sends_a_delta_if_no_engine_needs_all_tensors() -> None:
     workers[1].options.held = None  # as after a restart
     tensors = moved(tensors)
     assert sender.publish(4, iter(tensors)).deltas
-    send(4, "it has not the version before")
+    send(4, "it does not have the version before")
     send(4)  # `WeightSync` asks once more
     for worker in workers:
         assert_same([(name, worker.model[name]) for name, _ in tensors], tensors, BF16)

@@ -47,7 +47,7 @@ def read_image(value: Foreign, what: str, *, files: bool = True) -> Image:
         data = _of_data_url(value, what)
     elif isinstance(value, str) and "://" in value[:16]:
         raise InputError(
-            f"{what} is a URL, and none is fetched but those in rows that data.allow_urls allows: "
+            f"{what} is a URL; URLs are fetched in rows alone, if data.allow_urls allows it: "
             "give the file, or a data: URL"
         )
     elif isinstance(value, Path) or (isinstance(value, str) and files):

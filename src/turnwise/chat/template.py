@@ -105,4 +105,6 @@ def missing_stop(model: ModelConfig, sampling: SamplingConfig, template: ChatTem
         advice = f"sampling.stop_token_ids to [{token}]"
     if known:
         return ""
-    return f"model.chat_template ends turns with {named}, at which no answer ends: set {advice}"
+    return (
+        f"model.chat_template ends turns with {named}, but answers do not stop there: set {advice}"
+    )

@@ -280,9 +280,10 @@ async def show(
         str | None, typer.Argument(help="A problem's name or number: all its trajectories.")
     ] = None,
     step: Step = None,
-    heldout: Annotated[bool, typer.Option(help="Those of the evaluation instead.")] = False,
+    heldout: Annotated[bool, typer.Option(help="Show the evaluation's instead.")] = False,
     grep: Annotated[
-        str | None, typer.Option(help="All trajectories in which this was said (a pattern).")
+        str | None,
+        typer.Option(help="Show all trajectories whose messages match this regular expression."),
     ] = None,
     best: Annotated[int, typer.Option(min=0, help="Number of those with the highest reward.")] = 1,
     worst: Annotated[int, typer.Option(min=0, help="Number of those with the lowest.")] = 1,
@@ -336,7 +337,7 @@ async def view(
 async def export(
     command: Command,
     run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="A run's folder, or that of a checkpoint.")
+        Path, typer.Argument(metavar="RUN", help="Folder of a run, or of a checkpoint.")
     ],
     merged: Annotated[
         bool, typer.Option("--merged", help="Add a LoRA adapter to the model that it belongs to.")
@@ -377,7 +378,7 @@ async def plan(
         int | None, typer.Option(help="GPUs of the cluster; default: those of this machine.")
     ] = None,
     gpu_memory: Annotated[
-        float | None, typer.Option(help="Memory of a GPU in GiB; default: that of this machine's.")
+        float | None, typer.Option(help="Memory of a GPU in GiB; default: of this machine's GPU.")
     ] = None,
 ) -> None:
     """Show what each device of a training run would hold; loads no weights."""

@@ -50,7 +50,10 @@ _KEYS: dict[OnResume, str] = {
     (True, "applies from now on; weights that learn are kept as they are"): "model.dtype",
     (True, "applies to new groups"): "model.template_args model.escape_special_tokens rollout",
     (False, "the checkpoint's adapter has this form"): "model.lora",
-    (False, "the checkpoint's moments are those of the weights that learn"): "model.train_vision",
+    (
+        False,
+        "the checkpoint has moments of the weights that were trained alone",
+    ): "model.train_vision",
     (True, "for the same rows elsewhere: other rows are refused, and edited ones are named"): (
         "data.path data.subset data.split data.limit data.filter"
     ),
@@ -68,10 +71,11 @@ _KEYS: dict[OnResume, str] = {
         "training.max_grad_norm"
     ),
     (True, "counts the steps of the whole run"): "algorithm.advantage.warmup_steps",
-    (True, "applies from the next step on; where it adapts, the checkpoint's goes on"): (
-        "algorithm.entropy.coef"
-    ),
-    (True, "another reference model from now on; with kl.sync_steps, the checkpoint's"): (
+    (
+        True,
+        "applies from the next step on; an adaptive coefficient goes on from the checkpoint's",
+    ): ("algorithm.entropy.coef"),
+    (True, "another reference model from now on; with kl.sync_steps, the checkpoint's model"): (
         "algorithm.kl.model"
     ),
     (True, "applies from the next step on; 0 brings the original reference model back"): (
@@ -80,7 +84,7 @@ _KEYS: dict[OnResume, str] = {
     (True, "the new end of the run, also of its schedule"): "training.steps",
     (True, "a checkpoint can be loaded with any number, except with adamw_8bit"): "training.ranks",
     (False, "the checkpoint's weights and moments have this type"): "training.weights_dtype",
-    (False, "the checkpoint's moments are those of this optimizer"): "training.optimizer",
+    (False, "the checkpoint has the moments of this optimizer"): "training.optimizer",
     (True, "applies from the next step on; a schedule counts updates"): (
         "training.updates_per_step training.epochs_per_step"
     ),

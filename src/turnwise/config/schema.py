@@ -385,8 +385,8 @@ def _layout_mistakes(config: Config) -> Iterator[str]:
     ):
         if training.packing == "shared" and value:
             yield (
-                "training.packing: shared computes the beginning of several sequences once, which "
-                f"{key} does not support: set that to {set_to}, or training.packing to packed"
+                "training.packing: shared computes a common prefix of sequences once, which "
+                f"{key} does not support: set it to {set_to}, or training.packing to packed"
             )
 
 
@@ -450,7 +450,7 @@ def _policies_mistakes(config: Config) -> Iterator[str]:
                 f"_, and none of {', '.join(_OTHER_POLICIES)}"
             )
     if len(set(names)) < len(names):
-        yield "rollout.policies: a name is there twice"
+        yield "rollout.policies: the same name is there twice"
     trains = config.model.lora.rank and config.weights.lora == "adapter"
     if not trains and any(name not in config.serving.adapters for name in names):
         yield (
@@ -464,8 +464,8 @@ def _policies_mistakes(config: Config) -> Iterator[str]:
         )
     if isinstance(advantage, Gae) or isinstance(config.algorithm.loss, Dpo):
         yield (
-            "rollout.policies: a value model, and a loss of pairs, are of one policy: choose "
-            "another algorithm.advantage and algorithm.loss"
+            "rollout.policies: several policies cannot be trained with a value model or a loss of "
+            "pairs: choose another algorithm.advantage and algorithm.loss"
         )
 
 
@@ -482,8 +482,8 @@ def _teacher_mistakes(config: Config) -> Iterator[str]:
         yield "algorithm.teacher: loss dpo compares trajectories, and has no use for tokens' scores"
     if teachers and (sampling.top_p < 1 or sampling.top_k or sampling.min_p):
         yield (
-            "algorithm.teacher: the policy's log-probs leave out what sampling.top_p, top_k and "
-            "min_p do, and a teacher's do not: remove these keys"
+            "algorithm.teacher: sampling.top_p, top_k and min_p change the policy's log-probs, and "
+            "not a teacher's: remove these keys"
         )
     if sampling.temperature != 1 and any(not teacher.in_ranks for teacher in teachers.values()):
         yield (

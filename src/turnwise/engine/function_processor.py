@@ -86,7 +86,7 @@ class FunctionProcessor:
         if not start_tag or not end_tag:
             raise InputError("FunctionProcessor: start_tag and end_tag must not be empty")
         if wrong := [name for name, function in function_map.items() if not callable(function)]:
-            raise InputError(f"FunctionProcessor: {wrong[0]} in function_map is no function")
+            raise InputError(f"FunctionProcessor: {wrong[0]} in function_map is not callable")
         self._tokenizer = tokenizer
         self._functions = dict(function_map)
         self._tags = start_tag, end_tag

@@ -102,7 +102,7 @@ def with_request(
     processors alone. They are checked, because the arguments may come from a client."""
     given = (extra_args or {}).get(EXTRA_ARG) or {}
     if not isinstance(given, Mapping):
-        raise InputError(f"the extra argument {EXTRA_ARG!r} is not a client's to set")
+        raise InputError(f"clients may not set the extra argument {EXTRA_ARG!r}")
     calls = plain_calls(given.get("processors", []), allowed)
     own = {"request": request_id, "processors": calls}
     return {**(extra_args or {}), EXTRA_ARG: own}, calls

@@ -50,13 +50,13 @@ class ImageInputs:
 
         if not self._llm.model_config.supports_multimodal_inputs:
             raise InputError(
-                "a prompt has an image, which this engine does not take: the model is one of text, "
+                "a prompt has an image, and this engine takes none: its model reads text alone, "
                 "or engine.images_per_prompt is 0"
             )
         if self._llm.model_config.is_mm_prefix_lm and vllm.current_platform.is_cpu():
             raise InputError(
                 "a prompt has an image, whose tokens see each other in this model, but not in "
-                "vLLM's attention on a CPU; engine.images_per_prompt: 0 makes it a model of text"
+                "vLLM's attention on a CPU; engine.images_per_prompt: 0 serves text alone"
             )
         if len(images := prompt.images) > self._most:
             why = f"a prompt has {len(images)} images; engine.images_per_prompt is {self._most}"

@@ -24,7 +24,7 @@ def combined(ours: str, users: str) -> str:
 def _load(name: str) -> type:
     kind: object = load_object(":".join(name.rsplit(".", 1)), KEY)
     if not isinstance(kind, type):
-        raise InputError(f"{KEY}: {name} is no class")
+        raise InputError(f"{KEY}: {name} is not a class")
     return kind
 
 

@@ -54,7 +54,7 @@ class ModelOrder:
             await called.wait()
             if position < self.next:
                 raise InputError(
-                    f"the request {self._lost} of this model, before this one, did not arrive "
+                    f"the model's earlier request {self._lost} did not arrive "
                     f"within {GAP_SECONDS:.0f} s: go on from a saved state"
                 )
             yield

@@ -52,7 +52,7 @@ _UNUSED_SECONDS = 3600.0
 are saved: a training loop saves unnamed weights at every step."""
 _HEAD = (
     "this server trains no adapter of the output head: train_unembed has no effect, because "
-    "engines could not score prompts beside it"
+    "engines cannot score prompts with one"
 )
 _STAND_IN = "stable_reinforce is computed as %s, its settings and provenance are not used"
 

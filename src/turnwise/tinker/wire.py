@@ -180,7 +180,7 @@ def read_tensor(message: Foreign, what: str) -> Array:
         raise InputError(f"{what}: the tensor has no type that is known")
     shape = list(message.shape)
     if len(shape) > 2 or any(size < 0 for size in shape):
-        raise InputError(f"{what}: no tensor is {shape[:3]}")
+        raise InputError(f"{what}: a tensor has at most two sizes, none negative, not {shape[:3]}")
     if not message.HasField("sparse_csr"):
         flat = _array(message.dense, kind, what)
         shape = shape or [len(flat)]

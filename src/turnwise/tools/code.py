@@ -176,7 +176,9 @@ def choose(wanted: str, interpreter: str | None = None, image: str | None = None
                 return name
             tried.append(f"{name}: {reason}")
     if wanted in ENGINES:
-        raise InputError(f"a sandbox in a container of {'; '.join(tried)}; has it {image}?")
+        raise InputError(
+            f"no sandbox in a container works ({'; '.join(tried)}): is the image {image} there?"
+        )
     raise InputError(f"{MISSING} ({'; '.join(tried)})")
 
 

@@ -99,7 +99,7 @@ class ArgumentsSchema:
                 read, pattern_options=_patterns(), validate_formats=False, offline=True
             )
         except jsonschema_rs.ValidationError as error:
-            raise _refused(name, f"are no JSON schema: {_named(error)}") from error
+            raise _refused(name, f"are not a JSON schema: {_named(error)}") from error
         except ValueError as error:  # for example, more than 200 levels
             raise _refused(name, f"cannot be read: {first_line(error)}") from error
 
@@ -133,7 +133,9 @@ class ArgumentsSchema:
             found = islice(self._validator.iter_errors(arguments), MAX_MISTAKES)
             raise ArgumentsError("; ".join(map(_named, found)))
         except UnicodeEncodeError:
-            raise ArgumentsError("arguments: a text has half of a character") from None
+            raise ArgumentsError(
+                "arguments: a text has half a character (a lone surrogate)"
+            ) from None
 
 
 @lru_cache(maxsize=1024)
@@ -148,7 +150,7 @@ def check_parameters(parameters: object, name: str) -> ArgumentsSchema:
     try:
         return arguments_schema(json.dumps(parameters), name)
     except (TypeError, ValueError, RecursionError) as error:  # not JSON, or it contains itself
-        raise _refused(name, f"are no JSON: {first_line(error)}") from error
+        raise _refused(name, f"are not JSON: {first_line(error)}") from error
 
 
 def _refused(name: str, why: str) -> InputError:

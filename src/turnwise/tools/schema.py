@@ -177,7 +177,7 @@ def _note_gaps(
         gaps.append("it has no docstring, so the model reads its name and arguments only")
     described = (part.strip() for line in read.params for part in line.arg_name.split(","))
     if others := [part for part in described if part.lstrip("*") not in known]:
-        gaps.append(f"its docstring describes {', '.join(others)}, which is none of its arguments")
+        gaps.append(f"its docstring describes {', '.join(others)}, and it has no such argument")
     for gap in gaps:
         _LOG.warning("tool %s: %s", name, gap)
 

@@ -167,7 +167,9 @@ class Adapters:
         """Return an adapter after moving it to the device, if needed. It becomes the most recently
         used one."""
         if (adapter := self._held.pop(name, None)) is None:
-            raise InputError(f"the trainer holds no model {name}: it was not saved before it left")
+            raise InputError(
+                f"the trainer has no adapter {name}: it was removed before it was saved"
+            )
         self._held[name] = adapter
         if adapter.offloaded:
             self._make_room(adapter.nbytes)

@@ -160,7 +160,7 @@ def packed_attention(
     Without `columns`, each row is one whole sequence. The outputs are [B, T, H, D].
     """
     if columns is None and _expected.get() is not None:
-        raise InputError("its layers do not tell attention where sequences begin")
+        raise InputError("its layers do not pass to attention where sequences begin")
     assert attention_mask is None, "packed attention needs no mask"
     tensors = [query_BHTD, key_BHTD, value_BHTD]
     group = columns.group if columns is not None else None

@@ -98,7 +98,9 @@ def to_write(folder: Path) -> Path:
     place = folder.expanduser().resolve()
     taken = place.exists() and (not place.is_dir() or any(place.iterdir()))
     if taken and (flaw := incomplete_reason(place)):
-        raise InputError(f"{place} exists and is no checkpoint to replace: {flaw}")
+        raise InputError(
+            f"{place} exists and is no whole checkpoint, so it is not replaced: {flaw}"
+        )
     return place
 
 

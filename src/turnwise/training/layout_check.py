@@ -271,7 +271,7 @@ def _without_images(
     if not engine.images_per_prompt:
         return "engine.images_per_prompt is 0"
     if training.context_parallel > 1:
-        return f"{CONTEXT_KEY}: ranks that share sequences read none: set it to 1"
+        return f"{CONTEXT_KEY}: ranks that share sequences cannot read images: set it to 1"
     return ""
 
 

@@ -68,7 +68,7 @@ class RoutingReplay(TorchFunctionMode):
                 self._each, self._experts = module.top_k, module.weight.shape[0]
                 module.forward = partial(self._route, int(layer[1]), module.forward)
         if not self._experts:
-            raise InputError(f"{_KEY}: a {text.model_type} model has no routers that are known")
+            raise InputError(f"{_KEY}: the routers of a {text.model_type} model are not known")
 
     def use(self, experts_BTR: torch.Tensor | None) -> None:
         """Set the choices of the next forward and backward pass; None if nothing is recorded."""
@@ -95,7 +95,7 @@ class RoutingReplay(TorchFunctionMode):
         with self:
             result = route(*arguments)
         if self._made != 1:
-            raise InputError(f"{_KEY}: this model's routers choose in a way that is not known")
+            raise InputError(f"{_KEY}: this model's routers do not choose by one top-k")
         return result
 
     def __torch_function__(

@@ -55,7 +55,9 @@ class Offload:
                 if not storage.nbytes() or (key := storage_key(storage)) in seen:
                     continue
                 if not storage.resizable():  # such as those that torch.load makes
-                    raise TurnwiseError(f"the trainer's {kind} have a storage that has one size")
+                    raise TurnwiseError(
+                        f"the trainer's {kind} have a storage that cannot be resized"
+                    )
                 seen.add(key)
                 host = None
                 if storage.is_cuda:

@@ -64,6 +64,6 @@ def _unclear(where: str, key: str, value: Foreign) -> TrajectoryError:
     shown = repr(value)[:40]
     return TrajectoryError(
         "unclear_mask",
-        f"{where} has {key!r}: {shown}, of which it is not known what it leaves out of training; "
-        '"weight": 0 makes a message context, "weight": 1 trains it, and nothing is in between',
+        f"{where} has {key!r}: {shown}, whose meaning is unknown: "
+        '"weight": 0 leaves a message out of training, "weight": 1 trains it',
     )

@@ -51,7 +51,7 @@ def _messages(turns: list[Foreign]) -> Iterator[Message]:
         rest = {key: value for key, value in turn.items() if key not in ("from", "value")}
         role = _ROLES.get(speaker) if isinstance(speaker, str) else None
         if role is None:
-            why = f"turn {number} is from {repr(speaker)[:40]}, which is none of"
+            why = f"turn {number} is from {repr(speaker)[:40]}, and none of"
             raise TrajectoryError("malformed", f"conversations: {why} {', '.join(_ROLES)}")
         message: Message = {"role": role, "content": said, **rest}
         if speaker == "function_call":

@@ -113,7 +113,7 @@ class RowReader:
         largest = max(int((t.added + t.completion_token_ids).ids.max(initial=0)) for t in turns)
         if largest >= self._known:
             raise TrajectoryError(
-                "unknown_token", f"token {largest} is none of this tokenizer's {self._known:,}"
+                "unknown_token", f"token {largest} is outside of this tokenizer's {self._known:,}"
             )
         return trajectory
 
@@ -248,8 +248,8 @@ def _turn(
     if text is None:
         raise TrajectoryError(
             "unlike_generation",
-            f"the template writes {where} otherwise than behind its generation prompt; if that "
-            "opens reasoning, the message needs some, or model.template_args turns it off",
+            f"the template writes {where} differently after its generation prompt; if that "
+            "opens reasoning, give the message some, or turn reasoning off in model.template_args",
         )
     shown = "".join(text.split())
     for spellings in _parts(turn):

@@ -88,7 +88,7 @@ def seeing(
     expected = [token for image in columns.images for token in processed[image].token_ids]
     if ids_BT[span_BT].tolist() != expected:
         kind = backbone.config.model_type
-        raise InputError(f"a {kind} model makes other tokens of an image than its prompt has")
+        raise InputError(f"a {kind} model makes different tokens of an image than its prompt has")
     token: int = backbone.config.image_token_id
     read_BT, stray_BT = span_BT & (ids_BT == token), ~span_BT & (ids_BT == token)
     found = _features(backbone, processed, columns)

@@ -192,7 +192,7 @@ class CollectiveReceiver(StreamReceiver):
                 if manifest.checksum is not None:
                     self._held, self.reuses_buffers = held_for(manifest, self._options), False
                     if manifest.deltas and self._held.way_to(manifest) is None:
-                        raise WeightUpdateError("it has not the version before")
+                        raise WeightUpdateError("it does not have the version before")
                 group.put(f"answer/{group.rank}", number, "")
         if self.manifest is not None and self._work is None:
             number, text = group.get("go")

@@ -387,7 +387,7 @@ async def check_canary(
         raise WeightUpdateError(
             f"after the update to version {version} the engine's log-probs differ from the "
             f"trainer's by up to {largest:.3g} (weights.canary_tolerance is {tolerance:g}): its "
-            "weights are not the trainer's, or it rounds much more than it does"
+            "weights are not the trainer's, or it rounds much more than the trainer"
         )
     return sum(differences) / len(differences), largest
 

@@ -338,7 +338,7 @@ async def test_a_wrong_answer_costs_its_trajectory(asked: str, answer: Any, word
     ("schema", "words"),
     [
         ({"$ref": "FILE"}, "its parameters refer to another document, 'file:"),
-        ({"type": "numbr"}, "its parameters are no JSON schema: properties.x.type"),
+        ({"type": "numbr"}, "its parameters are not a JSON schema: properties.x.type"),
     ],
 )
 async def test_a_schema_of_a_server_reads_no_file(
