@@ -795,7 +795,7 @@ def test_a_name_that_is_a_path_is_refused(file: Path, name: str) -> None:
 )
 def test_workers_are_a_number_or_a_range(file: Path, workers: Any, fewest: int, most: int) -> None:
     serving = parse_config(minimal(serving={"workers": workers})).serving
-    assert (serving.fewest_workers, serving.most_workers) == (fewest, most)
+    assert (serving.min_workers, serving.max_workers) == (fewest, most)
     again = load_config(file, [f"serving.workers={workers}"])
     file.write_text(dump_config(again))
     assert load_config(file).serving.workers == again.serving.workers == serving.workers

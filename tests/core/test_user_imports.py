@@ -61,7 +61,7 @@ async def test_modules_that_import_one_another_are_whole_in_every_call(
 def test_an_endless_import_delays_others_for_a_limited_time(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(user_imports, "MOST_SECONDS", 0.1)
+    monkeypatch.setattr(user_imports, "MAX_SECONDS", 0.1)
     gate, begun = threading.Event(), threading.Event()
 
     def hang() -> None:

@@ -118,13 +118,13 @@ def test_what_is_expected_is_told_beside_the_worst_case(
     assert expected_length(config) == 8192 // 4 + 64
     assert expected_length(config, 36) == 100
     (load,) = make_plan(config, Machine(0, 64 * GIB), 36).loads
-    assert load.least < load.expected < load.bytes / 2
+    assert load.minimum < load.expected < load.bytes / 2
     verdicts = {}
-    for limit in (load.bytes, load.expected, load.least, load.least - 1):
+    for limit in (load.bytes, load.expected, load.minimum, load.minimum - 1):
         monkeypatch.setattr(Machine, "here", classmethod(lambda cls, n=limit: cls(0, n)))
         checks = ConfigChecks(config, 36)
         plan = make_plan(config, Machine.here(), 36)
-        fits = (plan.fits(), plan.fits("expected"), plan.fits("least"))
+        fits = (plan.fits(), plan.fits("expected"), plan.fits("minimum"))
         verdicts[limit] = (*fits, checks.memory().state)
     assert [*verdicts.values()] == [
         (True, True, True, "ok"),

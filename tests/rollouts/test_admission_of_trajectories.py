@@ -85,7 +85,7 @@ async def test_a_judge_of_concurrency_1_leaves_no_engine_idle(
         over.set()
         group = await running
     assert len(group.trajectories) == 64
-    assert engine.most <= limits_of(config, config.serving.most_workers).at_once == 20
+    assert engine.most <= limits_of(config, config.serving.max_workers).at_once == 20
     assert scripted.most == 1
 
 

@@ -127,7 +127,7 @@ async def test_connections_without_a_proof_are_few_and_short(
 ) -> None:
     most = 16
     monkeypatch.setattr(channels, "_PROOF_SECONDS", 0.5)
-    monkeypatch.setattr(channels, "_MOST_UNPROVEN", most)
+    monkeypatch.setattr(channels, "_MAX_UNPROVEN", most)
     opened: list[Channel] = []
     address = await listen("127.0.0.1", opened.append)
     async with asyncio.timeout(SECONDS):

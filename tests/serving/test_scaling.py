@@ -277,7 +277,7 @@ def test_workers_without_room_block_nothing_and_may_be_cancelled() -> None:
         )
         async with manager.running():
             assert len(manager.engines) == 1
-            await manager.scale(serving.most_workers)
+            await manager.scale(serving.max_workers)
             await asyncio.sleep(10)
             assert await update(manager, 1) == [1]
             assert (await generate(manager.scheduler, Request([1, 2], SAMPLING, "r"))).token_ids
@@ -377,7 +377,7 @@ def test_more_workers_admit_more_trajectories() -> None:
     async def work() -> None:
         async with simulated(2).running() as manager:
             admission, over = Admission(Limits(4)), asyncio.Event()
-            manager.scheduler.subscribe(EngineSeats(admission, seats=2, fewest=2))
+            manager.scheduler.subscribe(EngineSeats(admission, seats=2, min_engines=2))
 
             async def hold() -> None:
                 async with admission.admitted():

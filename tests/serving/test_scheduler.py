@@ -323,7 +323,7 @@ def test_a_request_that_ends_two_workers_is_refused_for_a_while() -> None:
 
 
 def test_what_is_known_of_such_requests_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("turnwise.serving.scheduler._MOST_QUARANTINED", 2)
+    monkeypatch.setattr("turnwise.serving.scheduler._MAX_QUARANTINED", 2)
 
     async def work() -> None:
         scheduler = fragile(8)

@@ -62,7 +62,7 @@ async def test_a_client_with_too_much_in_progress_is_asked_to_wait(
 ) -> None:
     client, _ = served
     sampler = await sampler_of(client)
-    monkeypatch.setattr(futures, "_MOST", 80_000)
+    monkeypatch.setattr(futures, "_MAX_HELD", 80_000)
     monkeypatch.setattr(futures, "_SENT_SECONDS", 0.0)
     first = [await client.post("asample", asked(sampler, n, num_samples=4)) for n in range(6)]
     accepted = [each.json() for each in first if each.status_code == 200]
@@ -76,7 +76,7 @@ async def test_a_client_with_too_much_in_progress_is_asked_to_wait(
 async def test_a_client_below_its_share_gets_in_when_all_is_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(futures, "_MOST", 100_000)
+    monkeypatch.setattr(futures, "_MAX_HELD", 100_000)
     held: dict[str, int] = {}
     sessions = [Futures("one", held) for _ in range(3)]
     other = Futures("other", held)
@@ -234,7 +234,7 @@ async def test_silent_sessions_make_room_for_new_ones(
     served: tuple[Client, TinkerService], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client, own = served
-    monkeypatch.setattr(service, "_MOST_SESSIONS", 3)
+    monkeypatch.setattr(service, "_MAX_SESSIONS", 3)
     names = [(await client.tree("create_session", {}))["session_id"] for _ in range(3)]
     refused = await client.post("create_session", {})
     assert (refused.status_code, "3 sessions" in refused.text) == (429, True)
@@ -328,7 +328,7 @@ async def test_a_long_mistake_makes_a_short_error(
 
 async def test_long_metadata_are_refused(served: tuple[Client, TinkerService]) -> None:
     client, _ = served
-    long = {"user_metadata": {"a": "b" * routes._MOST_BYTES}}
+    long = {"user_metadata": {"a": "b" * routes._MAX_BYTES}}
     assert (await client.post("create_session", long)).status_code == 413
 
 

@@ -494,7 +494,7 @@ async def test_losses_are_divided_by_all_trained_tokens(
     two: dict[str, Any] = {"tokens": IDS[:-1]}
     two["target_tokens"] = [[each, 1] for each in IDS[1:]]
     two["weights"] = [[0.5, 0.5]] * 4 + [[0.0, 0.0]]
-    monkeypatch.setattr("turnwise.tinker.run_log._MOST_TRAINED", 80)
+    monkeypatch.setattr("turnwise.tinker.run_log._MAX_TRAINED", 80)
     losses = [
         loss_of(await client.trained(seq, data, "cross_entropy"))
         for seq, data in enumerate([[plain], [odd, two], [plain]], 1)
@@ -535,7 +535,7 @@ async def test_a_run_folder_that_cannot_be_written_stops_nobody(
 def test_samples_are_found_by_ids_until_others_replace_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("turnwise.tinker.run_log._MOST_SAMPLED", 12)
+    monkeypatch.setattr("turnwise.tinker.run_log._MAX_SAMPLED", 12)
     index = SampleIndex(str)
 
     def done(*ids: int) -> Completion:

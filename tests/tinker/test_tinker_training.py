@@ -302,7 +302,7 @@ async def test_a_model_without_room_is_refused_and_others_go_on(
     client: Client,
 ) -> None:
     await client.open()
-    client.rank._adapters._most = client.rank._adapters._held[client.model].nbytes + 1
+    client.rank._adapters._capacity = client.rank._adapters._held[client.model].nbytes + 1
     second = Client(client.http)
     failed = await second.open()
     assert failed["category"] == "user"

@@ -254,19 +254,19 @@ NEW = ("new_conversation", "new_session")
 
 
 def response_room(
-    trajectory: Trajectory, prompt: PromptLike, fork_reason: str | None, most: int
+    trajectory: Trajectory, prompt: PromptLike, fork_reason: str | None, max_tokens: int
 ) -> int:
-    """Return the number of tokens left of `rollout.max_response_tokens`, which is `most`.
+    """Return the number of tokens left of `rollout.max_response_tokens`, which is `max_tokens`.
 
     Everything after the first prompt of the prompt's conversation counts: completions and the
     messages between them, in the branch that the prompt continues, or begins for `fork_reason`.
     """
     index, shared = trajectory.find_parent(prompt)
     if index is None:
-        return most
+        return max_tokens
     if trajectory.continued_turn(index, shared) is None and fork_reason in (None, *NEW):
-        return most
+        return max_tokens
     turn = trajectory.turns[index]
     while turn.parent is not None and turn.fork_reason not in NEW:
         turn = trajectory.turns[turn.parent]
-    return turn.prompt_length + most - len(prompt)
+    return turn.prompt_length + max_tokens - len(prompt)

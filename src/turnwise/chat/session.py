@@ -300,9 +300,9 @@ class Session:
 
     def room(self, prompt: Prompt, fork_reason: str | None) -> int | None:
         """Return how many tokens may follow a prompt (see `response_room`); None means no limit."""
-        if (most := self.max_response_tokens) is None:
+        if (limit := self.max_response_tokens) is None:
             return None
-        return response_room(self.trajectory, prompt, fork_reason, most)
+        return response_room(self.trajectory, prompt, fork_reason, limit)
 
     def keep_answer(self, key: bytes, sent: Sequence[MutableMapping[str, Any]], size: int) -> None:
         """Keep an answer of `size` bytes for a retry, in place of an earlier answer to its request.

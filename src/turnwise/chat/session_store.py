@@ -82,11 +82,11 @@ class SessionStore:
         """Iterate over the sessions that clients opened or named."""
         return (session for session in self._named.values() if not session.private)
 
-    def page(self, after: Place | None, most: int) -> list[tuple[Place, JsonObject]]:
-        """Return summaries of at most `most` sessions of clients, the oldest first. `after` is the
+    def page(self, after: Place | None, limit: int) -> list[tuple[Place, JsonObject]]:
+        """Return summaries of at most `limit` sessions of clients, the oldest first. `after` is the
         place of the last session on the previous page; None begins with the oldest session."""
         places = ((session.created, session.id) for session in self)
-        first = heapq.nsmallest(most, (p for p in places if after is None or p > after))
+        first = heapq.nsmallest(limit, (p for p in places if after is None or p > after))
         return [(place, self._named[place[1]].summary()) for place in first]
 
     def open(

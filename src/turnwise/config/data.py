@@ -191,9 +191,9 @@ class RowsConfig(Section):
         """The paths of held-out rows by the names of their sets; `eval_path` has the name ""."""
         return self.eval_sets if self.eval_path is None else {"": self.eval_path}
 
-    def first(self, most: int) -> Self:
+    def first(self, limit: int) -> Self:
         """Return the same rows, but at most this number of training rows."""
-        return self.model_copy(update={"limit": min(self.limit or most, most)})
+        return self.model_copy(update={"limit": min(self.limit or limit, limit)})
 
 
 class DataConfig(RowsConfig):

@@ -9,7 +9,7 @@ def gpu_share(config: Config, gpus: float, training: bool) -> float:
 
     It is 1, or less if there are fewer GPUs than devices and ranks.
     """
-    takers, said, also = config.serving.fewest_workers * config.engine.devices, "", ""
+    takers, said, also = config.serving.min_workers * config.engine.devices, "", ""
     for key, teacher in (config.teacher_engines() if training else {}).items():
         takers += teacher.engines * config.engine.devices
         said += f", {teacher.engines * config.engine.devices} of them of {key}"

@@ -291,8 +291,8 @@ def _nearest(key: str) -> str:
     tops = list(dict.fromkeys(k.partition(".")[0] for k in known))
     elsewhere = [k for k in known if k.rpartition(".")[2] == leaf]
 
-    def close(name: str, candidates: Sequence[str], least: float) -> list[str]:
-        return difflib.get_close_matches(name, candidates, 1, least)
+    def close(name: str, candidates: Sequence[str], cutoff: float) -> list[str]:
+        return difflib.get_close_matches(name, candidates, 1, cutoff)
 
     beside = f"{section}." if section else ""
     alias = ALIASES.get(leaf.lower().replace("-", "_"), "")

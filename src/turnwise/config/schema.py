@@ -150,13 +150,13 @@ class Config(Section):
         kept = {name: entry for name, entry in self.environments.items() if name in names}
         return self.model_copy(update={"environments": kept})
 
-    def with_row_limit(self, most: int) -> "Config":
+    def with_row_limit(self, limit: int) -> "Config":
         """Return the configuration with at most this number of training rows per environment."""
         of_each = {
-            name: entry.model_copy(update={"data": entry.data.first(most)})
+            name: entry.model_copy(update={"data": entry.data.first(limit)})
             for name, entry in self.environments.items()
         }
-        data = self.data if of_each else self.data.first(most)
+        data = self.data if of_each else self.data.first(limit)
         return self.model_copy(update={"data": data, "environments": of_each})
 
     def teachers(self) -> dict[str, TeacherConfig]:
@@ -287,16 +287,16 @@ class Config(Section):
             for key in ("agent", "chat_scheduler", "sampler"):
                 if entry.loop == key and not getattr(self.rollout, key):
                     yield f"environments.{name}.loop {key} needs rollout.{key}"
-        limit, most = self.rollout.context.limit, self.model.max_length
-        if limit is not None and limit >= most:
+        limit, longest = self.rollout.context.limit, self.model.max_length
+        if limit is not None and limit >= longest:
             yield (
-                f"rollout.context.limit {limit} must be below model.max_length {most}, where a "
+                f"rollout.context.limit {limit} must be below model.max_length {longest}, where a "
                 "conversation has no room left for a summary"
             )
-        if (buffer := self.algorithm.overlong_tokens) > most:
+        if (buffer := self.algorithm.overlong_tokens) > longest:
             yield (
-                f"algorithm.overlong_tokens {buffer} exceeds model.max_length {most}, so that even "
-                "an empty trajectory would be punished: lower it"
+                f"algorithm.overlong_tokens {buffer} exceeds model.max_length {longest}, so that "
+                "even an empty trajectory would be punished: lower it"
             )
         yield from _engine_mistakes(self)
         yield from _layout_mistakes(self)
@@ -414,8 +414,8 @@ def _training_mistakes(config: Config) -> Iterator[str]:
             "algorithm.kl.sync_steps moves a reference model's weights, and with model.lora it is "
             "the policy without its adapter: set it to 0, or model.lora.rank to 0"
         )
-    workers, size = config.serving.fewest_workers, config.engine.tensor_parallel_size
-    if training.colocated and config.serving.most_workers > workers:
+    workers, size = config.serving.min_workers, config.engine.tensor_parallel_size
+    if training.colocated and config.serving.max_workers > workers:
         yield (
             f"serving.workers: {config.serving.workers} is a range, but with training.colocated "
             "engines run in the trainer's processes, whose number is fixed: set one number"

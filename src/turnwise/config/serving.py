@@ -191,12 +191,12 @@ class ServingConfig(Section):
         return self.api_key or os.environ.get("TURNWISE_API_KEY") or None  # it may be empty
 
     @property
-    def fewest_workers(self) -> int:
+    def min_workers(self) -> int:
         """Number of workers that a run begins with."""
         return int(str(self.workers).partition("-")[0])
 
     @property
-    def most_workers(self) -> int:
+    def max_workers(self) -> int:
         """Largest number of workers, if the cluster has room for them."""
         return int(str(self.workers).rpartition("-")[2])
 

@@ -53,14 +53,14 @@ class Limits:
 
     def room(self, use: "Use", priority: Priority) -> bool:
         """Return whether one more may begin."""
-        least = self.at_once
-        most = self.working
+        at_once = self.at_once
+        limit = self.working
         if priority == Priority.EVALUATION and self.background is not None:
-            most = min(most, self.background)
+            limit = min(limit, self.background)
         return (
-            use.working < most
+            use.working < limit
             and (self.playing is None or use.playing < self.playing)
-            and use.open < OPEN * least
+            and use.open < OPEN * at_once
         )
 
 

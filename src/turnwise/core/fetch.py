@@ -19,15 +19,15 @@ _MAX_HOPS = 4  # maximum number of requests for one file; all but the last are r
 _REFUSED = ("168.63.129.16",)  # public addresses of metadata services: Azure's
 
 
-def fetch(url: str, most: int, seconds: float) -> bytes:
-    """Return the file at a URL, of at most `most` bytes and within `seconds`; blocks meanwhile.
+def fetch(url: str, max_bytes: int, seconds: float) -> bytes:
+    """Return the file at a URL, of at most `max_bytes`, within `seconds`; blocks meanwhile.
 
     Raises:
         InputError: when it may not be fetched, does not come in time, or is too long.
     """
     opened: list[socket.socket] = []
     try:
-        return call_within(lambda: _fetched(url, most, seconds, opened), seconds)
+        return call_within(lambda: _fetched(url, max_bytes, seconds, opened), seconds)
     except TimeoutError:
         with suppress(OSError, IndexError):  # ends the read: a slow host would keep the thread
             opened[-1].shutdown(socket.SHUT_RDWR)
@@ -36,7 +36,7 @@ def fetch(url: str, most: int, seconds: float) -> bytes:
         raise InputError(f"{url[:200]} cannot be fetched: {error}") from error
 
 
-def _fetched(url: str, most: int, seconds: float, opened: list[socket.socket]) -> bytes:
+def _fetched(url: str, max_bytes: int, seconds: float, opened: list[socket.socket]) -> bytes:
     for _ in range(_MAX_HOPS):
         parts = urlsplit(url)
         host, secure = parts.hostname or "", parts.scheme == "https"
@@ -61,8 +61,8 @@ def _fetched(url: str, most: int, seconds: float, opened: list[socket.socket]) -
                 continue
             if answer.status != 200:
                 raise InputError(f"{url[:200]} answered with status {answer.status}")
-            if len(data := answer.read(most + 1)) > most:
-                raise InputError(f"{url[:200]} has more than {most:,} bytes")
+            if len(data := answer.read(max_bytes + 1)) > max_bytes:
+                raise InputError(f"{url[:200]} has more than {max_bytes:,} bytes")
             return data
     raise InputError(f"{url[:200]} is redirected more than {_MAX_HOPS - 1} times")
 

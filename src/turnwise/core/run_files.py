@@ -24,7 +24,7 @@ JUDGEMENTS = "judge.jsonl"
 """File with each request to a judge, by its key, and the answer."""
 _KEY = slice(len('{"key": "'), len('{"key": "') + 64)  # place of the key in a line
 _ERRORS = "errors.log"
-_MOST = 20  # maximum number of errors in errors.log of one kind and environment
+_MAX_CAUSES = 20  # maximum number of errors in errors.log of one kind and environment
 
 
 class RunFiles:
@@ -66,7 +66,7 @@ class RunFiles:
         """Append an error of the trajectory `who`, with its traceback, to errors.log, if it is the
         first of its kind and description (apart from numbers) in its environment."""
         alike = sum(seen[:2] == (environment, kind) for seen in self._seen)
-        if alike >= _MOST:
+        if alike >= _MAX_CAUSES:
             return
         described = await describe_user_error(error)
         key = environment, kind, without_numbers(described)

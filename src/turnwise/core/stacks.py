@@ -43,7 +43,7 @@ _STILL_SECONDS = 1.0
 """A file that has not grown for this time has all stacks from the signal's handler."""
 _REPORT_SECONDS = 15.0  # time for a run to write its report
 _PAUSE_SECONDS = 0.05
-_MOST_FRAMES = 100
+_MAX_FRAMES = 100
 _LISTENER = re.compile(r"stacks\.py\", line \d+ in _listen$", re.MULTILINE)
 """Matches the stack of the answering thread, which is not shown."""
 _PEER = struct.Struct("3i")  # process, user and group at the other end of a socket
@@ -145,7 +145,7 @@ def _stacks_here() -> str:
         if thread != threading.get_ident():
             lines = [
                 f'  File "{each.f_code.co_filename}", line {line} in {each.f_code.co_name}'
-                for each, line in itertools.islice(traceback.walk_stack(frame), _MOST_FRAMES)
+                for each, line in itertools.islice(traceback.walk_stack(frame), _MAX_FRAMES)
             ]
             blocks.append("\n".join(["Thread (most recent call first):", *lines]))
     return "\n\n".join(blocks)

@@ -37,13 +37,13 @@ def open_untrusted(path: Path, below: Path | None = None) -> BinaryIO:
     return file
 
 
-def read_untrusted(path: Path, most: int, below: Path | None = None) -> bytes:
+def read_untrusted(path: Path, limit: int, below: Path | None = None) -> bytes:
     """Return the bytes of a file that `open_untrusted` opens; OSError if there are more than
-    `most`."""
+    `limit`."""
     with open_untrusted(path, below) as file:
-        data = file.read(most + 1)
-    if len(data) > most:
-        raise OSError(errno.EFBIG, f"more than {most:,} bytes", str(path))
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise OSError(errno.EFBIG, f"more than {limit:,} bytes", str(path))
     return data
 
 

@@ -3,7 +3,7 @@
 Modules of a package may import one another. Two threads that enter such a package by different
 modules would each wait for what the other imports; Python then gives one of them a module of which
 only a part has run. So user code begins a first import only when no other thread is in the middle
-of one. Nothing waits for an import that takes longer than `MOST_SECONDS`.
+of one. Nothing waits for an import that takes longer than `MAX_SECONDS`.
 """
 
 import os
@@ -12,7 +12,7 @@ import time
 
 from turnwise.internals.python import surround_first_imports
 
-MOST_SECONDS = 30.0
+MAX_SECONDS = 30.0
 """Time after which nothing waits for an import any more: it may hang, or wait for a waiting thread.
 """
 
@@ -48,7 +48,7 @@ class _Turn:
         with self._changed:
             if thread.runs_user_code:
                 while self._since is not None:
-                    left = self._since + MOST_SECONDS - time.monotonic()
+                    left = self._since + MAX_SECONDS - time.monotonic()
                     if left <= 0:
                         break
                     self._changed.wait(left)

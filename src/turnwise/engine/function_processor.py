@@ -21,7 +21,7 @@ from turnwise.trajectory.chat_template import any_of
 if TYPE_CHECKING:
     import torch
 
-_MOST_CHARS = 8192  # a longer call is refused, and a longer result is cut off
+_MAX_CHARS = 8192  # a longer call is refused, and a longer result is cut off
 _MARGIN = 8
 """Tokens searched for the closing tag, in addition to one token per character of the tag."""
 
@@ -34,7 +34,7 @@ def read_call(text: str) -> tuple[str, list[object], dict[str, object]] | None:
         >>> read_call("add(1, b=2)")
         ('add', [1], {'b': 2})
     """
-    if len(text) > _MOST_CHARS:
+    if len(text) > _MAX_CHARS:
         return None
     try:
         call = ast.parse(text.strip(), mode="eval").body
@@ -147,7 +147,7 @@ class FunctionProcessor:
             result = call_and_wait(run, name=what, seconds=self._timeout)
         except Exception as error:
             result = f"Error: {describe_error(error)}"
-        return result[:_MOST_CHARS]
+        return result[:_MAX_CHARS]
 
     @cached_property
     def _special(self) -> re.Pattern[str]:

@@ -31,9 +31,9 @@ _Step = tuple[str, Foreign, bool, bool]
 """A processor's name, the processor, whether it takes the prompt's ids, and whether it can force
 tokens."""
 _Value = TypeVar("_Value")
-_MOST_FAILURES = 1024
-_MOST_FORCED = 65_536  # requests; far more than can be in flight, so the oldest have ended
-_MOST_LEFT = 256
+_MAX_FAILURES = 1024
+_MAX_FORCED = 65_536  # requests; far more than can be in flight, so the oldest have ended
+_MAX_LEFT = 256
 _failures: dict[str, str] = {}  # reasons of failed requests by their ids, until they are read
 _forced: dict[str, list[int]] = {}
 """Places of forced tokens that were not read yet, by request; only requests with a processor that
@@ -85,7 +85,7 @@ class CallableProcessors(vllm.LogitsProcessor):  # type: ignore[misc]
             gone = [*batch_update.removed, *(index for index, *_ in batch_update.added)]
             gone += [index for _, index, _ in batch_update.moved]
             for row in (self._rows[index] for index in gone if index in self._rows):
-                _keep(self._left, row.request_id, row.steps, _MOST_LEFT)
+                _keep(self._left, row.request_id, row.steps, _MAX_LEFT)
         vllm.process_dict_updates(self._rows, batch_update, self._row)
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
@@ -116,7 +116,7 @@ class CallableProcessors(vllm.LogitsProcessor):  # type: ignore[misc]
                     )
                 row.steps.append(self._step(call, processor))
             if any(forces for *_, forces in row.steps):
-                _keep(_forced, request_id, [], _MOST_FORCED)
+                _keep(_forced, request_id, [], _MAX_FORCED)
         except InputError as error:
             row.fail(str(error))
         return row if row.steps or row.failed else None
@@ -176,14 +176,14 @@ class _Row:
 
     def fail(self, why: str) -> None:
         self.failed = True
-        _keep(_failures, self.request_id, why, _MOST_FAILURES)
+        _keep(_failures, self.request_id, why, _MAX_FAILURES)
 
 
-def _keep(kept: dict[str, _Value], key: str, value: _Value, most: int) -> None:
-    """Set an entry as the newest, and drop the oldest if there are more than `most` entries."""
+def _keep(kept: dict[str, _Value], key: str, value: _Value, limit: int) -> None:
+    """Set an entry as the newest, and drop the oldest if there are more than `limit` entries."""
     kept.pop(key, None)
     kept[key] = value
-    if len(kept) > most:
+    if len(kept) > limit:
         del kept[next(iter(kept))]
 
 

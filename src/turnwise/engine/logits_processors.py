@@ -20,7 +20,7 @@ SETTINGS = "turnwise_logits_processors"
 """The key of vLLM's `additional_config` that holds the processors of every request, and the pattern
 of names that requests may use."""
 ADAPTER = "turnwise.engine.logits_adapter:CallableProcessors"
-MOST = 16  # maximum number of processors in one request
+MAX_PROCESSORS = 16  # maximum number of processors in one request
 _NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 _DOTTED = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)\.([A-Za-z_]\w*)", re.ASCII)
 
@@ -50,8 +50,8 @@ def plain_calls(chosen: object, allowed: str | None) -> list[Call]:
             `{"qualname": ..., "args": [...], "kwargs": {...}}`. The second form calls the named
             object with the arguments to make the processor.
     """
-    if not isinstance(chosen, list | tuple) or len(chosen) > MOST:
-        raise InputError(f"logits_processors is a list of at most {MOST} processors")
+    if not isinstance(chosen, list | tuple) or len(chosen) > MAX_PROCESSORS:
+        raise InputError(f"logits_processors is a list of at most {MAX_PROCESSORS} processors")
     calls: list[Call] = []
     for one in chosen:
         if isinstance(one, str):

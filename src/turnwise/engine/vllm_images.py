@@ -28,11 +28,11 @@ class ImageInputs:
     """The images of one engine's requests; an LRU cache keeps them as vLLM processed them.
 
     Args:
-        most: Maximum number of images in a prompt (`engine.images_per_prompt`).
+        max_images: Maximum number of images in a prompt (`engine.images_per_prompt`).
     """
 
-    def __init__(self, llm: "vllm.AsyncLLM", most: int) -> None:
-        self._llm, self._most = llm, most
+    def __init__(self, llm: "vllm.AsyncLLM", max_images: int) -> None:
+        self._llm, self._max_images = llm, max_images
         self._kept: OrderedDict[str, vllm.MultiModalInput] = OrderedDict()
         self._size = 0  # bytes of all kept images
         self._processing = Lock()  # vLLM processes images one after another
@@ -58,8 +58,10 @@ class ImageInputs:
                 "a prompt has an image, whose tokens see each other in this model, but not in "
                 "vLLM's attention on a CPU; engine.images_per_prompt: 0 serves text alone"
             )
-        if len(images := prompt.images) > self._most:
-            why = f"a prompt has {len(images)} images; engine.images_per_prompt is {self._most}"
+        if len(images := prompt.images) > self._max_images:
+            why = (
+                f"a prompt has {len(images)} images; engine.images_per_prompt is {self._max_images}"
+            )
             raise TrajectoryError("too_many_images", why)
         made = {one.image.hash: await self._processed(one.image) for one in images}
         for one in images:

@@ -131,8 +131,8 @@ def response_logprobs(
     logprobs: list[dict[int, Logprob]],
 ) -> list[Any]:
     """Return the log-probs of tokens in the form of OpenAI's Responses."""
-    tokenizer, most = responses.renderer.tokenizer, request.top_logprobs
-    made: list[Any] = responses._create_response_logprobs(token_ids, logprobs, tokenizer, most)
+    tokenizer, count = responses.renderer.tokenizer, request.top_logprobs
+    made: list[Any] = responses._create_response_logprobs(token_ids, logprobs, tokenizer, count)
     return made
 
 

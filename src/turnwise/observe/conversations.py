@@ -20,7 +20,7 @@ from turnwise.trajectory import Trajectory, read_jsonl
 
 _STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "magenta"}
 _INDENT = " " * 11
-_MOST = 20  # trajectories shown at once, and images of each
+_MAX_SHOWN = 20  # trajectories shown at once, and images of each
 _TOOL = "tool_"  # beginning of the events that are outcomes of tool calls
 NO_TRAJECTORY = (TrajectoryError, ValueError, LookupError, TypeError, AttributeError)
 """Errors of a line that is not a trajectory."""
@@ -83,10 +83,10 @@ def show(console: Console, overview: "Overview") -> None:
 def show_all(console: Console, trajectories: Sequence[Trajectory]) -> None:
     if not trajectories:
         console.print("no trajectory matches")
-    for trajectory in trajectories[:_MOST]:
+    for trajectory in trajectories[:_MAX_SHOWN]:
         console.print(conversation(trajectory), soft_wrap=True)
-    if len(trajectories) > _MOST:
-        console.print(f"{len(trajectories) - _MOST:,} more match", highlight=False)
+    if len(trajectories) > _MAX_SHOWN:
+        console.print(f"{len(trajectories) - _MAX_SHOWN:,} more match", highlight=False)
 
 
 def conversation(trajectory: Trajectory, label: str = "") -> Text:
@@ -114,7 +114,7 @@ def conversation(trajectory: Trajectory, label: str = "") -> Text:
         text.append(f"{role:<10} ", style=f"not bold {_STYLES.get(role, 'yellow')}")
         text.append(f"{visible(said(message)).replace(chr(10), chr(10) + _INDENT)}\n", "not bold")
     lengths = {each.image: each.length for turn in trajectory.turns for each in turn.added.images}
-    for image, length in islice(lengths.items(), _MOST):
+    for image, length in islice(lengths.items(), _MAX_SHOWN):
         place = (image.folder or Path()) / image.name
         size = f"{image.width} x {image.height} pixels, {counted(length, 'token', 'tokens')}"
         text.append(f"image      {visible(str(place))}, {size}\n", "not bold dim")
@@ -134,8 +134,8 @@ class Numbers:
 
     count: int = 0
     mean: float = 0.0
-    least: float = math.inf
-    most: float = -math.inf
+    minimum: float = math.inf
+    maximum: float = -math.inf
     _squares: float = 0.0
 
     def add(self, value: float) -> None:
@@ -143,7 +143,7 @@ class Numbers:
         change = value - self.mean
         self.mean += change / self.count
         self._squares += change * (value - self.mean)
-        self.least, self.most = min(self.least, value), max(self.most, value)
+        self.minimum, self.maximum = min(self.minimum, value), max(self.maximum, value)
 
     @property
     def spread(self) -> float:
@@ -220,12 +220,12 @@ class Overview:
         if not rewards.count:
             return ["no trajectories"]
         spread = f" ± {rewards.spread:.3f}" if rewards.count > 1 else ""
-        least, most = tokens.least, tokens.most
-        between = f" ({least:,.0f} to {most:,.0f})" if least < most else ""
+        minimum, maximum = tokens.minimum, tokens.maximum
+        between = f" ({minimum:,.0f} to {maximum:,.0f})" if minimum < maximum else ""
         lines = [
             f"{counted(rewards.count, 'trajectory', 'trajectories')} of "
             f"{counted(self.problems, 'problem', 'problems')}  "
-            f"reward {rewards.mean:.3f}{spread} ({rewards.least:g} to {rewards.most:g})  "
+            f"reward {rewards.mean:.3f}{spread} ({rewards.minimum:g} to {rewards.maximum:g})  "
             f"{self._turns.mean:.1f} turns, {tokens.mean:,.0f} tokens{between}"
         ]
         if groups := self.spreads.count:

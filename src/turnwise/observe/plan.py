@@ -74,7 +74,7 @@ class Load(NamedTuple):
     """Bytes that one device holds at the same time."""
 
     device: str
-    least: int  # bytes with micro-batches of a few tokens
+    minimum: int  # bytes with micro-batches of a few tokens
     expected: int  # bytes with trajectories of `expected_length`
     bytes: int  # maximum: with full micro-batches of the longest sequences
     limit: int
@@ -100,7 +100,7 @@ class Plan(NamedTuple):
     loads: list[Load]
     asks: list[Ask]
 
-    def fits(self, figure: Literal["least", "expected", "bytes"] = "bytes") -> bool:
+    def fits(self, figure: Literal["minimum", "expected", "bytes"] = "bytes") -> bool:
         """Return whether a figure of each device fits, and a full context in the KV cache."""
         each = ((getattr(load, figure), load.limit) for load in self.loads)
         return self.contexts >= 1 and all(size <= limit for size, limit in each)
@@ -132,11 +132,11 @@ def make_plan(config: Config, machine: Machine, prompt_tokens: int | None = None
 
     def load(device: str, ranks: int, beside: int) -> Load:
         figures = (rank.between, rank.expected_peak, rank.peak)
-        least, expected, worst = (ranks * each + beside for each in figures)
-        return Load(device, least, expected, worst, limit)
+        minimum, expected, worst = (ranks * each + beside for each in figures)
+        return Load(device, minimum, expected, worst, limit)
 
     if not machine.gpus:
-        workers = config.serving.most_workers * config.engine.devices
+        workers = config.serving.max_workers * config.engine.devices
         copies = 0
         if config.weights.delta:  # of the trainer and engines' workers; deltas in shared memory
             copies = 1 + workers + 2 * (config.weights.transport == "shm")
@@ -293,7 +293,7 @@ def actors(config: Config, share: float) -> Iterator[Ask]:
     for key, teacher in config.teacher_engines().items():
         fleets[f" of {key}"] = config.for_teacher(teacher)
     for of, fleet in fleets.items():
-        workers, resources = fleet.serving.fewest_workers, fleet.serving.resources
+        workers, resources = fleet.serving.min_workers, fleet.serving.resources
         if fleet.training.colocated:
             yield Ask("worker, its model in the ranks", workers, CPU_SHARE, 0, resources)
         elif fleet.serving.spread:

@@ -229,8 +229,8 @@ class RolloutContext:
         """
         turn, prompt = len(self.trajectory.turns), Prompt.of(prompt_token_ids)
         room = self.max_length - len(prompt)
-        if (most := self.rollout.max_response_tokens) is not None:
-            left = response_room(self.trajectory, prompt, self.fork_reason, most)
+        if (limit := self.rollout.max_response_tokens) is not None:
+            left = response_room(self.trajectory, prompt, self.fork_reason, limit)
             room = min(room, left)
         if room <= 0:
             self.trajectory.status = "context_full"

@@ -101,16 +101,16 @@ class OneCall(Generic[_Item, _Result]):
 
     Args:
         work: Waits for the items by `complete`, and returns their answers in order.
-        most: Maximum number of items.
+        size: Maximum number of items.
     """
 
     def __init__(
         self,
         work: "Callable[[OneCall[_Item, _Result]], Coroutine[object, object, Sequence[_Result]]]",
-        most: int,
+        size: int,
     ) -> None:
         self.is_open = True
-        self._most = most
+        self._size = size
         self._items: dict[object, _Item] = {}  # by keys of their own, because items may be equal
         self._keys: list[object] = []
         """Keys of the items that the call answers."""
@@ -134,7 +134,7 @@ class OneCall(Generic[_Item, _Result]):
         """Add an item, and return its answer. When nobody waits any more, cancel the work."""
         key = object()
         self._items[key] = item
-        self.is_open = len(self._items) < self._most
+        self.is_open = len(self._items) < self._size
         self._joined.set()
         try:
             answers = await asyncio.shield(self._work)
@@ -164,9 +164,9 @@ class SamplerLoop:
 
         batch = self._batch
         if batch is None or not batch.is_open or kind(batch.first) != kind(context):
-            most = context.rollout.prompts_per_step * context.sampling.n
+            size = context.rollout.prompts_per_step * context.sampling.n
             # In deterministic runs nothing may depend on the order of arrival: batches of one.
-            batch = self._batch = OneCall(self._sample, most if context.seed is None else 1)
+            batch = self._batch = OneCall(self._sample, size if context.seed is None else 1)
         with context.timed("agent"), waiting(context.request_id, "sampler"):
             answer = await batch.answer(context)
         trajectory, wanted = context.trajectory, answer.mask

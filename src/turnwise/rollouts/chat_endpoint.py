@@ -12,7 +12,7 @@ from turnwise.core.optional import Foreign
 from turnwise.core.untrusted import AnswerError, read_answer
 from turnwise.trajectory.prefix import without_reasoning
 
-_MOST_TOKENS = 1 << 40  # a larger claim of a server is ignored: it fits no metric
+_MAX_TOKENS = 1 << 40  # a larger claim of a server is ignored: it fits no metric
 
 
 class _Choice(TypedDict):
@@ -43,7 +43,7 @@ async def complete(
         usage = completion.get("usage") or {}
         for name in ("prompt_tokens", "completion_tokens"):
             count = usage.get(name)
-            spent[name] += count if isinstance(count, int) and 0 < count < _MOST_TOKENS else 0
+            spent[name] += count if isinstance(count, int) and 0 < count < _MAX_TOKENS else 0
         if not completion["choices"]:
             raise AnswerError("sent no choice")
         choice = completion["choices"][0]

@@ -95,8 +95,8 @@ class ContextWindow:
             prompt, token_ids, replies, tools=self._tools, conversation=conversation
         )
         self._new = replies if context.fork_reason is None else conversation
-        compact, most = context.rollout.context.compact, context.max_length
-        room = max(most - 2 * context.sampling.max_tokens, most // 2)
+        compact, length = context.rollout.context.compact, context.max_length
+        room = max(length - 2 * context.sampling.max_tokens, length // 2)
         if compact is None or len(following) <= (context.rollout.context.limit or room):
             return following
         if compact == "summarise":

@@ -90,8 +90,8 @@ def load_rows(
     if path.startswith(WORKER):
         rows = worker_tasks(path.removeprefix(WORKER).strip(), agent_env)
     elif files := data_files(path) or ([file] if data_suffix(file) and not file.is_dir() else []):
-        most = limit if condition is None else None
-        parts = [_read_file(each, most) for each in files]
+        needed = limit if condition is None else None
+        parts = [_read_file(each, needed) for each in files]
         rows = parts[0] if len(parts) == 1 else Joined(parts)
     elif steps := numbered(file / "trajectories", "step", ".jsonl"):
         rows = Joined([_read_file(step, None) for step in steps])

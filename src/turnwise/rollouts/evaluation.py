@@ -236,7 +236,7 @@ async def run_groups(
 def groups_at_once(config: Config, n: int) -> int:
     """Return how many groups of `n` keep the engines of a run busy, also while a row is read or a
     group is written: enough for the maximum number of open trajectories."""
-    limits = limits_of(config, config.serving.most_workers)
+    limits = limits_of(config, config.serving.max_workers)
     return max(2, math.ceil(OPEN * limits.at_once / n))
 
 

@@ -17,7 +17,7 @@ TOO_LONG = "prompt_too_long"  # reason of a trajectory, and of a group
 OTHER_WEIGHTS = "other_weights"  # reason of a trajectory of an evaluation
 ENOUGH = 20
 """Minimum number of an environment's trajectories for a check of the share that failed."""
-_MOST_CAUSES, _SHOWN_CAUSES = 100, 2  # maximum number of a reason's causes: counted, and shown
+_MAX_CAUSES, _SHOWN_CAUSES = 100, 2  # maximum number of a reason's causes: counted, and shown
 _OTHERS = "(others)"
 _COUNTERS = ("dropped", "retried", "dropped_tokens", "judging")
 NO_REWARD = "no_reward"
@@ -141,7 +141,7 @@ class Causes:
 
     def add(self, reason: str, message: str, count: int) -> None:
         cause, counts = without_numbers(message), self._counts.setdefault(reason, Counter())
-        if cause not in counts and len(counts) >= _MOST_CAUSES:
+        if cause not in counts and len(counts) >= _MAX_CAUSES:
             cause = _OTHERS
         counts[cause] += count
         self._said.setdefault(cause, message)

@@ -53,9 +53,9 @@ class ToolCallingLoop:
     async def run(self, environment: Environment, context: RolloutContext) -> None:
         trajectory, template, tools = context.trajectory, context.template, context.toolbox.schemas
         trajectory.messages = [dict(message) for message in context.problem]
-        window, most = ContextWindow(context, tools), context.rollout.max_turns
+        window, max_turns = ContextWindow(context, tools), context.rollout.max_turns
         prompt: Prompt | None = await window.first_prompt()
-        while prompt is not None and (turn := window.turns) < most:
+        while prompt is not None and (turn := window.turns) < max_turns:
             completion = await window.sample(prompt)
             if completion is None:
                 return
@@ -73,7 +73,7 @@ class ToolCallingLoop:
             if replies is None or (called and await context.episode.done()):
                 trajectory.status = "completed"
                 return
-            if window.turns < most:
+            if window.turns < max_turns:
                 prompt = await window.next_prompt(prompt, completion.token_ids, answer, replies)
         if prompt is not None:  # else a summary has ended it
             trajectory.status = "max_turns"

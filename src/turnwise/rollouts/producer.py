@@ -134,8 +134,8 @@ class GroupProducer:
         """Return whether another group may begin: whether the steps that may still train it lack
         groups."""
         steps = self._last_step(self._finished) - self._taken
-        most = steps * self._per_step + self._spare if steps > 0 else 0
-        return len(self._started) + len(self._ready) < most
+        limit = steps * self._per_step + self._spare if steps > 0 else 0
+        return len(self._started) + len(self._ready) < limit
 
     def _await(self, problem: Problem) -> None:
         """Append the group of a problem to the groups that wait to begin."""

@@ -418,12 +418,12 @@ class _RemoteToolbox(Toolbox):
         if name not in self._remote:
             return await super().call(name, arguments_json)
         called = await self._ask(CALLED, "tool", name, arguments_json, seconds=self._timeout)
-        most = self._max_chars + _CUT_CHARS
+        limit = self._max_chars + _CUT_CHARS
         error = None if called["error"] is None else RuntimeError(called["error"])
         if called["parts"] is not None:
-            made = read_result(called["parts"], most)
+            made = read_result(called["parts"], limit)
             return replace(made, outcome=called["outcome"], error=error)
-        return ToolResult(called["text"][:most], called["outcome"], error)
+        return ToolResult(called["text"][:limit], called["outcome"], error)
 
 
 class _Elsewhere:

@@ -9,8 +9,8 @@ from turnwise.core.optional import Foreign
 from turnwise.rollouts.problems import Row
 from turnwise.trajectory import Message
 
-_MOST_FIELDS = 50
-_MOST_CHARS = 1_000  # maximum that a trajectory keeps of a field
+_MAX_FIELDS = 50
+_MAX_CHARS = 1_000  # maximum that a trajectory keeps of a field
 _LONG = 40  # minimum length of a text that is left out if a message contains it
 
 
@@ -25,11 +25,11 @@ def row_texts(row: Row, messages: Sequence[Message]) -> dict[str, str]:
     """
     heard = [said(message) for message in messages if message.get("role") != "assistant"]
     texts: dict[str, str] = {}
-    for name, value in islice(row.items(), _MOST_FIELDS):
+    for name, value in islice(row.items(), _MAX_FIELDS):
         if value is None or _is_said(value, heard):
             continue
         text = value if isinstance(value, str) else _json(value)
-        text = f"{text[:_MOST_CHARS]} ..." if len(text) > _MOST_CHARS else text
+        text = f"{text[:_MAX_CHARS]} ..." if len(text) > _MAX_CHARS else text
         texts[_as_utf8(str(name))] = _as_utf8(text)
     return texts
 
@@ -45,7 +45,7 @@ def _is_said(value: Foreign, heard: Sequence[str]) -> bool:
         return len(value) >= _LONG and any(value in each for each in heard)
     contents = [
         each.get("content") if isinstance(each, Mapping) and "role" in each else None
-        for each in (value[:_MOST_FIELDS] if isinstance(value, list) else ())
+        for each in (value[:_MAX_FIELDS] if isinstance(value, list) else ())
     ]
     said_all = all(isinstance(one, str) and any(one in each for each in heard) for one in contents)
     return bool(contents) and said_all
@@ -58,7 +58,7 @@ def _json(value: Foreign) -> str:
     try:
         for part in encoder.iterencode(value):
             text += part
-            if len(text) > _MOST_CHARS:
+            if len(text) > _MAX_CHARS:
                 break
     except (TypeError, ValueError, RecursionError):  # keys that are no texts, cycles
         return f"[{type(value).__name__}]"

@@ -235,8 +235,8 @@ class Stage:
     def _too_long(self, length: int) -> str:
         """Return why a prompt is too long; "" if it is not."""
         if length > self._longest:
-            most = f"{self._longest} (data.max_prompt_tokens)"
-            return f"its prompt has {length} tokens, more than {most}"
+            limit = f"{self._longest} (data.max_prompt_tokens)"
+            return f"its prompt has {length} tokens, more than {limit}"
         if length < (room := self._config.model.max_length):
             return ""
         return (
@@ -393,8 +393,8 @@ class Runner:
         kept = [one for one, length in zip(problems, lengths, strict=True) if length <= longest]
         if len(kept) < len(problems):
             number = f"{len(problems) - len(kept)} of {len(problems)} rows"
-            most = f"{longest} tokens (data.max_prompt_tokens)"
-            too_long = f"{number} have prompts of more than {most}"
+            limit = f"{longest} tokens (data.max_prompt_tokens)"
+            too_long = f"{number} have prompts of more than {limit}"
             if not kept:
                 raise InputError(f"{too_long}, and none is left")
             logger.warning("%s and are left out", too_long)

@@ -174,10 +174,10 @@ class LLM:
                     f"{shown(own)} in the configuration's sampling, which the trainer assumes"
                 )
         sampling = self._context.sampling
-        most = params.max_tokens or self._context.max_length
+        max_tokens = params.max_tokens or self._context.max_length
         changes = {
-            "max_tokens": most,
-            "min_tokens": min(sampling.min_tokens, most),
+            "max_tokens": max_tokens,
+            "min_tokens": min(sampling.min_tokens, max_tokens),
             "stop": list(params.stop or ()),
             "stop_token_ids": list(params.stop_token_ids or ()),
         }

@@ -369,7 +369,7 @@ class ConfigChecks:
         said = f"{'; '.join(each)}; an engine's cache holds {plan.contexts:.1f} full contexts"
         if plan.fits():
             return Finding("memory", "ok", said)
-        state: State = "warning" if plan.fits("least") else "broken"
+        state: State = "warning" if plan.fits("minimum") else "broken"
         return Finding("memory", state, said, "turnwise plan FILE")
 
     def logprobs(self) -> Finding:

@@ -125,7 +125,7 @@ def begin_imports(config: Config) -> None:
 
 
 def starting_engines(config: Config) -> str:
-    return f"starting {count_of(config.serving.fewest_workers, 'engine')}"
+    return f"starting {count_of(config.serving.min_workers, 'engine')}"
 
 
 def count_of(number: int, noun: str) -> str:

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 _LOOK_SECONDS = 1.0  # time after which a run notices a request
 _ANSWER_SECONDS = 15.0  # time for a run to answer
 _PAUSE_SECONDS = 0.05
-_MOST_WORKERS = 2**16
+_MAX_WORKERS = 2**16
 _REFUSED = "refuses"  # the beginning of an answer
 _wanted: dict[Path, int] = {}
 """Requested numbers of engines, by run folder; they also apply after a restart of the trainer."""
@@ -70,7 +70,7 @@ async def scaling(config: Config, manager: "AsyncLLMServerManager") -> AsyncIter
     run = config.run_folder
 
     async def follow() -> None:
-        workers: int | None = _wanted.get(run, config.serving.most_workers)
+        workers: int | None = _wanted.get(run, config.serving.max_workers)
         while True:
             if workers is not None:
                 try:
@@ -97,8 +97,8 @@ def _take_request(run: Path, config: Config, up: int) -> int | None:
             return None
         if config.training.colocated:
             said = f"{_REFUSED}: its engines run in the trainer's processes (training.colocated)"
-        elif not 0 < int(text) < _MOST_WORKERS:
-            said = f"{_REFUSED}: a number of engines is from 1 to {_MOST_WORKERS - 1:,}"
+        elif not 0 < int(text) < _MAX_WORKERS:
+            said = f"{_REFUSED}: a number of engines is from 1 to {_MAX_WORKERS - 1:,}"
         else:
             workers = int(text)
             said = (

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 _ERROR = "teacher_error"
 _SCORING = SamplingConfig(n=1, max_tokens=1, prompt_logprobs=True)
-_LEAST = -9999.0  # stands for the log-prob of an impossible token, as in vLLM's answers
+_MIN_LOGPROB = -9999.0  # stands for the log-prob of an impossible token, as in vLLM's answers
 _AT_ONCE, _RETRIES = 64, 10  # requests to a server in flight; further attempts at each
 _PROBED = 128  # tokens whose texts are compared before anything is sampled
 _BYTES, _VALUES = 512, 64  # maxima of an answer for each token, and for a thousand more
@@ -134,8 +134,10 @@ class TeacherServer:
         async with self._admission.admitted(Priority.SCORING):
             return await self._endpoint.post("completions", body, read, Counter(), _BYTES * size)
 
-    def _read(self, said: bytes, token_ids: Sequence[int], most: int) -> Sequence[float | None]:
-        choices = read_answer(said, _ANSWER, most)["choices"]
+    def _read(
+        self, said: bytes, token_ids: Sequence[int], max_values: int
+    ) -> Sequence[float | None]:
+        choices = read_answer(said, _ANSWER, max_values)["choices"]
         found = (choices[0]["logprobs"] if choices else None) or _NOTHING
         texts, logprobs = found["tokens"], found["token_logprobs"]
         if min(len(texts), len(logprobs)) < len(token_ids) or None in logprobs[1:]:
@@ -213,7 +215,7 @@ async def _score(
     try:
         for branch in branches:
             given = await teacher.score(branch.ids)
-            found.append([max(value or 0.0, _LEAST) for value in given])
+            found.append([max(value or 0.0, _MIN_LOGPROB) for value in given])
     except TrajectoryError as error:
         return error
     except InputError as error:  # the tokenizers differ at a token that `start` did not compare

@@ -19,7 +19,7 @@ from turnwise.serving.openai.address import listen as bind
 _LENGTH_BYTES = 8
 _BLOCK_BYTES = 32  # size of the token, of a challenge and of a proof
 _PROOF_SECONDS = 10.0  # time in which the other end has to prove that it knows the token
-_MOST_UNPROVEN = 512
+_MAX_UNPROVEN = 512
 """Maximum number of a listener's connections that have not proven the token; beyond it, the oldest
 is closed. It is large because all processes of a large run may connect at once."""
 _SILENT_SECONDS = 60
@@ -156,7 +156,7 @@ async def listen(
         channel = Channel(token, prove, listens=True)
         channel.closed.add_done_callback(lambda _: unproven.pop(channel, None))
         unproven[channel] = None
-        if len(unproven) > _MOST_UNPROVEN:
+        if len(unproven) > _MAX_UNPROVEN:
             oldest = next(iter(unproven))
             del unproven[oldest]
             oldest.close()

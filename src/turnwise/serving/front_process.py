@@ -161,10 +161,12 @@ class FrontProcess:
         session = self._server.sessions.open(name, training=training, group=group)
         return {**session.describe(), **self._server.urls(session.id)}
 
-    async def list_sessions(self, after: Place | None, most: int) -> list[tuple[Place, JsonObject]]:
+    async def list_sessions(
+        self, after: Place | None, limit: int
+    ) -> list[tuple[Place, JsonObject]]:
         """Return a page of the sessions of clients; see `SessionStore.page`."""
         assert self._server is not None
-        return self._server.sessions.page(after, most)
+        return self._server.sessions.page(after, limit)
 
     async def stop(self) -> bool:
         """End the server or the runner, and return True; the owner kills the actor."""

@@ -352,14 +352,18 @@ class FrontProcesses:
         owner = self._owners.get(name)
         return None if owner is None else owner.base_url
 
-    async def list_sessions(self, after: Place | None, most: int) -> list[tuple[Place, JsonObject]]:
+    async def list_sessions(
+        self, after: Place | None, limit: int
+    ) -> list[tuple[Place, JsonObject]]:
         """Return a page of each process's sessions (see `SessionStore.page`); a process that does
         not answer is left out."""
 
         async def of(actor: ActorHandle) -> list[tuple[Place, JsonObject]]:
             with suppress(TurnwiseError):
                 listed: list[tuple[Place, JsonObject]] = await actor.call(
-                    *("list_sessions", after, most), what="list its sessions", seconds=_LIST_SECONDS
+                    *("list_sessions", after, limit),
+                    what="list its sessions",
+                    seconds=_LIST_SECONDS,
                 )
                 return listed
             return []

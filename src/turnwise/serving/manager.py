@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 1.0  # pause before a restart, multiplied by the number of earlier restarts
-_GIVEN_UP_SECONDS, _GIVEN_UP_MOST_SECONDS = 60.0, 600.0
+_GIVEN_UP_SECONDS, _GIVEN_UP_MAX_SECONDS = 60.0, 600.0
 """First and longest pause between attempts to start a worker that was given up; each pause is twice
 the previous one."""
 _CAUSE_SECONDS = 1.0
@@ -215,7 +215,7 @@ class WorkerSupervisor:
         while True:
             pause = _RETRY_SECONDS * max(0, self.restarts)
             if self.restarts >= self._serving.max_restarts:
-                pause, longer = longer, min(2 * longer, _GIVEN_UP_MOST_SECONDS)
+                pause, longer = longer, min(2 * longer, _GIVEN_UP_MAX_SECONDS)
                 logger.error(
                     "%s failed (%s) and could not be restarted: %s; the next attempt is in %g s",
                     *(self.name, why, last or "it has no restarts left", pause),
@@ -269,7 +269,7 @@ class AsyncLLMServerManager:
         self._start, self._end, self._left = start, end, left
         self._serving, self._weights = serving, weights
         self._supervisors = [
-            WorkerSupervisor(index, serving, self) for index in range(serving.fewest_workers)
+            WorkerSupervisor(index, serving, self) for index in range(serving.min_workers)
         ]
         self._leaving: dict[int, tuple[asyncio.Task[None], WorkerHandle]] = {}
         """Leaving workers by index: the task that ends the worker, and its engine."""
@@ -472,6 +472,6 @@ class AsyncLLMServerManager:
 
         Workers that joined later do not count: they may wait for room forever.
         """
-        first = [one for one in self._supervisors if one.index < self._serving.fewest_workers]
+        first = [one for one in self._supervisors if one.index < self._serving.min_workers]
         if not self.engines and all(one.given_up for one in first or self._supervisors):
             self.scheduler.close(why)

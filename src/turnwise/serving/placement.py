@@ -93,7 +93,7 @@ class WorkerStarter:
             self.leave(index)
             group = None
         if group is None:
-            begins = index < config.serving.fewest_workers and not self._starts[index]
+            begins = index < config.serving.min_workers and not self._starts[index]
             group = self._groups[index] = await create_placement_group(
                 self._bundles,
                 self._gpus,

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 _MAX_FAILURES = 2
 """Failures on live workers after which a turn fails, because the request must be the cause."""
-_MOST_QUARANTINED = 1024
+_MAX_QUARANTINED = 1024
 _QUARANTINE_SECONDS = 600.0  # time for which a request is refused; by then its cause may be fixed
 _PER_REQUEST = (
     "stop",
@@ -92,9 +92,9 @@ class Scheduler:
         self._listeners: list[Listener] = []
 
     @property
-    def fewest_workers(self) -> int:
+    def min_workers(self) -> int:
         """Number of workers that the run begins with."""
-        return self._serving.fewest_workers
+        return self._serving.min_workers
 
     @property
     def workers(self) -> dict[str, Worker]:
@@ -329,7 +329,7 @@ class Scheduler:
                 logger.warning("%s and is refused for %g s", ended, _QUARANTINE_SECONDS)
                 until = asyncio.get_running_loop().time() + _QUARANTINE_SECONDS
                 self._quarantined[_digest(turn.request)] = until
-                if len(self._quarantined) > _MOST_QUARANTINED:
+                if len(self._quarantined) > _MAX_QUARANTINED:
                     self._quarantined.popitem(last=False)
                 self.events["quarantined"] += 1
                 for each in turn.deaths:

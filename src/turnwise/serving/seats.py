@@ -20,7 +20,7 @@ def limits_of(config: Config, engines: int | None = None) -> Limits:
     """Return the limits for a number of engines, by default the number that a run begins with. An
     evaluation begins while fewer trajectories than those of a training step are at work."""
     seats = math.ceil(_SPARE * (1 if config.deterministic else config.engine.max_num_seqs))
-    rollout, count = config.rollout, config.serving.fewest_workers if engines is None else engines
+    rollout, count = config.rollout, config.serving.min_workers if engines is None else engines
     step = rollout.prompts_per_step * config.sampling.n
     return Limits(count * seats, rollout.concurrency, step)
 
@@ -28,8 +28,8 @@ def limits_of(config: Config, engines: int | None = None) -> Limits:
 def engine_admission(limits: Limits, scheduler: Scheduler) -> Admission:
     """Return an admission that follows the engines of a scheduler; `limits` are those of the
     engines that a run begins with."""
-    admission, fewest = Admission(limits), scheduler.fewest_workers
-    scheduler.subscribe(EngineSeats(admission, limits.working // fewest, fewest))
+    admission, min_engines = Admission(limits), scheduler.min_workers
+    scheduler.subscribe(EngineSeats(admission, limits.working // min_engines, min_engines))
     return admission
 
 
@@ -43,26 +43,26 @@ class EngineSeats:
 
     Args:
         seats: Maximum number of seats of one engine.
-        fewest: Number of engines that the run begins with. Engines that are not up count as well,
-            with the maximum number of seats.
+        min_engines: Number of engines that the run begins with. Engines that are not up count as
+            well, with the maximum number of seats.
     """
 
-    def __init__(self, admission: Admission, seats: int, fewest: int) -> None:
-        self._admission, self._most, self._fewest = admission, seats, fewest
+    def __init__(self, admission: Admission, seats: int, min_engines: int) -> None:
+        self._admission, self._max_seats, self._min_engines = admission, seats, min_engines
         self._seats: dict[str, int] = {}
 
     def __call__(self, change: str, name: str = "", *more: object) -> None:
         """Take note of a scheduler's change, as a `Listener`."""
         if change == "add":
-            self._seats[name] = self._most
+            self._seats[name] = self._max_seats
         elif change == "remove":
             self._seats.pop(name, None)
         elif change == "occupancy" and name in self._seats and isinstance(more[0], Occupancy):
             self._seats[name] = self._adapted(self._seats[name], more[0])
         else:
             return
-        missing = max(0, self._fewest - len(self._seats))
-        total = sum(self._seats.values()) + missing * self._most
+        missing = max(0, self._min_engines - len(self._seats))
+        total = sum(self._seats.values()) + missing * self._max_seats
         limits = self._admission.limits
         if total != limits.working:
             self._admission.limits = replace(limits, working=total)
@@ -72,5 +72,5 @@ class EngineSeats:
             return max(1, min(seats, now.running))
         if now.cache < _FULL and not now.waiting:
             factor = _SPARE if now.cache >= _ROOMY else 2.0
-            return min(self._most, math.ceil(factor * max(seats, now.running)))
+            return min(self._max_seats, math.ceil(factor * max(seats, now.running)))
         return seats

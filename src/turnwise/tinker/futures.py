@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 WAIT_SECONDS = 20.0
 """Time that a request for a result waits for it; clients give up after 45 s and ask again."""
-_MOST = max(2 * 2**30, psutil.virtual_memory().total // 8)
+_MAX_HELD = max(2 * 2**30, psutil.virtual_memory().total // 8)
 """Bytes of requests in progress and of results. Above this limit, clients that hold more than an
 equal share have to wait; above twice the limit, all clients have to."""
 _SENT_SECONDS = 60.0
@@ -94,10 +94,12 @@ class Futures:
         """
         if request_id in self.entries:
             return
-        size = min(size + SMALLEST, _MOST // 4)  # so that no estimate is refused for ever
+        size = min(size + SMALLEST, _MAX_HELD // 4)  # so that no estimate is refused for ever
         own, total = self._held.get(self.account, 0), sum(self._held.values())
-        part = _MOST // len({*self._held, self.account})
-        if total + size > _MOST and ((own and own + size > part) or total + size > 2 * _MOST):
+        part = _MAX_HELD // len({*self._held, self.account})
+        if total + size > _MAX_HELD and (
+            (own and own + size > part) or total + size > 2 * _MAX_HELD
+        ):
             raise Busy(
                 f"{own >> 20:,} MB of your requests are in progress, or have results that were not "
                 "fetched, or only just: wait for some of them"

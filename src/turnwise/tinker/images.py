@@ -27,7 +27,7 @@ class ChunkReader:
 
     def __init__(self, model: ModelConfig, images_per_prompt: int) -> None:
         self._images = ModelImages(model)
-        self._most = images_per_prompt
+        self._max_images = images_per_prompt
 
     def joined(self, chunks: Sequence[Chunk], what: str) -> Prompt:
         """Return chunks as a prompt.
@@ -38,8 +38,8 @@ class ChunkReader:
                 not have the expected number of ids.
         """
         count = sum(isinstance(each, ImageChunk) for each in chunks)
-        if count > (most := self._most):
-            raise InputError(f"{what}: it has {count} images; engine.images_per_prompt is {most}")
+        if count > (limit := self._max_images):
+            raise InputError(f"{what}: it has {count} images; engine.images_per_prompt is {limit}")
         made: list[PromptLike] = [
             self._ids_of(c, what) if isinstance(c, ImageChunk) else c for c in chunks
         ]

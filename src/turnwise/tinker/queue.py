@@ -19,7 +19,7 @@ from turnwise.errors import InputError
 _T = TypeVar("_T")
 GAP_SECONDS = 360.0
 """Time that requests wait for a missing earlier one; clients retry a request for 5 minutes."""
-LEAST_TOKENS = 256
+MIN_TOKENS = 256
 """Minimum number of tokens that a call counts, for example an optimizer step."""
 _CREDIT_TOKENS = 131_072
 """Maximum number of tokens by which an owner may be behind the others, so that an owner who asked
@@ -124,7 +124,7 @@ class TrainerQueue:
         until the trainer has ended it."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         async with self._present(owner) as own:
-            own.waiting.append((max(LEAST_TOKENS, tokens), turn))
+            own.waiting.append((max(MIN_TOKENS, tokens), turn))
             self._grant()
             try:
                 try:

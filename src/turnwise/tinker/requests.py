@@ -22,7 +22,7 @@ from turnwise.internals.pydantic import bound
 from turnwise.serving.openai.errors import errors_of, explain
 from turnwise.tinker.images import ImageChunk
 from turnwise.tinker.losses import TinkerLoss, loss_named
-from turnwise.tinker.wire import MOST_VALUES, Datum, Joined, TrainingRequest
+from turnwise.tinker.wire import MAX_VALUES, Datum, Joined, TrainingRequest
 from turnwise.training.reports import OptimSettings
 from turnwise.trajectory import Prompt
 
@@ -32,11 +32,11 @@ _Finite = Annotated[float, Field(allow_inf_nan=False)]
 _Tokens = Annotated[list[int], Field(max_length=2**21, fail_fast=True)]
 _Seconds = Annotated[int, Field(ge=3600, le=3653 * 86_400)] | None
 """Time for which a checkpoint is kept, 1 hour to 10 years; None keeps it for ever."""
-_MOST_STOPS = 1000
+_MAX_STOPS = 1000
 _LONG_ANSWER = 2**14  # maximum tokens per answer in the estimate of a request's size
 _ID_BYTES = 5  # per id of a prompt, in a message to an engine
 _TOKEN_BYTES, _LIKELY_BYTES = 80, 130  # per sampled token, and per alternative token
-MOST_SAMPLES = 4096
+MAX_SAMPLES = 4096
 """Largest `num_samples` of one request."""
 TURN_TOKENS = 32_768
 """Tokens of one client that the trainer computes before it turns to the next client."""
@@ -224,7 +224,7 @@ class SampleRequest(BaseRequest):
         "target_prompt_logprobs": "engines score the prompt's own tokens and the likeliest ones; a "
         "training client's forward(cross_entropy) scores any, [N, K] of them",
     }
-    num_samples: Annotated[int, Field(ge=1, le=MOST_SAMPLES)] = 1
+    num_samples: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
     prompt: _ModelInput
     sampling_params: _Sampling
     sampling_session_id: _Id
@@ -298,11 +298,11 @@ class SampleRequest(BaseRequest):
         stop = [given.stop] if isinstance(given.stop, str) else given.stop or []
         texts = [each for each in stop if isinstance(each, str)]
         ids = [each for each in stop if isinstance(each, int)]
-        odd = any(not 1 <= len(text) <= _MOST_STOPS for text in texts)
-        if odd or len(stop) > _MOST_STOPS or any(not 0 <= each < 2**31 for each in ids):
+        odd = any(not 1 <= len(text) <= _MAX_STOPS for text in texts)
+        if odd or len(stop) > _MAX_STOPS or any(not 0 <= each < 2**31 for each in ids):
             raise InputError(
-                f"sampling_params: stop may have {_MOST_STOPS:,} ids from 0 on, or texts of 1 to "
-                f"{_MOST_STOPS:,} characters"
+                f"sampling_params: stop may have {_MAX_STOPS:,} ids from 0 on, or texts of 1 to "
+                f"{_MAX_STOPS:,} characters"
             )
         return SamplingConfig(
             n=1,
@@ -340,10 +340,10 @@ def check_training(request: TrainingRequest, vocabulary: int, longest: int) -> N
     for number, datum in enumerate(request.data):
         _check_datum(datum, f"datum {number}", loss, vocabulary, longest)
     wide = max(d.inputs["target_tokens"].size // len(d.ids) for d in request.data)
-    if wide > 1 and wide * sum(len(d.ids) for d in request.data) > MOST_VALUES:
+    if wide > 1 and wide * sum(len(d.ids) for d in request.data) > MAX_VALUES:
         raise InputError(
             f"forward_backward: with {wide:,} targets for every token there are more than "
-            f"{MOST_VALUES:,} values: send the data with {wide:,} targets in a request of their own"
+            f"{MAX_VALUES:,} values: send the data with {wide:,} targets in a request of their own"
         )
 
 

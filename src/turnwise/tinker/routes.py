@@ -54,7 +54,7 @@ CONSTANT: Mapping[str, JsonObject] = {
 """Answers that are always the same: flags of the SDK, as this server needs them."""
 ROOT: Final = "/api/v1"
 _TOKEN_SECONDS = 10 * 365 * 86_400  # the SDK renews its token after half of this time
-_MOST_BYTES = 2**18
+_MAX_BYTES = 2**18
 """Maximum body of requests other than samples and passes: the server keeps their metadata."""
 
 
@@ -329,8 +329,8 @@ async def _answer(
 
 async def _values(request: Request) -> JsonObject:
     body = await request.body() or b"{}"
-    if len(body) > _MOST_BYTES and not request.url.path.endswith("/asample"):
-        raise HTTPException(413, f"the body is larger than {_MOST_BYTES:,} bytes")
+    if len(body) > _MAX_BYTES and not request.url.path.endswith("/asample"):
+        raise HTTPException(413, f"the body is larger than {_MAX_BYTES:,} bytes")
     if is_protobuf(request.scope, request.headers):
         raise HTTPException(415, "the content is protobuf: send JSON, as application/json")
     try:  # NaN is read as text: numbers must be finite, and an answer in JSON cannot have it

@@ -32,8 +32,8 @@ from turnwise.trajectory.provenance import Provenance, SampledPart, without_over
 
 logger = logging.getLogger(__name__)
 
-_MOST_SAMPLED = 2**25  # maximum tokens of samples that are kept
-_MOST_TRAINED = 2**24  # maximum tokens of all models' passes that are kept until their steps
+_MAX_SAMPLED = 2**25  # maximum tokens of samples that are kept
+_MAX_TRAINED = 2**24  # maximum tokens of all models' passes that are kept until their steps
 _DATUM_TOKENS = 32  # added to the tokens of each datum, for the memory of its Python objects
 
 
@@ -76,7 +76,7 @@ class SampleIndex:
             records.append(_Sampled(ids, logprobs, each.finish_reason, version))
             calls.add(prompt, ids)  # after its record, which another thread may now look up
             self._size += len(ids)
-        if self._size > _MOST_SAMPLED // 2:
+        if self._size > _MAX_SAMPLED // 2:
             self._older, self._calls, self._size = self._calls, {}, 0
 
     def turns(self, owner: str, ids: Prompt) -> list[tuple[SampledPart, _Sampled]]:
@@ -126,7 +126,7 @@ class RunLog:
             size = length + _DATUM_TOKENS
             value = datum.inputs.get(factor, np.ones(logprobs_T.shape, np.float32))
             self._tokens += int(value.reshape(length, -1).any(axis=1).sum())
-            if logprobs_T.ndim > 1 or self._index.trained + size > _MOST_TRAINED:
+            if logprobs_T.ndim > 1 or self._index.trained + size > _MAX_TRAINED:
                 self._left_out += 1
                 continue
             sampled = datum.inputs.get("logprobs", logprobs_T[:0])

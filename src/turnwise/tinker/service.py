@@ -44,7 +44,7 @@ _Work = Callable[..., Awaitable[Reply]]
 _SILENT_SECONDS = 900.0
 """Time without a heartbeat, which clients send every 10 s, after which a session ends."""
 _LOOK_SECONDS = 30.0
-_MOST_SESSIONS = 1000
+_MAX_SESSIONS = 1000
 """Maximum sessions of one owner; at this limit, sessions silent for `_QUIET_SECONDS` end."""
 _QUIET_SECONDS = 120.0
 _UNUSED_SECONDS = 3600.0
@@ -205,10 +205,10 @@ class TinkerService:
         return {"supported_models": [own | {"trainable": True, "sampleable": True}]}
 
     async def create_session(self, owner: str, _: JsonObject) -> JsonObject:
-        if len(self.sessions_of(owner)) >= _MOST_SESSIONS:
+        if len(self.sessions_of(owner)) >= _MAX_SESSIONS:
             await self._end_silent(_QUIET_SECONDS, owner)
-        if len(self.sessions_of(owner)) >= _MOST_SESSIONS:
-            raise Busy(f"you have {_MOST_SESSIONS:,} sessions: close some, or wait until some end")
+        if len(self.sessions_of(owner)) >= _MAX_SESSIONS:
+            raise Busy(f"you have {_MAX_SESSIONS:,} sessions: close some, or wait until some end")
         session = self._open(str(uuid.uuid4()), owner)
         line = {"id": session.id, "owner": owner, "model": self.model_name}
         await self._note(session, line)
@@ -314,9 +314,9 @@ class TinkerService:
         name, spec = state.run, requests.LoraSpec.model_validate(state.spec)
         if name in session.models:
             raise Gone(f"the result of the request {name} is not kept any more")
-        if not 1 <= spec.rank <= (most := self._config.model.lora.rank):
+        if not 1 <= spec.rank <= (max_rank := self._config.model.lora.rank):
             raise InputError(
-                f"lora_config: rank {spec.rank} is not one from 1 to {most} (model.lora.rank of "
+                f"lora_config: rank {spec.rank} is not from 1 to {max_rank} (model.lora.rank of "
                 "this server)"
             )
         log = RunLog(self._config, self.checkpoints.root, name, session.owner, self._sampled)

@@ -14,7 +14,7 @@ from turnwise.core.aio import run_in_thread
 from turnwise.core.optional import Foreign
 from turnwise.errors import InputError
 from turnwise.tinker.losses import TinkerLoss, loss_named
-from turnwise.tinker.queue import LEAST_TOKENS, TrainerQueue
+from turnwise.tinker.queue import MIN_TOKENS, TrainerQueue
 from turnwise.tinker.requests import AdamStep, LoraSpec
 from turnwise.tinker.wire import Array, Datum, TrainingRequest
 from turnwise.training.adapters import AdapterSpec
@@ -85,7 +85,7 @@ class AdapterTrainer:
         return {"grad_norm": norm}
 
     async def _call(
-        self, name: str, work: Coroutine[Foreign, Foreign, _T], tokens: int = LEAST_TOKENS
+        self, name: str, work: Coroutine[Foreign, Foreign, _T], tokens: int = MIN_TOKENS
     ) -> _T:
         return await self.queue.call(self._owners.get(name, name), tokens, work)
 

@@ -26,9 +26,9 @@ PROTOBUF = "application/x-protobuf"
 _FLOAT32, _INT64 = 1, 2
 _DTYPES: dict[int, type[np.generic]] = {_FLOAT32: np.float32, _INT64: np.int64, 3: np.int32}
 _NO_LOGPROB = -99999.0  # the protocol's value where there is no token
-MOST_VALUES = 2**26
+MAX_VALUES = 2**26
 """Maximum number of values of all tensors of a request, as dense tensors."""
-_MOST_PARTS = 2**19  # maximum number of data, chunks and tensors of a request
+_MAX_PARTS = 2**19  # maximum number of data, chunks and tensors of a request
 _TYPES = {"double": 1, "int64": 3, "int32": 5, "bool": 8, "string": 9, "bytes": 12, "uint32": 13}
 _PACKAGE = "turnwise_tinker"
 _MESSAGES = {
@@ -138,11 +138,11 @@ def read_training_request(body: bytes, joined: Joined) -> TrainingRequest:
     data, mistake = list[Datum](), ""
     try:
         parts = (1 + len(each.model_input) + len(each.loss_fn_inputs) for each in request.data)
-        if len(request.data) > _MOST_PARTS or sum(parts) > _MOST_PARTS:
-            raise InputError(f"there are more than {_MOST_PARTS:,} data, chunks and tensors in all")
+        if len(request.data) > _MAX_PARTS or sum(parts) > _MAX_PARTS:
+            raise InputError(f"there are more than {_MAX_PARTS:,} data, chunks and tensors in all")
         shapes = [tensor.shape for each in request.data for tensor in each.loss_fn_inputs.values()]
-        if not sum(abs(np.prod(shape, dtype=float)) for shape in shapes) <= MOST_VALUES:
-            raise InputError(f"the tensors have more than {MOST_VALUES:,} values in all")
+        if not sum(abs(np.prod(shape, dtype=float)) for shape in shapes) <= MAX_VALUES:
+            raise InputError(f"the tensors have more than {MAX_VALUES:,} values in all")
         for number, each in enumerate(request.data):
             data.append(_read_datum(each, f"datum {number}", joined))
     except (InputError, ValueError) as error:

@@ -351,7 +351,7 @@ class _Graph:
             InputError: when values within `_MIN_DEPTH` levels would cost too many checks.
         """
         longest = max((node.chain for node in self._order), default=1)
-        depth, most = min(_MAX_DEPTH, _MAX_FRAMES // longest), 1
+        depth, largest = min(_MAX_DEPTH, _MAX_FRAMES // longest), 1
         for level, cost in enumerate(self._cost_by_depth()):
             if level > depth:
                 break
@@ -359,9 +359,9 @@ class _Graph:
                 if level <= _MIN_DEPTH:
                     why = f"are checked by more than {_MAX_COST:,} steps for one value"
                     raise _refused(self._name, why)
-                return level - 1, most
-            most = max(most, cost)
-        return depth, most
+                return level - 1, largest
+            largest = max(largest, cost)
+        return depth, largest
 
     def _cost_by_depth(self) -> Iterator[int]:
         """Yield, for each level of arguments, the maximum number of checks of one value: the sum of

@@ -112,7 +112,7 @@ class Adapters:
         on_gpu = device.type == "cuda"
         free = torch.cuda.mem_get_info(device)[0] if on_gpu else host
         self._near = int(_NEAR * free)
-        self._most = (self._near if on_gpu else 0) + int(_FAR * host)
+        self._capacity = (self._near if on_gpu else 0) + int(_FAR * host)
 
     def add(self, name: str, spec: AdapterSpec) -> None:
         own = self._settings.lora
@@ -143,11 +143,11 @@ class Adapters:
         layers = [self._layers[name].base_layer for name in targets]
         needed = _BYTES * rank * sum(each.in_features + each.out_features for each in layers)
         taken = sum(each.nbytes for each in self._held.values())
-        if taken + needed > self._most:
+        if taken + needed > self._capacity:
             raise InputError(
                 f"create_model: the trainer has no room for another adapter of rank {rank}, which "
                 f"needs {needed / GIB:.2f} GiB: its {len(self._held)} models have "
-                f"{taken / GIB:.2f} of {self._most / GIB:.2f} GiB; ask for a lower rank, or wait "
+                f"{taken / GIB:.2f} of {self._capacity / GIB:.2f} GiB; ask for a lower rank or wait "
                 "until a session ends"
             )
         self._make_room(needed)

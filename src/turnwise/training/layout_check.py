@@ -53,7 +53,7 @@ of the log-probs. In 100 architectures, tokens that saw another sequence differe
 bfloat16. Between the limits, the largest difference is `_TIMES` what another batch shape makes:
 it rounds sums in another order, which the routers of a mixture of experts amplify."""
 _TIMES = 3
-_LEAST_SPREAD = 1e-3
+_MIN_SPREAD = 1e-3
 """Minimum spread of log-probs in nats that differences are divided by: the spread of an untrained
 model, which hardly tells tokens apart, may be smaller."""
 
@@ -94,7 +94,7 @@ class ModelCheck:
         if images:
             assert module.images is not None, "a model without a processor"
             self._samples = samples = _with_images(samples, module.images)
-        self._rounding, most = _ROUNDING[module.dtype]
+        self._rounding, largest = _ROUNDING[module.dtype]
         packed = is_packed(self._model)
         # One by one, each rank alone, and with the attention that Transformers chose.
         self._group: ContextGroup | None = None
@@ -109,7 +109,7 @@ class ModelCheck:
         followed = [_followed(sample) for sample in samples[1:]]
         found = _attempt(lambda: self._values(followed, "padded"))
         again = self._difference(found, self._alone[1:])
-        self._rounding = max(self._rounding, min(_TIMES * again.relative, most))
+        self._rounding = max(self._rounding, min(_TIMES * again.relative, largest))
         set_packed(self._model, packed)
         self._group = models.group
 
@@ -185,7 +185,7 @@ class ModelCheck:
         alone = torch.cat(self._alone) if self._alone else torch.zeros(0)
         finite = alone[alone.isfinite()]
         spread = float(finite.std()) if len(finite) > 1 else 0.0
-        worst_2 = torch.tensor([nats, nats / max(spread, _LEAST_SPREAD)], dtype=torch.float64)
+        worst_2 = torch.tensor([nats, nats / max(spread, _MIN_SPREAD)], dtype=torch.float64)
         if dist.is_initialized():
             dist.all_reduce(worst_2, dist.ReduceOp.MAX)  # so that all ranks decide the same
         nats, relative = worst_2.tolist()

@@ -53,7 +53,7 @@ class RowReader:
     ) -> None:
         self._warn: Callable[[str], None] | None = warn
         self._template = template
-        self._most = max_length
+        self._max_length = max_length
         self._known = len(template.tokenizer)
 
     def read(self, problem: Problem) -> Trajectory:
@@ -105,9 +105,10 @@ class RowReader:
         if not report.tokens_trained:
             raise TrajectoryError("nothing_to_train", "no token of it was sampled")
         longest = max(turn.path_length for turn in trajectory.turns)
-        if longest > self._most:
+        if longest > self._max_length:
             raise TrajectoryError(
-                "too_long", f"{longest:,} tokens are more than model.max_length {self._most:,}"
+                "too_long",
+                f"{longest:,} tokens are more than model.max_length {self._max_length:,}",
             )
         turns = trajectory.turns
         largest = max(int((t.added + t.completion_token_ids).ids.max(initial=0)) for t in turns)

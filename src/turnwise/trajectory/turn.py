@@ -111,10 +111,10 @@ class Turn:
         size, mask_N = len(self.completion_token_ids), self.streams.get(MASK)
         if self.untrained:
             return [0] * size
-        least = max(0, oldest)
-        if mask_N is None and min(self.weight_versions, default=least) >= least:
+        first = max(0, oldest)
+        if mask_N is None and min(self.weight_versions, default=first) >= first:
             return [1] * size
-        wanted = [int(version >= least) for version in self.weight_versions]
+        wanted = [int(version >= first) for version in self.weight_versions]
         if mask_N is None:
             return wanted
         return [own * int(kept > 0) for own, kept in zip(wanted, mask_N, strict=True)]

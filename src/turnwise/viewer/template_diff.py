@@ -26,7 +26,7 @@ HISTORY_CHANGED = (
     "The template changes the messages of the first prompt once there is an answer. Descriptions "
     "of tools, which are not in the run's files, are missing from its rendering."
 )
-_MOST_COMPARED = 250_000  # maximum product of two lengths for a comparison id by id
+_MAX_COMPARED = 250_000  # maximum product of two lengths for a comparison id by id
 Comparison = Callable[[Trajectory, int], JsonObject]
 
 
@@ -111,7 +111,7 @@ def differences(ids: Sequence[int], other: Sequence[int]) -> list[tuple[int, int
     first = common_prefix(ids, other)
     last = common_prefix(ids[first:][::-1], other[first:][::-1])
     own, theirs = ids[first : len(ids) - last], other[first : len(other) - last]
-    width = 1 if len(own) * len(theirs) <= _MOST_COMPARED else 4
+    width = 1 if len(own) * len(theirs) <= _MAX_COMPARED else 4
     a, b = (list(zip(*(side[i:] for i in range(width)), strict=False)) for side in (own, theirs))
     found, at, other_at = list[tuple[int, int, int, int]](), 0, 0
     # `autojunk` skips frequent items. Ids may be frequent (spaces, line ends) and must be found.

@@ -104,8 +104,8 @@ class CollectiveSender(StreamSender):
         self._rounds = 0
         _, entries, buffer_bytes = self._layout
         # Chunks without the large tensors are divided differently, and can be larger.
-        most = max(map(chunk_bytes, _divided(entries, buffer_bytes, self._device)))
-        self._buffers = _two_buffers(max(most, self._buffer_bytes), self._device)
+        largest = max(map(chunk_bytes, _divided(entries, buffer_bytes, self._device)))
+        self._buffers = _two_buffers(max(largest, self._buffer_bytes), self._device)
 
     def send_as(self, manifest: Manifest, source: Source, devices: Sequence[str]) -> None:
         if (group := self._group) is None:
@@ -293,8 +293,8 @@ def _chunks_of(manifest: Manifest, device: torch.device) -> tuple[Chunk, ...]:
     largest chunk."""
     if not manifest.deltas:
         return _divided(manifest.tensors, manifest.buffer_bytes, device)
-    most, nbytes = max(map(chunk_bytes, manifest.chunks)), manifest.deltas[-1].nbytes
-    sizes = (min(most, nbytes - start) for start in range(0, nbytes, most))
+    largest, nbytes = max(map(chunk_bytes, manifest.chunks)), manifest.deltas[-1].nbytes
+    sizes = (min(largest, nbytes - start) for start in range(0, nbytes, largest))
     return tuple((TensorEntry("delta", "uint8", (size,), 0, size),) for size in sizes)
 
 

@@ -198,7 +198,7 @@ def _update(
     old, new = numbers_of(held), numbers_of(flat)
     lanes, block = _WORD // new.itemsize, _BLOCK // new.itemsize
     shift = lanes.bit_length() - 1
-    count, most = 0, new.nbytes / (2 + new.itemsize)
+    count, max_changes = 0, new.nbytes / (2 + new.itemsize)
     found = [np.zeros(0, np.int64)]
     for start in range(0, len(new), block):
         was, now = (each[start : start + block] for each in (old, new))
@@ -215,7 +215,7 @@ def _update(
             was[:] = now
         else:
             was[places] = now[places]
-        if count < most:
+        if count < max_changes:
             found.append(places + start)
         else:
             found.clear()

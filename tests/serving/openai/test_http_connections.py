@@ -27,7 +27,7 @@ def server(make_config: Callable[..., Config], tokenizer: Any) -> OpenAIServer:
 async def address(
     server: OpenAIServer, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[tuple[str, int]]:
-    monkeypatch.setattr(server_module, "most_connections", lambda: 8)
+    monkeypatch.setattr(server_module, "max_connections", lambda: 8)
     url = httpx.URL(await server.start())
     try:
         yield url.host, url.port or 0

@@ -424,7 +424,7 @@ class VLLMModule(Module):
         """Return the maximum time of `count` groups together, in seconds."""
         rollout = self.config.rollout
         trajectories = count * max(self.config.sampling.n, self.config.eval.sampling.n)
-        at_once = limits_of(self.config, self.config.serving.most_workers).at_once
+        at_once = limits_of(self.config, self.config.serving.max_workers).at_once
         rounds = math.ceil(trajectories / at_once) * (1 + rollout.retries)
         return rounds * rollout.trajectory_timeout + self.config.engine.request_timeout
 

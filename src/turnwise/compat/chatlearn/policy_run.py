@@ -170,7 +170,7 @@ class PolicyRun:
         problems that other calls ask for."""
         policy, rollout = self._policy, self.pipeline.config.rollout
         items = {problem.id: item for problem, item in made}
-        most = len(made) if is_eval else rollout.prompts_per_step
+        size = len(made) if is_eval else rollout.prompts_per_step
         hook = "eval_forward" if is_eval else "forward_step"
         forward: Foreign = getattr(policy, hook)
         batch: OneCall[Problem, Group] | None = None
@@ -199,7 +199,7 @@ class PolicyRun:
         async def run_group(problem: Problem, tag: str) -> Group:
             nonlocal batch
             if batch is None or not batch.is_open:
-                batch = OneCall(answers, most)
+                batch = OneCall(answers, size)
             return await batch.answer(problem)
 
         return run_group

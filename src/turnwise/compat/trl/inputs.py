@@ -78,26 +78,26 @@ def training_rows(given: Rows | None, factory: object, args: GRPOConfig) -> Sequ
             )
         row = {"prompt": [{"role": "user", "content": ""}]}
         return [row] * max(1, args.num_generations or 1)
-    most = None
+    limit = None
     if is_stream(given):
         if args.max_steps <= 0:
             raise InputError("GRPOConfig.max_steps must be set: train_dataset has no length")
-        most = args.per_device_train_batch_size * args.max_steps
-        most *= args.gradient_accumulation_steps
-    rows = listed(given, "train_dataset", most)
+        limit = args.per_device_train_batch_size * args.max_steps
+        limit *= args.gradient_accumulation_steps
+    rows = listed(given, "train_dataset", limit)
     if factory is None and "prompt" not in rows[0]:
         raise InputError(f'train_dataset has no column "prompt", but {", ".join(rows[0])}')
     return rows
 
 
-def listed(rows: Rows, name: str, most: int | None = None) -> Sequence[JsonObject]:
-    """Return rows as dictionaries, at most the first `most` of them."""
+def listed(rows: Rows, name: str, limit: int | None = None) -> Sequence[JsonObject]:
+    """Return rows as dictionaries, at most the first `limit` of them."""
     if isinstance(rows, Mapping):
         refuse_argument(name, "give one dataset, not several by name")
     given = given_rows(cast("Iterable[JsonObject]", rows))
     if isinstance(given, Lazy) and len(given) and {"image", "images"} & {*given[0]}:
         return given  # a dataset that decodes its images when they are needed
-    found = [dict(row) for row in islice(given, most)]
+    found = [dict(row) for row in islice(given, limit)]
     if not found:
         raise InputError(f"{name} has no rows")
     return found

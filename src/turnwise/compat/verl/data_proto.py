@@ -160,11 +160,11 @@ class DataProto:
         if any(t is None or not {"prompts", "responses"} <= {*t.keys()} for t in of_each):
             raise InputError("each of the batches needs the tensors prompts and responses")
         widths = [(t["prompts"].shape[1], t["responses"].shape[1]) for t in of_each]
-        most = [max(sizes) for sizes in zip(*widths, strict=True)]
+        widest = [max(sizes) for sizes in zip(*widths, strict=True)]
 
         def fitted(name: str, tensor: Foreign, before: int, after: int) -> Foreign:
             width = tensor.shape[1] if tensor.dim() > 1 else -1
-            left, right = most[0] - before, most[1] - after
+            left, right = widest[0] - before, widest[1] - after
             if name == "prompts":
                 right = 0
             elif name not in _WHOLE and width == after:

@@ -40,7 +40,7 @@ class ChatPrompts:
 
     Args:
         chat: vLLM's service of chats.
-        most_images: Maximum number of images of one prompt.
+        max_images: Maximum number of images of one prompt.
         shows_tools: Whether a template that leaves tools out is a mistake.
     """
 
@@ -49,11 +49,11 @@ class ChatPrompts:
         template: ChatTemplate,
         chat: vllm.OpenAIServingChat,
         *,
-        most_images: int,
+        max_images: int,
         shows_tools: bool,
     ) -> None:
         self._template, self._chat = template, chat
-        self._most_images, self._tools_in_prompt = most_images, shows_tools
+        self._max_images, self._tools_in_prompt = max_images, shows_tools
         self._with_variables = lru_cache(_TEMPLATES)(
             lambda text: self._template.with_variables(**json.loads(text))
         )
@@ -165,11 +165,11 @@ class ChatPrompts:
             if getattr(request, name, False):
                 why = f"{name} is not served where a message has an image"
                 raise prompts.RefusedParameter(name, why)
-        most = self._most_images
-        if not most or not self._chat.model_config.supports_multimodal_inputs:
+        limit = self._max_images
+        if not limit or not self._chat.model_config.supports_multimodal_inputs:
             raise InputError("this server takes text alone: a request has an image or another file")
-        if len([*image_parts(messages)]) > most:  # before any is decoded
-            why = f"more than {most} images (engine.images_per_prompt)"
+        if len([*image_parts(messages)]) > limit:  # before any is decoded
+            why = f"more than {limit} images (engine.images_per_prompt)"
             raise InputError(f"the messages have {why}")
         return await run_in_thread(read)
 

@@ -67,16 +67,16 @@ class ChatSampler:
                 fills the context; then the session is full (`context_full`).
             InputError: as `RequestContext.within`.
         """
-        request, session, most = chat.request, chat.context.session, self._most_tokens(chat)
+        request, session, limit = chat.request, chat.context.session, self._max_tokens(chat)
         if _by_beams(request):
             return chat
         written, own = request.model_fields_set, session.sampling or self._sampling
-        params, ids = request.to_sampling_params(most, {}), chat.prompt.tolist()
+        params, ids = request.to_sampling_params(limit, {}), chat.prompt.tolist()
         if "min_tokens" not in written:
             params.min_tokens = own.min_tokens
         if "ignore_eos" not in written:
             params.ignore_eos = own.ignore_eos
-        params.max_tokens = chat.context.within(chat.prompt, most)
+        params.max_tokens = chat.context.within(chat.prompt, limit)
         params.min_tokens = min(params.min_tokens, params.max_tokens)
         if chat.parsed.checked and not params.stop and EXTRA_ARG not in (params.extra_args or ()):
             core = vllm.EngineCoreRequest(
@@ -100,7 +100,7 @@ class ChatSampler:
             )
         return chat._replace(core=core)
 
-    def _most_tokens(self, chat: Chat) -> int:
+    def _max_tokens(self, chat: Chat) -> int:
         """Return how many tokens may be sampled; refuse a prompt that fills the context."""
         length: int = self._chat.model_config.max_model_len
         if len(chat.prompt) >= length:
@@ -205,7 +205,7 @@ class ChatSampler:
         search = self._chat.beam_search(
             prompt=vllm.tokens_input(chat.prompt.tolist()),
             request_id=chat.name,
-            params=request.to_beam_search_params(self._most_tokens(chat), {}),
+            params=request.to_beam_search_params(self._max_tokens(chat), {}),
             lora_request=chat.adapter,
         )
         async with aclosing(search) as results:

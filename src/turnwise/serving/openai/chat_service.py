@@ -78,7 +78,7 @@ class ChatService:
         self.prompts = ChatPrompts(
             template,
             self._chat,
-            most_images=config.engine.images_per_prompt,
+            max_images=config.engine.images_per_prompt,
             shows_tools=config.rollout.tools_in_prompt,
         )
         self._reader = ChatReader(self._chat)

@@ -41,7 +41,7 @@ _HEAD_SECONDS = 30.0
 _BODY_SECONDS = 120.0  # time for a whole body: any network transfers serving.max_body_mb faster
 _READ_SECONDS = 60.0  # time for a client to read the next part of its answer
 _HEAD_BYTES = 65_536
-_MOST = 4_096
+_MAX_CONNECTIONS = 4_096
 _FILES = 1 << 20
 """Maximum soft limit of open files that a server sets; it is Linux' own default maximum."""
 _TOKENIZE_BYTES = 2 << 20
@@ -51,7 +51,7 @@ _BODIES = 8  # number of bodies of maximum size that may be in memory at once
 _MEMORY = 4  # bytes of memory for a body's values that count as one byte of a body
 
 
-def most_connections() -> int:
+def max_connections() -> int:
     """Raise the soft limit of open files towards the hard one; return the maximum number of
     connections: at most half of the limit, because requests open further files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -61,15 +61,19 @@ def most_connections() -> int:
         with suppress(OSError, ValueError):  # a limit that cannot be raised holds
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return _MOST if soft == resource.RLIM_INFINITY else max(16, min(_MOST, soft // 2))
+    return (
+        _MAX_CONNECTIONS
+        if soft == resource.RLIM_INFINITY
+        else max(16, min(_MAX_CONNECTIONS, soft // 2))
+    )
 
 
 class HttpConnection(HttpToolsProtocol):
     """One client's connection, with deadlines for the headers and the body of a request and for the
-    client to read the answer. If a server has more than `most` connections, each new one closes the
-    connection that has waited the longest for its client."""
+    client to read the answer. If a server has more than `max_open` connections, each new one closes
+    the connection that has waited the longest for its client."""
 
-    most: ClassVar[int] = _MOST
+    max_open: ClassVar[int] = _MAX_CONNECTIONS
     _deadline: asyncio.TimerHandle | None = None
     _waiting_since: float | None = None
     """Time at which the wait for the client began; None while a request is answered."""
@@ -78,7 +82,7 @@ class HttpConnection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._wait(_HEAD_SECONDS)
-        if len(self.connections) <= self.most:
+        if len(self.connections) <= self.max_open:
             return
         waiting = [
             (other._waiting_since, id(other), other)
@@ -229,7 +233,7 @@ class Gate:
         self._app = app
         self._names = {canonical(name) for name in names}
         self._origins = serving.cors_origins
-        self._most = serving.max_body_mb << 20
+        self._max_bytes = serving.max_body_mb << 20
         self._megabytes = serving.max_body_mb
         self._held = 0
         """Size in bytes of all bodies of requests in flight; many small values count as more."""
@@ -239,16 +243,16 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         head = scope["method"] == "HEAD"  # not all routes of the framework answer it
         limited_path = scope["path"] in ("/tokenize", "/detokenize")
-        most = min(self._most, _TOKENIZE_BYTES) if limited_path else self._most
+        limit = min(self._max_bytes, _TOKENIZE_BYTES) if limited_path else self._max_bytes
         read, held, started = 0, 0, False
         count = JsonCount()
 
         def check(size: int, cost: int) -> None:
-            if size > most:
+            if size > limit:
                 raise HTTPException(
-                    413, f"the body is larger than {most:,} bytes (serving.max_body_mb)"
+                    413, f"the body is larger than {limit:,} bytes (serving.max_body_mb)"
                 )
-            if cost + self._held - held > _BODIES * self._most:
+            if cost + self._held - held > _BODIES * self._max_bytes:
                 raise HTTPException(503, "too many large requests are in flight; try again")
 
         async def limited() -> Message:

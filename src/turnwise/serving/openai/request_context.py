@@ -68,18 +68,18 @@ class RequestContext:
             params.prompt_logprobs = params.prompt_logprobs or 0
             params.skip_reading_prefix_cache = True  # cached tokens get no log-probs
 
-    def within(self, prompt: Prompt, most: int) -> int:
-        """Return how many tokens, at most `most`, may follow a prompt. If none may, mark the
+    def within(self, prompt: Prompt, max_tokens: int) -> int:
+        """Return how many tokens, at most `max_tokens`, may follow a prompt. If none may, mark the
         session as full (`context_full`) and raise InputError."""
         room = self.session.room(prompt, self.next_prompt.fork_reason)
-        most = most if room is None else min(most, room)
-        if most <= 0:
+        max_tokens = max_tokens if room is None else min(max_tokens, room)
+        if max_tokens <= 0:
             self.session.context_full = True
             raise InputError(
                 f"the conversation has used up its {self.session.max_response_tokens} tokens "
                 "(rollout.max_response_tokens)"
             )
-        return most
+        return max_tokens
 
     def note(self, index: int, content: str | None, calls: Iterable[Sequence[str]]) -> None:
         """Note a finished choice in the form in which its client will send it back. If a call is

@@ -38,7 +38,7 @@ from turnwise.serving.openai.bodies import read_once
 from turnwise.serving.openai.errors import answer_error
 from turnwise.serving.openai.metrics import EngineMetrics, metrics_text
 from turnwise.serving.openai.middleware import IN_SESSIONS, SESSION_NAME, SessionMiddleware
-from turnwise.serving.openai.protection import Access, HttpConnection, guarded, most_connections
+from turnwise.serving.openai.protection import Access, HttpConnection, guarded, max_connections
 from turnwise.serving.openai.vllm_app import build
 from turnwise.trajectory import MAX_REWARD
 
@@ -114,7 +114,7 @@ class OpenAIServer:
             )
         address = reachable(host)
         self.base_url = f"http://{f'[{address}]' if ':' in address else address}:{port}/v1"
-        HttpConnection.most = most_connections()
+        HttpConnection.max_open = max_connections()
         options = uvicorn.Config(
             "",  # `serve` makes the application
             http=HttpConnection,
@@ -124,7 +124,7 @@ class OpenAIServer:
             proxy_headers=False,  # nothing asks for the client's address
             lifespan="off",
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-            backlog=HttpConnection.most // 2,  # connections that asyncio accepts at once
+            backlog=HttpConnection.max_open // 2,  # connections that asyncio accepts at once
         )
         self._server = uvicorn.Server(options)
         return self._server

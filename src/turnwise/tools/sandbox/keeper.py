@@ -24,7 +24,7 @@ OVER_MEMORY, OVER_DISK = 10, 11
 _PERIOD = 0.2
 """Seconds between two checks of the sandbox."""
 _END_SECONDS = 5.0
-_MOST_FILES = 20_000
+_MAX_FILES = 20_000
 _SET_SUBREAPER = 36
 
 
@@ -113,7 +113,7 @@ def _watch(spec: dict[str, Any], ended: Callable[[], bool]) -> int:
             for pid in _descendants()[1:]:
                 with contextlib.suppress(OSError):
                     inside = os.statvfs(f"/proc/{pid}/root{folder}")
-                    if inside.f_files - inside.f_ffree > _MOST_FILES:
+                    if inside.f_files - inside.f_ffree > _MAX_FILES:
                         return OVER_DISK
                     break
     return 0
@@ -151,7 +151,7 @@ def _disk(folder: str, limit: int) -> int:
             with os.scandir(folders.pop()) as entries:
                 for entry in entries:
                     files += 1
-                    if files > _MOST_FILES:
+                    if files > _MAX_FILES:
                         return limit + 1
                     with contextlib.suppress(FileNotFoundError):
                         total += entry.stat(follow_symlinks=False).st_blocks * 512

@@ -83,9 +83,9 @@ def clipped(
     bounded_N = torch.clamp(ratio_N, low, high) * advantages_N  # type: ignore[arg-type]
     loss_N, clipped_N = -torch.minimum(plain_N, bounded_N), bounded_N < plain_N
     if dual_clip is not None:
-        most_N = -dual_clip * advantages_N
-        dual_N = (advantages_N < 0) & (loss_N > most_N)
-        loss_N, clipped_N = torch.where(dual_N, most_N, loss_N), clipped_N | dual_N
+        bound_N = -dual_clip * advantages_N
+        dual_N = (advantages_N < 0) & (loss_N > bound_N)
+        loss_N, clipped_N = torch.where(dual_N, bound_N, loss_N), clipped_N | dual_N
     return TokenLoss(loss_N, ratio_N.detach(), clipped_N)
 
 
@@ -165,8 +165,8 @@ def dppo(config: sections.Dppo, tokens: Tokens) -> TokenLoss:
         divergence_N = (engine_N.exp() - logprobs_N.exp()).abs()
     else:
         rest_N, other_N = (-torch.expm1(x_N) for x_N in (engine_N, logprobs_N))
-        least = torch.finfo(rest_N.dtype).eps
-        logs_N = rest_N.clamp(min=least).log() - other_N.clamp(min=least).log()
+        smallest = torch.finfo(rest_N.dtype).eps
+        logs_N = rest_N.clamp(min=smallest).log() - other_N.clamp(min=smallest).log()
         divergence_N = engine_N.exp() * (engine_N - logprobs_N) + rest_N * logs_N
     moved_N = (logprobs_N - engine_N) * tokens.advantages_N > 0
     masked_N = moved_N & (divergence_N > (config.delta or _DELTAS[config.divergence]))
@@ -197,11 +197,11 @@ class VespoLoss(Loss):
         return self.corrected(tokens, torch.ones_like(tokens.advantages_N))
 
     def corrected(self, tokens: Tokens, correction_N: torch.Tensor) -> TokenLoss:
-        config, least = self._config, math.log(1e-8)
+        config, smallest = self._config, math.log(1e-8)
         log_ratio_N = (tokens.logprobs_N - tokens.old_logprobs_N).detach()
         log_ratio_N = log_ratio_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-        log_w_S = tokens.sums_S(log_ratio_N + correction_N.log().clamp(least, MAX_LOG_RATIO))
-        log_w_N = log_w_S.clamp(least, MAX_LOG_RATIO)[tokens.sequence_N]
+        log_w_S = tokens.sums_S(log_ratio_N + correction_N.log().clamp(smallest, MAX_LOG_RATIO))
+        log_w_N = log_w_S.clamp(smallest, MAX_LOG_RATIO)[tokens.sequence_N]
         good_N = tokens.advantages_N >= 0
         k_N = torch.where(good_N, config.k_pos, config.k_neg)
         lambda_N = torch.where(good_N, config.lambda_pos, config.lambda_neg)
