@@ -147,8 +147,8 @@ class Adapters:
             raise InputError(
                 f"create_model: the trainer has no room for another adapter of rank {rank}, which "
                 f"needs {needed / GIB:.2f} GiB: its {len(self._held)} models have "
-                f"{taken / GIB:.2f} of {self._capacity / GIB:.2f} GiB; ask for a lower rank or wait "
-                "until a session ends"
+                f"{taken / GIB:.2f} of {self._capacity / GIB:.2f} GiB; ask for a lower rank, or "
+                "wait until a session ends"
             )
         self._make_room(needed)
 
