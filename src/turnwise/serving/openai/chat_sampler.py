@@ -40,6 +40,11 @@ class Chat(NamedTuple):
         return self.parsed.request
 
     @property
+    def prompt_ids(self) -> list[int]:
+        """Ids of the prompt: the list in the engine's request, if there is one."""
+        return self.prompt.tolist() if self.core is None else self.core.prompt_token_ids
+
+    @property
     def choices(self) -> int:
         return getattr(self.parsed.request, "n", None) or 1
 

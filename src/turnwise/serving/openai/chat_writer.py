@@ -55,7 +55,7 @@ class ChatWriter:
 
     async def whole(self, chat: Chat) -> JsonObject:
         """Sample a chat, and return its answer."""
-        request, prompt = chat.request, chat.prompt.tolist()
+        request, prompt = chat.request, chat.prompt_ids
         sampled = await self._sampler.whole(chat)
         choices, count, reasoning = list[JsonObject](), 0, 0
         for index, (piece, _) in enumerate(sampled):
@@ -135,7 +135,7 @@ class ChatWriter:
             text = None
             if request.return_prompt_text:
                 text = self._prompts.template_of(request).decode_all(chat.prompt)
-            prompt = chat.prompt.tolist()
+            prompt = chat.prompt_ids
             choices = [
                 StreamedChoice(request, prompt, self.parser(chat) if parses else None)
                 for _ in range(chat.choices)
@@ -183,7 +183,7 @@ class ChatWriter:
         """Return a parser, and what it finds in a whole choice: the reasoning, the content and the
         calls that the client gets."""
         request, parser = chat.request, self.parser(chat)
-        parser.set_prompt_token_ids(chat.prompt.tolist())
+        parser.set_prompt_token_ids(chat.prompt_ids)
         reasoning, content, calls = parser.parse(
             piece.text, request, enable_auto_tools=True, model_output_token_ids=piece.token_ids
         )
