@@ -35,12 +35,12 @@ def test_a_query_without_a_match_finds_nothing(query: str) -> None:
     assert search(query) == "No passage found."
 
 
-@pytest.mark.parametrize("row", ROWS, ids=lambda row: row["answers"][0])
-def test_each_answer_is_in_the_corpus(row: dict[str, Any]) -> None:
+def test_each_answer_is_in_the_corpus() -> None:
     passages = (EXAMPLE / "corpus.jsonl").read_text().lower()
-    assert all(answer.lower() in passages for answer in row["answers"])
-    for answer in row["answers"]:
-        assert reward(row, f"<answer>{answer.upper()}.</answer>") == 1.0
+    for row in ROWS:
+        assert all(answer.lower() in passages for answer in row["answers"]), row
+        for answer in row["answers"]:
+            assert reward(row, f"<answer>{answer.upper()}.</answer>") == 1.0, row
 
 
 def reward(row: dict[str, Any], said: str) -> float:

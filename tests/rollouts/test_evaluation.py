@@ -33,16 +33,17 @@ from turnwise.trajectory import Outcome, Trajectory, read_jsonl, write_jsonl
 CASES = [(n, c, k) for n in range(1, 7) for c in range(n + 1) for k in range(1, n + 1)]
 
 
-@pytest.mark.parametrize(("n", "c", "k"), CASES)
-def test_pass_at_k_is_the_share_of_subsets_with_a_right_attempt(n: int, c: int, k: int) -> None:
-    subsets = list(combinations([True] * c + [False] * (n - c), k))
-    assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_attempt() -> None:
+    for n, c, k in CASES:
+        subsets = list(combinations([True] * c + [False] * (n - c), k))
+        assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets)), (n, c, k)
 
 
-@pytest.mark.parametrize(("n", "c", "k"), [case for case in CASES if case[0] < 6])
-def test_mean_at_k_is_unbiased_over_the_order_of_attempts(n: int, c: int, k: int) -> None:
-    orders = list(permutations([True] * c + [False] * (n - c)))
-    assert sum(mean_at_k(order, k) for order in orders) / len(orders) == pytest.approx(c / n)
+def test_mean_at_k_is_unbiased_over_the_order_of_attempts() -> None:
+    for n, c, k in (case for case in CASES if case[0] < 6):
+        orders = list(permutations([True] * c + [False] * (n - c)))
+        mean = sum(mean_at_k(order, k) for order in orders) / len(orders)
+        assert mean == pytest.approx(c / n), (n, c, k)
 
 
 def test_pass_at_k_stays_exact_for_many_attempts() -> None:
@@ -72,11 +73,9 @@ def summarize(groups: list[Group], n: int, success_reward: float) -> dict[str, f
     return scores.summary()
 
 
-@pytest.mark.parametrize("n", range(1, 6))
-@pytest.mark.parametrize("missing", range(6))
+@pytest.mark.parametrize(("n", "missing"), [(1, 0), (1, 1), (3, 2), (5, 0), (5, 1), (5, 4), (5, 5)])
 def test_an_attempt_without_a_reward_is_neither_right_nor_wrong(n: int, missing: int) -> None:
     """The summary is as if such attempts had not been made."""
-    missing = min(missing, n)
     rewards: list[float | None] = [1.0, 0.0, 1.0, 0.0, 0.0][: n - missing]
     with_them, without = group([None] * missing + rewards), group(rewards)
     with_them.dropped["no_reward"] = missing
