@@ -18,6 +18,8 @@
 # make gpu-check   check everything that a GPU alone can show, with any Python that has torch
 #             (GPU_PYTHON=python3); without a GPU, run the same checks' logic on the CPU
 # make gpu-pack    pack what gpu-check needs for a machine without a network
+# make release   build the wheel and the sdist in build/dist, install each in a fresh environment, and
+#             train the project of `turnwise init` there
 # make docs   build the documentation into build/docs, every warning an error
 # make lock   resolve requirements/*.in into requirements/*.txt
 
@@ -43,7 +45,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: setup demo real guess gsm8k retool algorithms agents envs tinker quick test pytest test-all \
-  bench soak gpu-check gpu-pack docs lint lock clean
+  bench soak gpu-check gpu-pack release docs lint lock clean
 
 setup: $(STAMP)
 
@@ -147,6 +149,10 @@ gpu-check:
 
 gpu-pack:
 	$(GPU_PYTHON) -m benchmarks.gpu.pack
+
+release: setup
+	$(BIN)/python -m pytest -m slow tests/test_wheel.py
+	$(BIN)/python -m build --no-isolation --outdir build/dist
 
 docs: $(INTEROP)
 	NO_MKDOCS_2_WARNING=1 .venv-interop/bin/mkdocs build --strict --quiet
