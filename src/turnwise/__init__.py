@@ -1,6 +1,7 @@
 """Turnwise: reinforcement learning for tool-calling language models, exact to the token.
 
-This module holds the public API. Most names are imported on first use; the import takes seconds.
+This module holds the public API. Most names are imported on first use, because importing them takes
+seconds.
 
 Example:
     import turnwise
@@ -94,10 +95,10 @@ _COMPAT = {
     "verl": ("ChatCompletionScheduler", "LLMServerManager"),
 }
 _MOVED = {name: f"turnwise.compat.{system}" for system, names in _COMPAT.items() for name in names}
-"""Present modules of other systems' names, which were in this module before."""
+"""Names of other systems that this module exported earlier, mapped to their current modules."""
 _HOMES = {name: f"turnwise.{module}" for module, names in _PUBLIC.items() for name in names}
 
-# Without `open`: a star import would replace Python's own `open`.
+# `open` is left out, because a star import would replace Python's own `open`.
 __all__ = [
     "AgentLoop",
     "AgentTask",
@@ -144,7 +145,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Import a public name at its first use; for a moved name, raise where it is now."""
+    """Import a public name at its first use; for a moved name, raise an error with its new
+    module."""
     if name in _MOVED:
         raise ImportError(f"turnwise.{name} is {_MOVED[name]}.{name} now")
     if name not in _HOMES:

@@ -1,7 +1,7 @@
 """Serve an agent over standard input and output, for `rollout.agent: "worker: COMMAND"`.
 
-This file needs only Python 3.9 or later. Import it as `turnwise.agent_worker`, or copy it next to
-your agent, for an environment without turnwise.
+This file needs only Python 3.9 or later. Import it as `turnwise.agent_worker`; if the agent's
+environment does not have turnwise, copy this file next to your agent.
 
     # my_agent.py
     from agent_worker import serve
@@ -13,17 +13,18 @@ your agent, for an environment without turnwise.
     if __name__ == "__main__":
         serve(run)
 
-The protocol has one JSON object per line. Any number of requests run at once:
+In the protocol, each line is one JSON object. Any number of requests can run at once. Examples:
 
     to the worker                                                   from the worker
     {"id": 1, "method": "run", "task": {...}, "base_url": "..."}    {"id": 1, "result": {...}}
     {"id": 2, "method": "tasks"}                                    {"id": 2, "result": [...]}
     {"id": 1, "method": "cancel"}                                   {"id": 1, "error": "..."}
 
-A `run` also has the keys `model` and `name`. Its result is null or an object with any of `reward`,
-`metrics`, `sessions` and `error`. `cancel` has no answer. The worker ends at the end of its input.
-If the trainer sends spans to a collector, a `run` has its span's headers (`traceparent`) in the key
-`trace`. If OpenTelemetry is installed, that span becomes the context of the call.
+A `run` request also has the keys `model` and `name`. Its result is null or an object with any of
+`reward`, `metrics`, `sessions` and `error`. A `cancel` has no answer. The worker ends when its
+input ends. If the trainer sends spans to a collector, a `run` request has the headers of the
+trajectory's span (`traceparent`) in the key `trace`. If OpenTelemetry is installed, that span is
+the current context during the call.
 """
 
 from __future__ import annotations
@@ -47,8 +48,10 @@ def serve(run: Function, tasks: Optional[Function] = None) -> None:  # noqa: UP0
 
     Args:
         run: Function `run(task, base_url)`, async or plain; plain functions run in threads. It
-            works on one task and returns a report, or None. An exception is the task's error.
-        tasks: Function that returns the rows of data, for `data.path`; None if there are none.
+            works on one task and returns a report, or None. An exception is reported as the task's
+            error.
+        tasks: Function that returns the rows of data, for `data.path`; None if the worker has no
+            data.
 
     Example:
         serve(run, lambda: [{"question": "2 + 2?", "answer": "4"}])

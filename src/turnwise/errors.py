@@ -1,7 +1,8 @@
 """The exceptions of turnwise, all derived from `TurnwiseError`, and helpers to describe errors.
 
-Each message is one sentence for the user: the mistake, or the part that did not answer, and how to
-fix it. The command line prints it and exits with status 2, without a traceback.
+Each message is one sentence for the user. It states the mistake, or the component that did not
+answer, and how to fix this. The command line prints it and exits with status 2, without a
+traceback.
 """
 
 import inspect
@@ -85,8 +86,8 @@ class ExactnessError(TurnwiseError):
 def where_in_user_code(error: BaseException) -> str:
     """Return the last line of user code in an error's traceback, as `file:line`.
 
-    Without user code, return the last line in an installed package; "" if the error passed through
-    turnwise and Python only.
+    If the traceback has no user code, return its last line in an installed package; "" if it only
+    has lines of turnwise and Python.
     """
     frames = traceback.extract_tb(error.__traceback__)
     lines = [(frame.filename, frame.lineno) for frame in frames]
@@ -100,8 +101,8 @@ def where_in_user_code(error: BaseException) -> str:
 
 
 def defined_at(what: object) -> str:
-    """Return the place where a function or class of user code is defined, as `file:line`; "" if it
-    is unknown, or not in user code."""
+    """Return the place where a function or class of user code is defined, as `file:line`; "" if the
+    place is unknown, or is not in user code."""
     file, line = None, 0
     if isinstance(what, type):
         with suppress(OSError, TypeError):  # a class may have no source
@@ -112,8 +113,8 @@ def defined_at(what: object) -> str:
 
 
 def user_traceback(error: BaseException) -> str:
-    """Return the frames of an error's traceback from the first one in user code on, then the
-    frames before it, which called the user code."""
+    """Return the frames of an error's traceback from the first frame in user code on, followed by
+    the earlier frames, which called the user code."""
     frames = traceback.extract_tb(error.__traceback__)
     first = next((n for n, frame in enumerate(frames) if in_user_code(frame.filename)), 0)
     text = "".join(traceback.format_list(frames[first:]))
@@ -128,7 +129,8 @@ def in_user_code(filename: str) -> bool:
 
 
 def short_path(path: str) -> str:
-    """Return a path below the working directory as a relative path, any other unchanged."""
+    """Return a path below the working directory as a relative path; return other paths
+    unchanged."""
     return os.path.relpath(path) if path.startswith(os.getcwd() + os.sep) else path
 
 
@@ -161,9 +163,9 @@ def visible(text: str) -> str:
 
 
 def without_numbers(text: str) -> str:
-    """Return a message with # for numbers and ids, so that equal causes have equal texts.
+    """Replace numbers and ids in a message by #, so that equal causes have equal texts.
 
-    Line numbers of Python files stay.
+    Line numbers of Python files are kept.
 
     Example:
         >>> without_numbers("rows.jsonl:7: 0x7f3a gave 1.5 (env.py:12)")
@@ -175,8 +177,8 @@ def without_numbers(text: str) -> str:
 def ordinary_error(error: BaseException) -> Exception:
     """Return the error, or a RuntimeError in its place if the error would end more than the call.
 
-    A RuntimeError replaces SystemExit, KeyboardInterrupt and CancelledError, and StopIteration,
-    because a future cannot hold it.
+    A RuntimeError replaces SystemExit, KeyboardInterrupt and CancelledError. It also replaces
+    StopIteration, because a future cannot hold a StopIteration.
     """
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
@@ -185,7 +187,7 @@ def ordinary_error(error: BaseException) -> Exception:
 
 
 def message_of(error: BaseException, longest: int) -> str:
-    """Return the beginning of an error's message, even if its `__str__` fails."""
+    """Return the first `longest` characters of an error's message, even if its `__str__` fails."""
     try:
         message = str(error)
     except Exception as failure:
@@ -194,12 +196,12 @@ def message_of(error: BaseException, longest: int) -> str:
 
 
 def text_of(error: BaseException) -> str:
-    """Return an error's message, or the name of its type if it has none."""
+    """Return an error's message, or the name of the error's type if the message is empty."""
     return message_of(error, _LONGEST).strip() or type(error).__name__
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or the name of its type if it has none.
+    """Return the first line of an error's message, or the error's type if the message is empty.
 
     Use it for errors of libraries, whose messages often continue with advice and stack traces.
 
@@ -212,7 +214,8 @@ def first_line(error: BaseException) -> str:
 
 @contextmanager
 def translate_unwritable(path: Path) -> Iterator[None]:
-    """Translate an operating-system error, such as a full disk, into one sentence."""
+    """Translate an operating-system error, such as a full disk, into a one-sentence
+    TurnwiseError."""
     try:
         yield
     except OSError as error:

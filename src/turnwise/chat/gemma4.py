@@ -1,7 +1,7 @@
 """Gemma 4's arguments with the types that the model wrote.
 
-The format marks each text: `a:<|"|>1<|"|>` is a text, `a:1` a number. vLLM's parser keeps both as
-texts and converts them by the tool's schema. Where the schema names no type, as in a `dict` or a
+The format marks each text: `a:<|"|>1<|"|>` is a text, `a:1` is a number. vLLM's parser keeps both
+as texts and converts them by the tool's schema. Where the schema names no type, as in a `dict` or a
 `list[dict]`, numbers, true, false and null stay texts.
 """
 
@@ -29,10 +29,10 @@ def with_types(
     text: str, calls: list[tuple[str, str]], schemas: Mapping[str, JsonObject]
 ) -> list[str]:
     """Return the arguments of each call, with the types that the model wrote where the schema names
-    none. `calls` has the names and arguments that vLLM read from `text`; `schemas` has the schema
-    of each tool's parameters."""
+    no type. `calls` has the names and arguments that vLLM read from `text`; `schemas` has the
+    schema of each tool's parameters."""
     written = [_call(part.partition(_END)[0]) for part in text.split(_BEGIN)[1:]]
-    if len(written) != len(calls):  # vLLM read other calls: keep its arguments
+    if len(written) != len(calls):  # vLLM read different calls: keep its arguments
         return [arguments for _, arguments in calls]
     typed = []
     for (name, arguments), (named, found) in zip(calls, written, strict=True):
@@ -45,7 +45,7 @@ def with_types(
 
 
 def _merged(given: Foreign, written: Foreign, schema: Foreign) -> Foreign:
-    """Return vLLM's value; where vLLM left a text, with the type that the model wrote."""
+    """Return vLLM's value, with the types that the model wrote where vLLM left texts."""
     schema = schema if isinstance(schema, dict) else {}
     if isinstance(written, _Bare):
         if given != written.text or takes_texts(schema):
@@ -77,7 +77,7 @@ def takes_texts(schema: JsonObject) -> bool:
 
 
 def _call(text: str) -> tuple[str, JsonObject | None]:
-    """Return the name of a call, and its arguments as they are written; None if they end early."""
+    """Return the name of a call, and its arguments as written, or None if these are broken."""
     name, brace, rest = text.partition("{")
     try:
         return name.strip(), _ArgumentReader(rest).members() if brace else None
@@ -86,13 +86,13 @@ def _call(text: str) -> tuple[str, JsonObject | None]:
 
 
 class _ArgumentReader:
-    """Reads arguments once from left to right; IndexError or ValueError where they are broken."""
+    """Reads arguments from left to right; raises IndexError or ValueError if they are broken."""
 
     def __init__(self, text: str) -> None:
         self._text, self._at, self._depth = text, 0, 0
 
     def members(self) -> JsonObject:
-        """Return an object whose opening brace has been read."""
+        """Read the rest of an object whose opening brace has been read."""
         found: JsonObject = {}
         while self._next() != "}":
             key = self._text_at() if self._begins() else self._until(":").strip()

@@ -3,7 +3,8 @@
 We keep an image in a message's content as the part `{"type": "image", "image": Image}`. Its `image`
 may be given as a PIL image, bytes, a data URL, a path, or the `{"bytes", "path"}` of Hugging Face's
 datasets; `{"type": "image_url", "image_url": {"url": ...}}` and Responses' `input_image` are read
-in the same way. Equal bytes are one `Image`, decoded once while any trajectory has it.
+in the same way. Images with equal bytes are one `Image`, which is decoded once while any trajectory
+has it.
 """
 
 import base64
@@ -23,20 +24,20 @@ from turnwise.trajectory import Image, Message
 from turnwise.trajectory.images import KINDS, data_url, hash_of
 
 _TEXTS = ("text", "input_text", "output_text")
-_MAX_LOOKED_AT = 1000  # maximum parts of a tool's result in which an image is looked for
+_MAX_LOOKED_AT = 1000  # maximum number of a tool result's parts that are searched for images
 _known: WeakValueDictionary[str, Image] = WeakValueDictionary()  # by hash
 _known_lock = Lock()  # requests are read in threads
 
 
 def read_image(value: Foreign, what: str, *, files: bool = True) -> Image:
-    """Return an image that is given in any form.
+    """Return an image that is given in any of the module's forms.
 
     Args:
-        what: Its name in errors.
-        files: Whether a text may be the path of a file: only where the text is the user's own.
+        what: Name of the image in error messages.
+        files: Whether a text may be a file's path; allow this only for the user's own texts.
 
     Raises:
-        InputError: when it has another form, or is beyond the limits of `core.images`.
+        InputError: when the value has an unsupported form, or exceeds the limits of `core.images`.
     """
     if isinstance(value, Image):
         return value
@@ -67,8 +68,8 @@ def read_image(value: Foreign, what: str, *, files: bool = True) -> Image:
 
 
 def read_parts(message: Message, what: str, *, files: bool = True) -> Message:
-    """Return a message whose images have the form that we keep; raises as `read_image`, and
-    InputError for a part that is neither text nor an image, and for too many images."""
+    """Return a message whose images have the form that we keep. Raises as `read_image` does, and
+    InputError for a part that is neither text nor an image, an assistant's image, or too many."""
     if not isinstance(content := message.get("content"), Sequence) or isinstance(content, str):
         return message
     parts: list[JsonObject] = []
@@ -92,8 +93,9 @@ def read_parts(message: Message, what: str, *, files: bool = True) -> Message:
 
 
 def with_urls(value: Foreign) -> Foreign:
-    """Return a value of a row or of messages with its images as data URLs, in messages as OpenAI's
-    `image_url` parts, so that it can be JSON; InputError for bytes that are no image."""
+    """Return a value of a dataset row or of messages so that it can be JSON: images become data
+    URLs, and image parts become OpenAI's `image_url` parts. Raise InputError for bytes that are not
+    an image."""
     if isinstance(value, Mapping) and not isinstance(value.get("bytes"), bytes):
         if value.get("type") == "image" and "image" in value:
             return {"type": "image_url", "image_url": {"url": with_urls(value["image"])}}
@@ -108,9 +110,9 @@ def with_urls(value: Foreign) -> Foreign:
 def parts_of(value: object) -> list[JsonObject] | None:
     """Return a tool's result as parts of a message, if there is an image in it; else None.
 
-    The result may be a PIL image, an `Image`, a part with an image, or a list of these, of texts
-    and of parts with text. A part whose image is given as text counts as an image only if the text
-    is a data URL, because results may describe images.
+    The result may be a PIL image, an `Image`, a part with an image, or a list of images, texts and
+    parts. A part whose image is given as text counts as an image only if the text is a data URL,
+    because results may describe images.
     """
     given: Sequence[Foreign] = value if isinstance(value, list | tuple) else [value]
     if not any(map(_shows, islice(given, _MAX_LOOKED_AT))):  # a list may be very long

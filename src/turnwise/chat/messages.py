@@ -1,7 +1,8 @@
 """Messages as clients send them: a canonical form for comparison, and a view for people.
 
 A client may send the same conversation in different notations: content as a list of parts, other
-white space in arguments, keys that are null. Digests of the canonical form are the same for them.
+white space in arguments, or keys that are null. All notations have the same canonical form, and so
+the same digests.
 """
 
 import hashlib
@@ -25,7 +26,7 @@ _VIEWED = ("role", "content", "name", "tool_call_id", "reasoning", "reasoning_co
 _VIEW_BYTES = 300  # memory of a view's dictionary, in bytes
 _Result = TypeVar("_Result")
 _LONG = 16_384
-"""Characters that take a few milliseconds to tokenise; longer texts would delay other requests."""
+"""Characters tokenised within a few milliseconds; longer texts would delay other requests."""
 
 
 async def in_thread_if_long(messages: Sequence[Message], work: Callable[[], _Result]) -> _Result:
@@ -74,19 +75,19 @@ class Conversation:
 
     @cached_property
     def bare(self) -> "Conversation":
-        """The same conversation with None in place of each image; itself if it has no images."""
+        """The same conversation with None in place of each image; `self` if it has no images."""
         if not images_in(self.messages):
             return self
         return Conversation(replaced(self.messages, lambda image: None), self.tools)
 
     @property
     def opening(self) -> bytes:
-        """Digest of the first message; empty if there is none."""
+        """Digest of the first message; empty if there are no messages."""
         return self.prefixes[:2][-1]
 
     @cached_property
     def tools_digest(self) -> bytes:
-        """Digest of the tools; no tools and an empty list are the same."""
+        """Digest of the tools; None and an empty list have the same digest."""
         return _digest(self.tools or None)
 
 
@@ -96,8 +97,8 @@ def extended_by(prefix: bytes, said: Answer) -> bytes:
 
 
 def plain(message: Message, between: str = "") -> Message:
-    """Return a message as templates take it: content as text, or parts if it has images; no keys
-    that are None. `between` separates the texts of joined parts."""
+    """Return a message as templates take it, without keys that are None. Its content is text, or
+    parts if the message has images. `between` separates the texts of joined parts."""
     result = {key: value for key, value in message.items() if value is not None}
     if not images_in([message]):
         result["content"] = _text(message.get("content"), between)
@@ -146,7 +147,7 @@ def answer(text: str | None, calls: Iterable[tuple[str, object]]) -> Answer:
     for name, value in calls:
         if isinstance(value, str):
             try:
-                value = json.loads(value or "{}")  # without arguments, either is sent
+                value = json.loads(value or "{}")  # clients send "" or "{}" for no arguments
             except ValueError:
                 called.append((name, str(value)))
                 continue

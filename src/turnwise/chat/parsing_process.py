@@ -5,8 +5,9 @@ cube of the length, and they hold the GIL meanwhile. A `ParsingProcess` gets suc
 the process parses them. At a limit of CPU time the system kills the fork, and another fork
 continues with the next text.
 
-The process runs `main`. Its standard input is a socket, from which it reads a pickled parser, then
-texts; it answers each text there, in JSON. Only its program writes to the socket.
+The process runs `main`. Its standard input is a socket, from which it reads a pickled parser and
+then texts; it writes the answer to each text, in JSON, to the same socket. Only the program that
+started the process sends to it.
 """
 
 import gc
@@ -39,10 +40,10 @@ logger = logging.getLogger(__name__)
 
 _SECONDS, _SECONDS_EACH = 0.5, 50e-6
 """Maximum CPU time of one parse: a base, and an addition for each character. The slowest of vLLM's
-parsers take 15 us for a character of an ordinary call."""
+parsers take 15 us per character of an ordinary call."""
 _STARTING_SECONDS = 120.0  # deadline for vLLM's imports, which many processes may do at once
 _ANSWER_SECONDS = 30.0
-"""Deadline for an answer, far above its CPU time, because the machine may be overloaded."""
+"""Deadline for an answer, far above the parse's CPU time, because the machine may be overloaded."""
 _ENDING_SECONDS = 5.0
 _LATE = b"null"
 
@@ -60,12 +61,12 @@ class Parsed(NamedTuple):
     calls: list[tuple[str, str]]
     malformed: bool
     seconds: float
-    """CPU time that it took."""
+    """CPU time that the parse took."""
 
 
 class ParsingProcess:
     """Parses texts one after another, in a process that the first text starts. `make` is pickled,
-    and makes the parser there. The process ends with this object or the program."""
+    and makes the parser in that process. The process ends with this object or the program."""
 
     def __init__(self, make: "Callable[[], Parser]") -> None:
         self._make = make
@@ -75,8 +76,8 @@ class ParsingProcess:
         self._end: Foreign = None
 
     async def parse(self, text: str, schemas: "Sequence[JsonObject]") -> Parsed | None:
-        """Return the outcome of a text; None if its parse did not end in time. A process that
-        cannot be started raises a TrajectoryError."""
+        """Return the outcome of a text; None if its parse did not end in time. Raise
+        TrajectoryError if the process cannot be started."""
         return await run_in_thread(self._parse, text, schemas)
 
     def _parse(self, text: str, schemas: "Sequence[JsonObject]") -> Parsed | None:
@@ -122,7 +123,7 @@ class ParsingProcess:
         return own
 
     def close(self) -> None:
-        """End the process; the next text starts another."""
+        """End the process; the next text starts a new one."""
         self._connection = None
         if self._end is not None:
             self._end()
@@ -148,7 +149,7 @@ def _receive(connection: socket.socket, ends: float) -> bytes:
 def main() -> None:
     """Make the parser, then fork for texts until the program is gone."""
     connection = socket.socket(fileno=os.dup(0))
-    stream = connection.makefile("rb")  # buffers at most one request: a dying fork loses no other
+    stream = connection.makefile("rb")  # holds at most one request, so a dying fork loses no other
     if (recipe := _read(stream)) is None:
         return
     parser: Parser = pickle.loads(recipe)()
@@ -176,7 +177,7 @@ def _parse_all(stream: BinaryIO, connection: socket.socket, parser: "Parser") ->
             parsed = parser.parse(text, schemas)
             calls = [(call.name, call.arguments) for call in parsed.calls]
             answer = [number, parsed.content, calls, parsed.malformed]
-        except Exception:  # others write the schemas, which may be anything
+        except Exception:  # users write the schemas, which may be anything
             answer = [number, text, [], True]
         signal.setitimer(signal.ITIMER_PROF, 0.0)
         answer.append(time.process_time() - began)

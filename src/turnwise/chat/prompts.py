@@ -1,9 +1,10 @@
 """The next prompt of a conversation: continue a turn, render the messages, or refuse.
 
-Agent loops call `next_prompt`. The OpenAI server and the chat scheduler have only text: their
+Agent loops call `next_prompt`. The OpenAI server and the chat scheduler have only text, so their
 sessions find the turn that a request continues and call `continue_turn`. They render conversations
-that continue no turn with `whole_prompt`. Where no bridge is exact, the whole conversation is
-rendered and begins a branch; a template that raises or drops a message is refused.
+that continue no turn with `whole_prompt`. Where no bridge (ids that continue a turn) is exact, the
+whole conversation is rendered and begins a branch. A template that raises or drops a message is
+refused.
 """
 
 import json
@@ -39,10 +40,10 @@ class NextPrompt:
     fork_reason: str | None = None
     """Reason for a branch; None if a turn is continued, and for a session's first prompt.
 
-    `new_conversation`: no turn has the same first message. `history_changed`: one has it, but a
-    later message differs. `image_changed`: only an image differs. `new_session`: a session under
-    another begins. `history_rewritten`: the template changes the history, and
-    `rollout.history=template` uses its rendering. All other reasons are those of
+    `new_conversation`: no turn has the same first message. `history_changed`: a turn has the same
+    first message, but a later message differs. `image_changed`: only an image differs.
+    `new_session`: a child session begins. `history_rewritten`: the template changes the history,
+    and `rollout.history=template` uses its rendering. All other reasons are those of
     `Bridge.fork_reason`; a trajectory adds `branched` (see `add_turn`).
     """
     covered: int = 0
@@ -58,8 +59,9 @@ def continue_turn(
     tools: Tools | None,
     refuse_dropped: bool = True,
 ) -> NextPrompt:
-    """Continue a turn with new messages, keeping its ids; TrajectoryError (`message_dropped`) with
-    `refuse_dropped` if the template leaves out a new message, otherwise that is a fork reason."""
+    """Continue a turn with new messages, keeping the turn's ids. If the template leaves out a new
+    message, raise TrajectoryError (`message_dropped`) if `refuse_dropped`, else return that fork
+    reason."""
     bridged = bridge(
         template,
         prompt_token_ids=prompt_token_ids,
@@ -85,8 +87,8 @@ async def next_prompt(
     """Return the next prompt, and the fork reason if it begins a branch, else None.
 
     The whole `conversation` is rendered where no bridge is exact; if `history` is "template", also
-    where the template changes the history. TrajectoryError: `message_dropped`, when the template
-    leaves out a new message; `template_refuses`, when it raises.
+    where the template changes the history. Raise TrajectoryError `message_dropped` when the
+    template leaves out a new message, and `template_refuses` when the template raises.
     """
     bridging = partial(
         continue_turn,
@@ -117,7 +119,7 @@ def echoed_prompt(
     template: ChatTemplate, asked: Conversation, *, refuse_dropped: bool
 ) -> NextPrompt | None:
     """Continue the last assistant message that carries its token ids, as the server's answers do;
-    None when no message does. Raises as `token_ids_of` and `continue_turn` do."""
+    None when no message carries ids. Raises as `token_ids_of` and `continue_turn` do."""
     for index in range(len(asked.messages) - 2, -1, -1):
         message = asked.messages[index]
         if message["role"] == "assistant" and message.get("generation_token_ids"):
@@ -140,7 +142,7 @@ def echoed_prompt(
 
 def spliced_prompt(template: ChatTemplate, asked: Conversation, required: Sequence[int]) -> Prompt:
     """Render a conversation, with `required` in place of its ids up to the last assistant turn;
-    RefusedParameter when they do not fit the messages."""
+    raise RefusedParameter when the required ids do not fit the messages."""
     messages = [plain(message, template.between_parts) for message in asked.messages]
     tools = asked.tools
     end = max((i for i, m in enumerate(messages, 1) if m["role"] == "assistant"), default=0)
@@ -173,14 +175,14 @@ def spliced_prompt(template: ChatTemplate, asked: Conversation, required: Sequen
 
 
 def with_objects(message: Message) -> Message:
-    """Return a message with the arguments of its calls as objects, which most templates take;
-    clients send them as text. Arguments that are no JSON object stay as they are."""
+    """Return a message with the arguments of its calls as objects, which most templates take, while
+    clients send text. Arguments that are not a JSON object stay as they are."""
     calls = []
     for call in message.get("tool_calls") or ():
         function = dict(call["function"])
         if not function.get("arguments"):
             function["arguments"] = {}
-        with suppress(ValueError, TypeError, RecursionError):  # no JSON, or an object
+        with suppress(ValueError, TypeError, RecursionError):  # not JSON, or already an object
             if isinstance(read := json.loads(function["arguments"]), dict):
                 function["arguments"] = read
         calls.append({**call, "function": function})
@@ -203,7 +205,7 @@ def whole_prompt(
     for message in shown:
         if not message.get("tool_calls"):
             message.pop("tool_calls", None)
-        if message.get("reasoning"):  # templates know either name
+        if message.get("reasoning"):  # a template knows one of these names
             message.setdefault("reasoning_content", message["reasoning"])
     if special and not images_in(shown):
         text = template.render_text(shown, tools=asked.tools, add_generation_prompt=generation)
@@ -231,7 +233,7 @@ def _rendered(render: Callable[[], Prompt]) -> Prompt:
 
 
 def _readable(message: Message) -> Message:
-    """Return a message whose calls have objects as arguments: {} replaces all other arguments."""
+    """Return a message whose calls have objects as arguments; {} replaces other arguments."""
     calls = []
     for call in message.get("tool_calls") or ():
         function = dict(call["function"])
@@ -250,16 +252,16 @@ def token_ids_of(tree: JsonObject, name: str) -> list[int]:
 
 
 NEW = ("new_conversation", "new_session")
-"""Reasons of branches that begin another conversation; all others go on with one."""
+"""Fork reasons of branches that begin a conversation; other branches continue an earlier one."""
 
 
 def response_room(
     trajectory: Trajectory, prompt: PromptLike, fork_reason: str | None, max_tokens: int
 ) -> int:
-    """Return the number of tokens left of `rollout.max_response_tokens`, which is `max_tokens`.
+    """Return the number of tokens left of `rollout.max_response_tokens`, given as `max_tokens`.
 
-    Everything after the first prompt of the prompt's conversation counts: completions and the
-    messages between them, in the branch that the prompt continues, or begins for `fork_reason`.
+    All tokens after the first prompt of the conversation count: completions and the messages
+    between them, in the branch that `prompt` continues, or that it begins because of `fork_reason`.
     """
     index, shared = trajectory.find_parent(prompt)
     if index is None:

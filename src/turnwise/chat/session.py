@@ -2,10 +2,10 @@
 
 An agent sends its whole conversation with each request, as text. A session finds the turn that the
 conversation continues, and returns the exact ids of the next prompt; if there is no such turn, a
-branch begins, with a reason. Sessions of sub-agents, under a session, share its trajectory, and
-each continues only its own turns.
-Memory grows with the amount of new text, not with the number of times it is sent: each message is
-stored once, as a view for people, and conversations are compared by digests.
+branch begins, with a reason. The sessions of sub-agents are children of a session. They share its
+trajectory, but each continues only its own turns.
+Memory grows with the amount of new text, not with the number of times a text is sent: each message
+is stored once, as a view for people, and conversations are compared by digests.
 """
 
 import json
@@ -42,8 +42,8 @@ from turnwise.trajectory import (
 )
 
 NAME_PATTERN = r"^[A-Za-z0-9_:~-][A-Za-z0-9._:~-]{0,199}$"
-"""Names that clients may give to sessions: safe in a URL without quoting, and no names like `..`,
-which HTTP clients resolve away."""
+"""Names that clients may give to sessions. They are safe in a URL without quoting, and exclude
+names like `..`, which HTTP clients remove from a path."""
 NAME_RULE = "a session's name is 1 to 200 of A-Z a-z 0-9 _ : ~ - . and does not begin with a dot"
 _SESSION_BYTES = 2_000
 _TURN_BYTES = 700  # a turn and its digests
@@ -64,9 +64,9 @@ class TurnSampling:
     """The sampling and training of one turn, where they differ from the configuration."""
 
     distribution: Distribution | None = None
-    """As in `Turn`."""
+    """See `Turn.distribution`."""
     untrained: str = ""
-    """As in `Turn`."""
+    """See `Turn.untrained`."""
     events: tuple[str, ...] = ()
     """Events that are counted in the trajectory when the turn is recorded."""
 
@@ -82,12 +82,12 @@ class _RecordedTurn:
     length: int  # number of messages that were sent for the turn
     prefix: bytes  # digest of these messages
     tools: bytes
-    bare: bytes  # digest of these messages, whatever their images show
+    bare: bytes  # digest of these messages that ignores what images show
     read: Callable[[], Answer] | None
     """Function that reads the answer; None once called, since it keeps the whole request alive."""
     answer: Answer | None = None
     """The answer; None before it is read, and once a later turn's answer is read."""
-    _answered: bytes = b""  # what `read_answer` returned
+    _answered: bytes = b""  # the digest that `read_answer` returned
 
     def read_answer(self) -> bytes:
         """Read the answer, once, and return the digest of the conversation that ends with it."""
@@ -100,10 +100,10 @@ class _RecordedTurn:
 
 @dataclass(slots=True, eq=False)
 class StoredResponse:
-    """A response (OpenAI's Responses) that a session keeps, for requests that continue it."""
+    """A response of OpenAI's Responses API that a session keeps for requests that continue it."""
 
     before: "StoredResponse | None"
-    """The response that it continues."""
+    """The response that this one continues, if any."""
     asked: list[object]
     """Its own input items, without the conversation that it continues."""
     output: list[object]
@@ -146,7 +146,7 @@ class Session:
     clock: StallClock | None = None
     """Stall clock of a rollout, held while a request is in flight; None for clients' sessions."""
     place: Place = field(default_factory=Place)
-    """Place of a rollout's trajectory, at work while a request is in flight."""
+    """Admission of a rollout's trajectory, which is `working` while a request is in flight."""
     max_response_tokens: int | None = None
     """Maximum number of tokens of a conversation after its first prompt; None means no limit."""
     max_turns: int | None = None
@@ -164,11 +164,11 @@ class Session:
     size: int = _SESSION_BYTES
     """Estimated memory in bytes."""
     parent: "Session | None" = None
-    """The session that this one is under; None for a session with its own trajectory."""
+    """The session whose child this one is; None for a session with its own trajectory."""
     children: "dict[str, Session]" = field(default_factory=dict)
-    """Sessions under this one, by the name that the agent gave them."""
+    """Child sessions, by the names that the agent gave them."""
     used: float = 0.0
-    """End of the last request, by the monotonic clock."""
+    """Time at which the last request ended, in seconds of the monotonic clock."""
     requests: int = 0
     """Number of requests in flight."""
     completions: list[str] = field(default_factory=list)
@@ -181,10 +181,10 @@ class Session:
     _last: _RecordedTurn | None = None
     _openings: set[bytes] = field(default_factory=set)  # digests of the first messages of all turns
     _by_answer: dict[tuple[bytes, bytes], _RecordedTurn] = field(default_factory=dict)
-    """The latest turn for each pair of digests: of its messages with the answer, and of its
+    """The latest turn for each pair of digests: one of the turn's messages and answer, one of its
     tools."""
     _bare: set[tuple[bytes, bytes]] = field(default_factory=set)
-    """Keys like those of `_by_answer`, for turns with images, whatever the images show."""
+    """Keys like those of `_by_answer`, for turns with images; they ignore what the images show."""
     _images: set[str] = field(default_factory=set)  # hashes of the images counted in `size`
     _unread: list[_RecordedTurn] = field(default_factory=list)
     """Turns recorded since the last `read_answers`, and the turn before them."""
@@ -193,8 +193,9 @@ class Session:
     _sent: list[Message] = field(default_factory=list)  # views of the messages of the last turn
 
     def next_prompt(self, asked: Conversation, template: ChatTemplate) -> NextPrompt:
-        """Return the exact ids of a conversation that continues a turn of this session; raises as
-        `continue_turn` does, and refuses a dropped message in a training session."""
+        """Return the exact ids of a conversation that continues a turn of this session, or why it
+        continues none. Raises as `continue_turn` does; training sessions refuse dropped messages.
+        """
         if self._last is None:
             return NextPrompt(None, "new_session" if self.parent is not None else None)
         before = self._turn_before(asked)
@@ -217,18 +218,19 @@ class Session:
         return continued if continued.token_ids is None else replace(continued, covered=covered)
 
     def _turn_before(self, asked: Conversation) -> _RecordedTurn | None:
-        """Return the turn that a request continues: the longest one, the latest among equals.
+        """Return the turn that a request continues: the longest, or the latest of the longest.
 
         A request continues a turn if its messages begin with the turn's messages and answer, and at
         least one message follows.
         """
         prefixes, tools, sent = asked.prefixes, asked.tools_digest, len(asked.messages)
         # Iterate over a copy, because the event loop may read answers while this runs in a thread.
-        # Reading an answer takes time, so read only those that may fit.
+        # Reading an answer takes time, so read only answers that may fit.
         for turn in [*self._unread]:
             if turn.length + 1 < sent and prefixes[turn.length] == turn.prefix:
                 self._index(turn)
-        # Its answer and at least one more message were sent: at most sent - 2 messages led to it.
+        # A request has the turn's answer and at least one message after it, so at most `sent - 2`
+        # messages led to the turn.
         for length in range(sent - 2, -1, -1):
             if (found := self._by_answer.get((prefixes[length + 1], tools))) is not None:
                 return found
@@ -255,15 +257,15 @@ class Session:
         times: TurnTimes | None = None,
         sampling: TurnSampling = AS_CONFIGURED,
     ) -> None:
-        """Add a turn. `answer` reads its text; it is called once, later. `prompt` is the
-        `next_prompt` of the turn's request. The turn's number in `times` is replaced."""
+        """Add a turn. `answer` reads the turn's text, and is called once, later. `prompt` is the
+        `next_prompt` of the turn's request. The turn's index in `times` is replaced."""
         if self.closed:
             self.lost_turns += 1
             return
         self._sent, self.context_full = [], False
         for digest, message in zip(asked.digests, asked.messages, strict=True):
             view, held = view_of(message), self._views.get(digest)
-            if held is None or held != view:  # else turns share it
+            if held is None or held != view:  # else turns share the view
                 self._views[digest] = held = view
                 self.size += bytes_of(view)
             self._sent.append(held)
@@ -305,9 +307,9 @@ class Session:
         return response_room(self.trajectory, prompt, fork_reason, limit)
 
     def keep_answer(self, key: bytes, sent: Sequence[MutableMapping[str, Any]], size: int) -> None:
-        """Keep an answer of `size` bytes for a retry, in place of an earlier answer to its request.
-        Beyond `_ANSWERS` or `_ANSWERS_BYTES`, the oldest are dropped. An empty answer is not kept.
-        """
+        """Keep an answer of `size` bytes for a retry, replacing the one for the same request.
+        Beyond `_ANSWERS` or `_ANSWERS_BYTES`, the oldest answers are dropped. An empty answer is
+        not kept."""
         self.size -= self._answer_bytes.pop(key, 0)
         self.answers.pop(key, None)
         if sent:
@@ -319,8 +321,8 @@ class Session:
             self.size -= self._answer_bytes.pop(oldest)
 
     def begin_turn(self) -> None:
-        """Count a turn, before it is sampled; `lose_turn` takes it back if it is not recorded.
-        InputError when the trajectory has `max_turns` turns, with those in flight."""
+        """Count a turn before it is sampled; `lose_turn` uncounts a turn that is not recorded.
+        Raise InputError when the trajectory has `max_turns` turns, including turns in flight."""
         root = self.parent or self
         if root.max_turns is not None and root.begun_turns >= root.max_turns:
             root.refused_turns += 1
@@ -331,11 +333,11 @@ class Session:
         root.begun_turns += 1
 
     def lose_turn(self) -> None:
-        """Take back a turn that was begun and will not be recorded."""
+        """Uncount a turn that was begun and will not be recorded."""
         (self.parent or self).begun_turns -= 1
 
     def read_answers(self) -> None:
-        """Read all unread answers, which frees their requests; keep only the text of the last."""
+        """Read all unread answers, which frees their requests; keep only the last answer's text."""
         for turn in self._unread:
             self._index(turn)
         for turn in self._unread[:-1]:
@@ -367,14 +369,14 @@ class Session:
 
     @property
     def out_of_room(self) -> bool:
-        """Whether a limit of turns or tokens refused a request after some turns. Then the agent may
-        fail, and the trajectory ends with the turns that it has."""
+        """Whether a limit of turns or tokens refused a request after some turns. If so, the agent
+        may fail, and the trajectory ends with the turns that it has."""
         full = self.context_full or any(child.context_full for child in self.children.values())
         return bool(self.trajectory.turns) and (full or self.refused_turns > 0)
 
     @property
     def adapter(self) -> str:
-        """The adapter of its last turn, for requests that name no model; "" for the policy."""
+        """The last turn's adapter, which requests that name no model use; "" for the policy."""
         return "" if self._last is None else self.trajectory.turns[self._last.index].adapter
 
     @property

@@ -16,14 +16,14 @@ from turnwise.errors import InputError
 from turnwise.trajectory import Trajectory
 
 REMEMBERED_NAMES = 65_536
-"""Maximum number of names of closed and forgotten sessions."""
+"""Maximum number of names of closed and forgotten sessions that the store remembers."""
 _COMPLETION_BYTES = 250
 MAX_CHILDREN = 1_000
-"""Maximum number of sessions under one."""
+"""Maximum number of child sessions of one session."""
 MAX_TURNS = 10_000
 """Maximum number of turns of a client's session, child sessions' turns included."""
 Place = tuple[float, str]
-"""Position of a session among all: the time at which it was opened, and its name."""
+"""Position of a session in the list of sessions: the time at which it was opened, and its name."""
 
 
 class SessionRefused(InputError):
@@ -39,9 +39,9 @@ class SessionStore:
 
     Rollouts open private sessions. These, and the sessions that agents open under them, stay open
     until they are closed. Sessions of clients also end when they are idle for `idle_seconds`; if
-    all take more than `max_bytes` (an estimate), the sessions idle for longest end first. A request
-    that names no session gets a new one, so that the next request can refer to its completion.
-    Requests to a closed or forgotten session are refused until it is opened again.
+    idle sessions together take more than `max_bytes` (an estimate), those idle for longest end. A
+    request that names no session gets a new one, so that the next request can refer to its
+    completion. Requests to a closed or forgotten session are refused until it is opened again.
     """
 
     def __init__(
@@ -57,14 +57,14 @@ class SessionStore:
         self._named: dict[str, Session] = {}
         self._by_completion: dict[str, Session] = {}
         self._idle: OrderedDict[Session, int] = OrderedDict()
-        """Size in bytes of each session without a request, the longest idle first; without private
-        sessions."""
+        """Size in bytes of each session that has no request in flight and is not private, the
+        longest idle first."""
         self._bytes = 0  # memory of the sessions in `_idle`, in bytes
         self._gone: OrderedDict[str, str] = OrderedDict()
-        """Reason for the end of a session, by its name."""
+        """Reason why each closed or forgotten session ended, by name."""
         self.changes: dict[str, str] | None = None
-        """For each session that began or ended, by name, "" or the reason for its end; the store's
-        owner empties it. None records nothing."""
+        """Sessions that began or ended, by name: "" for a beginning, or the reason for the end. The
+        store's owner empties this; None records nothing."""
 
     @classmethod
     def of(cls, sampling: SamplingConfig, serving: ServingConfig) -> "SessionStore":
@@ -92,8 +92,8 @@ class SessionStore:
     def open(
         self, session_id: str | None = None, *, training: bool = False, group: str = ""
     ) -> Session:
-        """Begin a client's session, under a random name if it gives none; InputError when a session
-        of that name is open."""
+        """Begin a client's session, under a random name if the client gives none; raise InputError
+        when a session of that name is open."""
         session_id = session_id or secrets.token_hex(16)
         if session_id in self._named:
             raise InputError(f"the session {session_id} is already open")
@@ -128,8 +128,8 @@ class SessionStore:
 
     def open_under(self, parent: Session, name: str | None = None) -> Session:
         """Begin a session with a random id, and the trajectory and rights of `parent`. The parent
-        knows it by `name`, by default its id; InputError when the name is taken there, or the
-        parent has too many sessions."""
+        knows the new session by `name`, by default the id. Raise InputError when the parent has a
+        session of this name, or too many sessions."""
         parent = parent.parent or parent
         session_id = secrets.token_hex(16)
         name = name or session_id
@@ -161,7 +161,7 @@ class SessionStore:
         return self._named.get(session_id)
 
     def gone(self, session_id: str, child: str | None = None) -> str | None:
-        """Return why the session of this name, or its `child`, ended; None if it has not."""
+        """Return why the session of this name, or its `child`, ended; None if it has not ended."""
         self._forget_old()
         parent = self._named.get(session_id)
         if parent is None or child not in parent.children:
@@ -186,7 +186,7 @@ class SessionStore:
         )
 
     def of_response(self, session: Session | None, response_id: str) -> Session | None:
-        """Return the session of the response that a request refers to; None if there is none. A
+        """Return the session of the response that a request refers to; None if it is unknown. A
         request that names an open session can refer to responses of that session only."""
         if session is not None:
             if response_id in session.responses:
@@ -251,7 +251,7 @@ class SessionStore:
         return session
 
     def refuse(self, names: Iterable[str], why: str) -> None:
-        """Refuse requests to sessions ("the session NAME `why`") until they are opened again."""
+        """Refuse requests to sessions ("the session NAME `why`") until these are opened again."""
         for name in names:
             self._gone[name] = why
             if len(self._gone) > REMEMBERED_NAMES:

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 
 def load_tokenizer(model: ModelConfig) -> "Tokenizer":
-    """Load the tokenizer of `model.path`, or of `model.tokenizer`, with `model.chat_template`;
-    InputError when it does not exist, or cannot be loaded, or the template is not Jinja."""
+    """Load the tokenizer from `model.tokenizer`, or else from `model.path`, with
+    `model.chat_template`. Raise InputError if the tokenizer does not exist or cannot be loaded, or
+    the template is not valid Jinja."""
     check_model(model.path)
     key, path = "model.path", model.path
     if model.tokenizer is not None:
@@ -37,7 +38,7 @@ def load_tokenizer(model: ModelConfig) -> "Tokenizer":
             raise InputError(
                 f"model.chat_template: line {error.lineno} is not Jinja: {error.message}"
             ) from error
-        except Exception:  # it may ask for another conversation, or for tools
+        except Exception:  # the template may need a different conversation, or tools
             pass
     return tokenizer
 

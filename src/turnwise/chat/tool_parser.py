@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 _SHORTEST_PART = 4
-"""Minimum number of characters of a mark that counts as begun at the end of a text."""
+"""Minimum number of a mark's first characters at the end of a text that count as a begun mark."""
 _MAX_CALLS, _MAX_NESTED, _MAX_SPACE = 200, 200, 2_000
-"""Maximum number of call marks, of nested brackets, and of consecutive spaces in one turn: with
+"""Maximum number of call marks, of nested brackets, and of consecutive spaces in one turn. With
 more, the time of some of vLLM's parsers grows with the square of the turn's length or faster."""
 _SPACE = re.compile(r"([\[{(:,])\s+")
 """Space that a call without a mark may have after its punctuation."""
@@ -40,7 +40,7 @@ class ToolFormat:
     begins: tuple[str, ...]
     """Texts that begin a section of calls, or one call."""
     each: str = ""
-    """Text that begins every single call, where `begins` does not."""
+    """Text that begins every single call; "" if the texts in `begins` do."""
     ends: str = ""
     """Pattern of the end of a call; "" where valid JSON arguments show that a call is complete, or
     the parser itself waits for the end."""
@@ -52,7 +52,7 @@ class ToolFormat:
     in_place: int = 1_000
     """Number of characters that its parser always reads within some hundredths of a second."""
     shape: str = "it again, complete and in the format that you were given"
-    """Form of a call, as the advice to the model names it."""
+    """Description of a call, for the advice to the model."""
 
     @property
     def advice(self) -> str:
@@ -102,7 +102,8 @@ class ToolFormat:
     def _has_another_call(
         self, text: str, openings: Sequence[str], arguments: Sequence[str]
     ) -> bool:
-        """Return whether a text has more calls than the calls read, which have `arguments`."""
+        """Return whether a text has more calls than were read; `arguments` has the arguments of the
+        calls read."""
         # Count the marks of calls, except those that the arguments quote.
         if self.bare:
             where, marks = _without_space(text), openings
@@ -119,8 +120,8 @@ class ToolFormat:
         return bool(self.ends) and len(re.findall(self.ends, text)) < max(1, begun)
 
     def _cuts_a_value(self, text: str, arguments: Sequence[str]) -> bool:
-        """Return whether a text has more ends of values than values were read, or an end inside a
-        value."""
+        """Return whether a text has more ends of values than the parser read values, or an end
+        inside a value."""
         end, *marks = self.value_ends
         after = text.split(end)[1:]
         if len(after) > sum(len(json.loads(call)) for call in arguments if is_object(call)):
@@ -142,8 +143,8 @@ def is_object(arguments: str) -> bool:
 
 
 def _typed(arguments: str, schema: object) -> str:
-    """Return arguments with the types that the tool's schema names; some parsers leave them as
-    texts."""
+    """Return arguments with the types that the tool's schema names; some parsers leave values
+    as texts."""
     if not is_object(arguments) or not isinstance(schema, dict):
         return arguments
     known = schema.get("properties")
@@ -298,8 +299,8 @@ def format_of(name: str, parser: object = None) -> ToolFormat:
 
 
 def check_parser_name(name: str) -> None:
-    """Raise an `InputError` if vLLM has no parser of this name. Only a name that is not in
-    `FORMATS`, such as a plug-in's, imports vLLM, if it is installed."""
+    """Raise an `InputError` if vLLM has no parser of this name. Import vLLM, if it is
+    installed, only for a name that is not in `FORMATS`, such as a plug-in's."""
     if name in FORMATS:
         return
     if find_spec("vllm") is None:
@@ -316,8 +317,8 @@ def _unknown(name: str) -> InputError:
 
 
 def silence(name: str) -> "Callable[[Tokenizer], Any]":
-    """Return vLLM's parser class of a format, or raise InputError, and switch its logging off: it
-    logs a traceback for each call that it cannot read. (vLLM resets log levels, not filters.)"""
+    """Return vLLM's parser class of a format, or raise InputError. Switch off the parser's logging,
+    because it logs a traceback for each unreadable call. (vLLM resets log levels, not filters.)"""
     from turnwise.internals import vllm  # seconds to import
 
     try:
@@ -346,12 +347,12 @@ class ParsedText:
     """An assistant's turn, split into its text and its calls."""
 
     content: str
-    """Text before the calls; the whole text if there are none."""
+    """Text before the calls; the whole text if there are no calls."""
     calls: list[ToolCall]
     malformed: bool
-    """True when the text begins a call that cannot be read: one that is cut off, or whose
-    arguments are no JSON object. Then no call is returned, so that the turn's calls never run in
-    part."""
+    """True when the text begins a call that cannot be read, because it is cut off or its arguments
+    are not a JSON object. If so, no call is returned, so that a turn never runs only some of its
+    calls."""
     late: bool = False
     """True when `malformed` is True because the parse did not end in time."""
 
@@ -365,11 +366,11 @@ def _make(name: str, load: "Callable[[], Tokenizer]") -> "ToolParser":
 
 
 class ToolParser:
-    """Reads calls in one of vLLM's tool-call formats, such as `hermes`, which Qwen models write
-    too; InputError when vLLM has no such format, or it does not fit the tokenizer.
+    """Reads calls in one of vLLM's tool-call formats, such as `hermes`, which Qwen models also
+    write. Raise InputError when vLLM has no such format, or the format does not fit the tokenizer.
 
-    `load` loads the tokenizer in another process; it is needed if the tokenizer cannot be pickled,
-    such as vLLM's.
+    `load` loads the tokenizer in another process; it is needed for a tokenizer that cannot be
+    pickled, such as vLLM's.
     """
 
     def __init__(
@@ -398,12 +399,12 @@ class ToolParser:
         self._start: str | None = getattr(probe, "tool_call_start_token", None)
         self._end: str | None = getattr(probe, "tool_call_end_token", None)
         self._format = format_of(name, probe)
-        # It starts when it is first needed.
+        # The process starts when it is first needed.
         self._process = ParsingProcess(partial(_make, name, load or partial(_same, tokenizer)))
         self.advice = self._format.advice  # message to the model about a call that cannot be read
 
     def tags(self) -> tuple[str, str]:
-        """Return the tags that open and close a call; InputError when the format has none."""
+        """Return the tags that open and close a call; raise InputError if a format has no tags."""
         if not (self._start and self._end):
             raise InputError(
                 f"rollout.tool_parser: {self._name} does not mark where a call ends, which the "
@@ -413,7 +414,7 @@ class ToolParser:
 
     async def read(self, text: str, schemas: Sequence[JsonObject]) -> ParsedText:
         """Split a finished assistant turn as `parse` does, without blocking the event loop. A text
-        that may take long is parsed in another process, and is malformed if this takes too long."""
+        that may take long is parsed in another process; if that parse is late, it is malformed."""
         if self._format.takes_too_long(text):
             tools = [schema["function"]["name"] for schema in schemas]
             return ParsedText(text, [], malformed=self._format.unreadable(text, tools, ()))
@@ -437,18 +438,19 @@ class ToolParser:
         return len(text) > self._format.in_place or self._format.takes_too_long(text)
 
     def parse(self, text: str, schemas: Sequence[JsonObject]) -> ParsedText:
-        """Split a finished assistant turn into its text and its calls, of tools with `schemas`.
+        """Split a finished assistant turn into its text and its calls; `schemas` describes the
+        tools.
 
-        It may take any time; `read` does not. A broken call makes the turn malformed, whether
-        vLLM's parser raises, takes the call for text, or returns a part of it. A call without any
-        arguments has the arguments {}.
+        The parse may take any time, while `read` has a time limit. A broken call makes the turn
+        malformed, whether vLLM's parser raises, takes the call for text, or returns a part of it. A
+        call without any arguments has the arguments {}.
         """
         content, calls = text, list[ToolCall]()
         tools = [schema["function"]["name"] for schema in schemas]
         if not self._start or self._start in text:
             request = self._request_type(messages=[], tools=list(schemas) or None)
             try:
-                # Make a new parser each time: some keep state of the texts that they read.
+                # Make a new parser each time, because some parsers keep state of texts.
                 found = self._type(self._tokenizer).extract_tool_calls(text, request)
             except Exception:  # a model's text may be anything, and parsers have their own errors
                 return ParsedText(text, [], malformed=True)

@@ -1,7 +1,7 @@
 """The model's own image processor: an image's token ids, and the tensors that the model reads.
 
-One call for each image returns both, and its result is cached. An image is processed alone,
-whatever other images a prompt has.
+One call for each image returns the ids and the tensors, and the result is cached. Each image is
+processed alone, even if a prompt has several.
 """
 
 import logging
@@ -31,9 +31,9 @@ class Processed(NamedTuple):
     """The result of processing one image."""
 
     token_ids: list[int]
-    """Ids that stand for it in a prompt."""
+    """Ids that represent the image in a prompt."""
     tensors: "Mapping[str, torch.Tensor]"
-    """Arguments of the model's forward pass by name: pixel values, grids."""
+    """Arguments of the model's forward pass by name, such as pixel values and grids."""
 
 
 class ModelImages:
@@ -72,8 +72,8 @@ class ModelImages:
         return Prompt(own, [PlacedImage(image, 0, len(own))])
 
     def processed(self, image: Image) -> Processed:
-        """Return the processor's result for an image; TrajectoryError (`image_refused`) when it
-        refuses the image."""
+        """Return the processor's result for an image; raise TrajectoryError (`image_refused`) when
+        the processor refuses the image."""
         with self._lock:
             if (found := self._kept.get(image.hash)) is not None:
                 self._kept.move_to_end(image.hash)
@@ -90,7 +90,7 @@ class ModelImages:
         given = {"text": [processor.image_token], "images": [picture]}
         try:
             made = processor(**given, add_special_tokens=False, return_tensors="pt")
-        except Exception as error:  # the processor's own, such as for a size
+        except Exception as error:  # the processor's own error, such as one about the size
             why = f"{image} is refused by the model: {first_line(error)}"
             raise TrajectoryError("image_refused", why) from error
         tensors = {name: value for name, value in made.items() if name not in _OF_TEXT}

@@ -91,8 +91,8 @@ def print_error(text: str, style: str | None = None) -> None:
 def command_of(
     group: typer.Typer, name: str | None = None
 ) -> Callable[[Callable[..., Coroutine[object, object, None]]], Callable[..., None]]:
-    """Make a command of a coroutine function, whose first argument is its `Command`; add
-    --debug."""
+    """Return a decorator that makes a command of a coroutine function and adds the option --debug.
+    The function's first argument is its `Command`."""
 
     def register(work: Callable[..., Coroutine[object, object, None]]) -> Callable[..., None]:
         @wraps(work)

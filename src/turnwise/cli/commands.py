@@ -65,7 +65,7 @@ _ON_LINUX = (
     *("train", "sft", "pipeline", "eval", "rollout", "serve", "scale", "doctor", "stuck"),
     "tinker",
 )
-"""Commands that need processes, engines or their stacks; the others read files on any system."""
+"""Commands that need processes, engines or their stacks. The other commands run on any system."""
 _ROLLOUT_SECONDS = 900.0
 _ROLLOUT_PROBLEMS = 4
 
@@ -115,8 +115,8 @@ def _config_of(
     resume: Path | None,
     optional: Sequence[str] = (),
 ) -> Config:
-    """Return the configuration of a file, or of a resumed run, for which `file` may be the first of
-    the overrides."""
+    """Return the configuration of a file, or of the run to `resume`. With `resume`, `file` is the
+    first override, if it is given."""
     if resume is not None:
         changes = [*([file] if file else []), *(overrides or ())]
         return command.of(commands.config_of_run(resume, changes, optional=optional))
@@ -171,7 +171,7 @@ async def pipeline(
 
 
 def _file_or_model(file: str, overrides: Sequence[str] | None, optional: Collection[str]) -> Config:
-    """Return the configuration of a file, or the defaults with the model that `file` stands for."""
+    """Return the configuration of a file, or the defaults with the model that `file` names."""
     if stands_for_model(file):
         return make_config({"model": {"path": file}}, overrides or (), optional=optional)
     return load_config(file, overrides or (), optional=optional)
@@ -399,7 +399,7 @@ async def init(
         ),
     ] = None,
 ) -> None:
-    """Make a project that trains at once: environment, data, configuration, test, README."""
+    """Make a project that is ready to train: environment, data, configuration, test, README."""
     from turnwise.run.project import make_project
 
     files = await run_in_thread(lambda: make_project(name, model))
@@ -474,7 +474,7 @@ async def scale(
     run: Run,
     workers: Annotated[int, typer.Option(min=1, help="Number of engines from now on.")],
 ) -> None:
-    """Change the number of engines of a run in progress, which goes on."""
+    """Change the number of engines of a run while it continues."""
     from turnwise.run.scaling import ask
 
     print_text(await run_in_thread(ask, run, workers))

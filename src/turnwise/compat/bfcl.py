@@ -1,6 +1,6 @@
 """The multi-turn categories of the Berkeley Function Calling Leaderboard (package bfcl-eval).
 
-The tools are the functions of its simulated systems, and its checker gives the reward.
+The tools are the functions of BFCL's simulated systems, and BFCL's checker gives the reward.
 """
 
 import importlib
@@ -26,7 +26,7 @@ from turnwise.tools import Tool
 from turnwise.trajectory import Message, Trajectory
 
 _LONG = "long_context"
-_ALL = "multi_turn"  # stands for all multi-turn categories
+_ALL = "multi_turn"  # means all multi-turn categories
 
 
 class Bfcl(Environment):
@@ -34,14 +34,15 @@ class Bfcl(Environment):
 
     After an answer without a tool call, the user's next request follows. The reward is 1 if the
     checker finds each request fulfilled, otherwise 0. A metric with the category's name has the
-    same value; its mean is the category's accuracy. A call that does not fit the tool's schema is
-    not run; the model reads an error.
+    reward's value; the mean of this metric is the category's accuracy. A call that does not fit the
+    tool's schema is not run; the model reads an error.
 
     Args:
         row: `id` of the entry.
         category: Name of a category, or `multi_turn` for all; "" uses the class attribute.
-        train: Fraction of the entries for training; the others are held out. Entries with the same
-            number are variants of one scenario, and are either all for training or all held out.
+        train: Fraction of the entries for training; the remaining entries are held out. Entries
+            with the same number are variants of one scenario, and are either all for training or
+            all held out.
 
     Example:
         class Base(Bfcl):
@@ -62,7 +63,8 @@ class Bfcl(Environment):
 
     @classmethod
     def rows(cls, split: str, category: str = "", *, train: float = 0.0) -> Sequence[Row]:
-        """Return the ids of a split's entries; by default (`train` 0), all are for evaluation."""
+        """Return the ids of a split's entries; by default (`train` 0), all entries are for
+        evaluation."""
         rows = list[Row]()
         for name in _categories(category or cls.category):
             ids = list(_entries(name))
@@ -124,7 +126,7 @@ class Bfcl(Environment):
 
     def _tool(self, function: JsonObject, request: int) -> Tool:
         """Return a function of a system as a tool that can be called from request number `request`
-        on; its result becomes a text, as in BFCL."""
+        on; the function's result becomes a text, as in BFCL."""
         described, name = _schema(function), str(function["name"])
         limit: int = _module("constants.default_prompts").MAXIMUM_STEP_LIMIT
 
@@ -137,11 +139,11 @@ class Bfcl(Environment):
             steps = self._calls[-1]
             steps.setdefault(self.current_turn, []).append(f"{name}({written})")
             self.done = len(steps) > limit
-            systems = reversed(self._systems.values())  # like the checker: the last one wins
+            systems = reversed(self._systems.values())  # as in the checker, the last system wins
             method = next(getattr(system, name) for system in systems if hasattr(system, name))
             try:
                 result = method(**arguments)
-            except Exception as error:  # of the simulated system: the model reads it
+            except Exception as error:  # the simulated system's error, for the model
                 return f"Error during execution: {error}"
             return json.dumps(result, default=str) if isinstance(result, dict) else str(result)
 

@@ -37,7 +37,7 @@ _RULES = {
     "BlackjackEnv": "Play Blackjack: come closer to 21 than the dealer, but not above it. Picture "
     "cards count 10, an ace 1 or 11.",
 }
-"""Rules of the toy-text environments by class; other environments use their docstring."""
+"""Rules of the toy-text environments, by class; for any other environment its docstring is used."""
 
 
 class Gymnasium(Environment):
@@ -135,7 +135,8 @@ class Gymnasium(Environment):
         self.problem = "\n\n".join(parts)
 
     def describe(self, observation: object) -> str:
-        """Return an observation as the model reads it: the environment's text, or the value."""
+        """Return an observation as the model reads it: as text that the environment renders, or
+        else as the value's text."""
         env = self.env.unwrapped
         text = str(self.env.render()) if self.env.render_mode == "ansi" else str(observation)
         words = _WORDS.get(type(env).__name__)
@@ -173,24 +174,24 @@ class Gymnasium(Environment):
 
 
 def at(name: str) -> EnvironmentType:
-    """Return the environment with a name such as `FrozenLake-v1`, or `my_module:MyGame-v0`, if
-    `my_module` registers it."""
+    """Return the environment with a name such as `FrozenLake-v1`; the name `my_module:MyGame-v0`
+    first imports `my_module`, which registers the environment."""
     module, _, id = name.rpartition(":")
     gym = _package()
     try:
         if module:
             importlib.import_module(module)
         gym.spec(id)
-    except Exception as error:  # of Gymnasium, with the closest name, or of the user's module
+    except Exception as error:  # Gymnasium's error, with the closest name, or the module's error
         raise InputError(f"environment: gymnasium:{name}: {describe_error(error)}") from error
     return partial(Gymnasium, id=id)
 
 
 def read_action(text: str, space: Foreign, names: dict[int, str]) -> object:
-    """Return the action in an answer; None if there is none.
+    """Return the action in an answer; None if the answer has no action.
 
     The action is read from the last brackets. Without brackets, it is read from the whole text, or
-    else from its last number. It may be a value, or a text whose words are in only one of `names`.
+    else from its last number. It may be a value, or words that occur in exactly one of `names`.
     """
     bracketed = _IN_BRACKETS.findall(text)
     for said in bracketed[-1:] or [text, *re.findall(r"-?\d+", text)[-1:]]:
@@ -250,4 +251,4 @@ def _blackjack(env: Foreign, drawn: str, observation: tuple[int, int, int]) -> s
 
 
 _WORDS: dict[str, Callable[..., str]] = {"TaxiEnv": _taxi, "BlackjackEnv": _blackjack}
-"""By class: functions that describe an observation where the environment's text is incomplete."""
+"""Functions that describe observations, by the classes whose own text is incomplete."""

@@ -2,8 +2,8 @@
 
 A row of NeMo-Gym's data has `responses_create_params` (input and tools in the format of OpenAI's
 Responses API) and the fields that the server's verifier needs. The server recognises a session by a
-cookie. It gets POST /seed_session with the row, POST /TOOL with the arguments of a call of TOOL,
-and POST /verify with the row and the conversation as a response.
+cookie. The server receives POST /seed_session with the row, POST /TOOL with the arguments of a call
+of TOOL, and POST /verify with the row and the conversation as a response.
 """
 
 import json
@@ -30,13 +30,13 @@ CONNECT_SECONDS = 10.0
 """Deadline for opening a connection; calls have the deadlines of environments and tools."""
 _ERROR_CHARS = 500
 _TEXTS = ("input_text", "output_text", "text")
-_METRICS = 100  # maximum number of a verifier's metrics; the others are dropped
+_METRICS = 100  # maximum number of a verifier's metrics; further metrics are dropped
 _NAME_CHARS = 100
 
 
 @with_config(extra="allow")
 class _Verified(TypedDict):
-    """The answer to `verify`; all other numbers in it are metrics."""
+    """The answer to `verify`; all numbers in it except the reward are metrics."""
 
     reward: Number
 
@@ -46,7 +46,7 @@ _VERIFIED = TypeAdapter(_Verified)
 
 
 class NemoGymError(Exception):
-    """A failed request; quotes the server's answer if there is one."""
+    """A failed request; the message quotes the server's answer if the server gave one."""
 
 
 class NemoGym(Environment):
@@ -148,7 +148,7 @@ def at(url: str) -> EnvironmentType:
 
 
 def read_input(parameters: Mapping[str, object]) -> list[Message]:
-    """Return the input of a Responses request as messages; it may only contain texts."""
+    """Return the input of a Responses request as messages; only text input is supported."""
     given = parameters.get("input")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
     if not isinstance(items, list) or not items:

@@ -38,7 +38,7 @@ class VllmAsyncGenerationWorker(ServingHost):
     A subclass may override `_create_engine`, and the methods that begin with `_setup_vllm`.
 
     The worker's server (`serving.worker_servers`) listens on the address of its node, unless
-    `serving.host` is set. "Your trainer, our engines" in the documentation has a training loop.
+    `serving.host` is set. "Your trainer, our engines" in the documentation shows a training loop.
 
     Example:
         worker = ray.remote(VllmAsyncGenerationWorker).remote(config)
@@ -82,8 +82,8 @@ class VllmAsyncGenerationWorker(ServingHost):
     def _setup_vllm_server(self) -> "tuple[threading.Thread, str, uvicorn.Server]":
         """Open this worker's OpenAI server; a hook for subclasses.
 
-        The server answers requests after this method has returned. It runs on the engine's event
-        loop, so never join the thread there.
+        The server answers requests only after this method has returned. The server runs on the
+        engine's event loop, so code on that loop must never join the thread.
 
         Returns:
             A thread that ends with the server, the base URL, and uvicorn's server, which ends when
@@ -239,7 +239,7 @@ class VllmAsyncGenerationWorker(ServingHost):
         self, rank_prefix: int, ip: str, port: int, world_size: int, train_world_size: int
     ) -> None:
         """Join the trainer's process group (gloo on a CPU, NCCL on GPUs). This worker's first rank
-        there is `train_world_size + rank_prefix`."""
+        in the group is `train_world_size + rank_prefix`."""
         group = Rendezvous(rank_prefix, ip, port, world_size, train_world_size)
         await self._engine.init_collective(group)
 
@@ -270,7 +270,8 @@ class VllmAsyncGenerationWorker(ServingHost):
         await self._engine.sleep()
 
     async def wake_up_async(self, tags: list[str] | None = None) -> None:
-        """Resume serving; `tags` ("weights", "kv_cache") restore a part of the memory, None all."""
+        """Resume serving. `tags` selects the memory to restore ("weights", "kv_cache"); None
+        restores all of it."""
         await self._engine.wake_up(tags)
 
     async def report_device_id_async(self) -> list[str]:

@@ -1,9 +1,9 @@
 """Environments of OpenEnv servers, over their WebSocket; OpenEnv itself is not imported.
 
-Each trajectory has a session with a separate environment on the server. Protocol of OpenEnv 0.10:
-the server answers `{"type": "reset" | "step" | "state" | "mcp" | "close", "data": ...}` with
-`{"type": "observation" | "state" | "mcp" | "error", "data": ...}`. It ends a session, and its
-environment, when the socket closes.
+Each trajectory has a session with a separate environment on the server. In the protocol of OpenEnv
+0.10, the server answers `{"type": "reset" | "step" | "state" | "mcp" | "close", "data": ...}` with
+`{"type": "observation" | "state" | "mcp" | "error", "data": ...}`. When the socket closes, the
+server ends the session and its environment.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ CLOSE_SECONDS = 5.0  # deadline for the closing message
 _FULL = "CAPACITY_REACHED"
 _RETRY_SECONDS = 0.2
 _ANSWERS = {"reset": "observation", "step": "observation"}
-"""Types of requests, mapped to the types of their answers if these differ."""
+"""Types of requests whose answers have a different type, mapped to the type of the answer."""
 _NO_ARGUMENTS: JsonObject = {"type": "object", "properties": {}}
 _FILES = ("data:image/", "iVBORw0KGgo", "/9j/", "R0lGOD", "UklGR")
 """First characters of texts that are images: a data: URL, or a PNG, JPEG, GIF or WebP file in
@@ -131,9 +131,9 @@ class OpenEnv(Environment):
     def describe(self, observation: JsonObject) -> Shown:
         """Return an observation as the model reads it.
 
-        This is a tool's result, the observation's only text, or JSON without `metadata`; images
-        follow. The images' base64 files are not checked yet. A tool's failure raises
-        `OpenEnvError`, so that the model reads an error.
+        The text is a tool's result, the observation's only text, or the observation's JSON without
+        `metadata`; the images follow it. The images' base64 data are not checked here. If a tool
+        failed, raise `OpenEnvError`, so that the model reads an error.
         """
         if "tool_name" in observation:
             if error := observation.get("error"):
@@ -199,8 +199,8 @@ class OpenEnv(Environment):
 
 
 def _offered(tools: list[Tool]) -> list[Tool]:
-    """Check the schemas of a server's tools. A bad schema is a `TrajectoryError`, because it is the
-    server's mistake and not the user's."""
+    """Check the schemas of a server's tools. Raise `TrajectoryError` for a bad schema, because this
+    is the server's mistake and not the user's."""
     try:
         for tool in tools:
             check_parameters(tool.parameters, tool.name)
@@ -288,11 +288,11 @@ Result = tuple[int, _Data]
 
 
 class OpenEnvSession:
-    """A socket to an OpenEnv server (`ws://host:port` or http), with one environment there.
+    """A socket to an OpenEnv server (`ws://host:port` or http), with one environment on the server.
 
     Only one request runs at a time. If the wait for a reply is cancelled, the reply is read before
     the next request is sent, so that replies and requests stay matched. `results` receives every
-    answer to a reset or step, also if it arrives after such a cancellation.
+    answer to a reset or step, even if the answer arrives after such a cancellation.
     """
 
     def __init__(self, url: str, results: list[Result]) -> None:
@@ -309,7 +309,8 @@ class OpenEnvSession:
         self._owed: deque[tuple[str, int]] = deque()
         """Type and turn of each request whose reply has not been read."""
         self._gone: TrajectoryError | None = None
-        """The error that ended the session: a lost connection or a wrong answer; else None."""
+        """The error that ended the session (a lost connection or a wrong answer); None before
+        that."""
 
     async def open(self) -> None:
         self._client = HttpClient(connect_seconds=CONNECT_SECONDS)
@@ -326,7 +327,8 @@ class OpenEnvSession:
             ) from error
 
     async def reset(self, arguments: JsonObject) -> None:
-        """Begin an episode; wait up to `CAPACITY_SECONDS` for a free session of a full server."""
+        """Begin an episode; if the server is full, wait up to `CAPACITY_SECONDS` for a free
+        session."""
         loop = asyncio.get_running_loop()
         ends = loop.time() + CAPACITY_SECONDS
         while True:
@@ -347,8 +349,8 @@ class OpenEnvSession:
             await self._connect()
 
     async def tools(self) -> list[JsonObject] | None:
-        """Return the descriptions of an MCP environment's tools; None if it lists no tools and so
-        has typed actions."""
+        """Return the descriptions of an MCP environment's tools; None if the environment lists no
+        tools, and therefore has typed actions."""
         request = {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}}
         answer = await self.ask("mcp", request)
         try:
@@ -373,7 +375,7 @@ class OpenEnvSession:
             ) from error
 
     async def close(self) -> None:
-        """End the session; does no harm if it is closed already, or was never opened."""
+        """End the session. Has no effect if the session is already closed, or was never opened."""
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout(CLOSE_SECONDS):
@@ -390,7 +392,8 @@ class OpenEnvSession:
         await socket.close()
 
     async def ask(self, kind: str, data: JsonObject | None, turn: int = -1) -> JsonObject:
-        """Send a request, and return the data of its reply; an error reply is an `OpenEnvError`."""
+        """Send a request, and return the data of its reply; raise `OpenEnvError` for an error
+        reply."""
         async with self._turn:
             while self._owed:
                 with suppress(OpenEnvError):

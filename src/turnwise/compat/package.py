@@ -1,4 +1,5 @@
-"""Helpers for environments from Python packages: names, rows of seeds, rewards of turns.
+"""Helpers for environments from Python packages: checks of names, rows with seeds, rewards of
+turns.
 
 A package is imported when it is first used; docs/how-to/public-environments.md has examples.
 """
@@ -11,7 +12,7 @@ from turnwise.errors import InputError
 from turnwise.rollouts.environment import EnvironmentType, Rewards
 from turnwise.rollouts.problems import Row
 
-HELD_OUT = 1_000_000_000  # first seed of held-out rows; the first of training rows is 0
+HELD_OUT = 1_000_000_000  # first seed of held-out rows; the first seed of training rows is 0
 
 
 def check_name(environment: str, known: Collection[str]) -> None:
@@ -32,7 +33,7 @@ def adapter(
     Args:
         kind: The environment's class.
         argument: The argument of `kind` that gets the name.
-        known: Returns the names that the package has.
+        known: Function that returns the names of the package's environments.
     """
 
     def at(name: str) -> EnvironmentType:

@@ -15,11 +15,12 @@ from turnwise.trajectory import Trajectory
 _package = partial(required, "reasoning_gym", "reasoning-gym", "environment: reasoning_gym")
 
 _EVERY = "*"
-"""Stands for all attributes of a curriculum, as in reasoning-gym's own configurations."""
+"""Key for all attributes of a curriculum, as in reasoning-gym's own configurations."""
 
 
 class ReasoningGym(Environment):
-    """A problem of a dataset of reasoning-gym: one turn, unless a subclass or the run has tools.
+    """A problem of a dataset of reasoning-gym: one turn, unless a subclass or the run provides
+    tools.
 
     The reward is the dataset's `score_answer` for the text between `<answer>` and `</answer>` in
     the last answer, or for the whole answer if it has no such tags.
@@ -27,7 +28,8 @@ class ReasoningGym(Environment):
     Args:
         row: An entry of the dataset, with `question` and `answer`.
         dataset: Name of the dataset; "" uses the class attribute.
-        curriculum: Levels of the dataset's curriculum by attribute, or one level for all.
+        curriculum: Levels of the dataset's curriculum, by attribute, or one level for all
+            attributes.
         system_prompt: Name of one of reasoning-gym's prompts (`default`, `simple`, `direct` ...),
             or a text; None for no system message.
         config: Further keys of the dataset's configuration, such as `size` and `seed`.
@@ -71,8 +73,8 @@ class ReasoningGym(Environment):
         system_prompt: str | None = "default",
         **config: object,
     ) -> Sequence[Row]:
-        """Return the dataset's entries. Held-out entries have another seed; each question is
-        there only once, and is in no training entry."""
+        """Return the dataset's entries. Held-out entries are made with a different seed than the
+        training entries; each of their questions occurs only once, and in no training entry."""
         name, keys = dataset or cls.dataset, _keys(curriculum, config)
         trained = list(_dataset(name, keys))
         if split != "eval":

@@ -23,8 +23,8 @@ class SkyRLGym(Environment):
     """An environment of SkyRL-Gym: its `step` reads each answer and replies with observations.
 
     Each reward belongs to the turn that earned it. As in SkyRL, an answer that
-    `sampling.max_tokens` cut off also gets a `step`. A `postprocessed_action` is ignored, because
-    only sampled tokens are trained.
+    `sampling.max_tokens` cut off is also passed to `step`. A `postprocessed_action` is ignored,
+    because only sampled tokens are trained.
 
     Args:
         row: `prompt` (messages), and further fields, which are the environment's `extras`.

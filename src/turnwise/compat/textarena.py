@@ -1,7 +1,7 @@
 """TextArena's games: for one player, against a scripted opponent, or by self-play.
 
 The package's games use Python's global random generator. Here each game has its own random state,
-so that a seed gives the same game, independent of games that run at the same time.
+so that a seed always gives the same game, even if other games run at the same time.
 """
 
 import random
@@ -22,7 +22,7 @@ from turnwise.trajectory import Message, Trajectory
 _package = partial(required, "textarena", "textarena", "environment: textarena")
 
 Opponent = Callable[[str], str]
-"""Returns a player's action for an observation; for example an agent of TextArena."""
+"""A callable that returns a player's action for an observation, such as a TextArena agent."""
 _QUOTED_ACTION = re.compile(r"'(\[[^\[\]]+\])'")
 _randomness = threading.Lock()
 """Held while a game's state replaces the state of Python's global random generator."""
@@ -31,17 +31,17 @@ _randomness = threading.Lock()
 class TextArena(Environment):
     """A game of TextArena: observations are user messages, answers are actions.
 
-    With several players and no opponent, the policy plays all seats (`rollout.loop: self_play`).
+    With several players and no opponent, the policy plays them all (`rollout.loop: self_play`).
     The reward is the game's own; a game that `rollout.max_turns` cuts off earns 0.
 
     Args:
         row: `seed` of the game.
         game: Name of the game; "" uses the class attribute.
         players: Number of players.
-        opponent: Plays all seats except the policy's: package.module:function(observation) ->
-            action, or `random`. `random` picks one of the actions in quotes in the last line that
-            has any.
-        seat: The policy's seat if there is an opponent, from 0.
+        opponent: Plays for all players except the policy: package.module:function(observation) ->
+            action, or `random`. `random` picks one of the quoted actions in the last line of the
+            observation that has any.
+        seat: Index of the policy's player, from 0, if there is an opponent.
         rows: Number of rows that the method `rows` returns.
         arguments: Arguments of the game.
 

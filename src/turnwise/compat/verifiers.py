@@ -1,9 +1,9 @@
 """Environments in the form of verifiers' first versions: rows, reward functions, and `generate`.
 
-This module reads the environment's rows and rewards. `rollout.sampler` names the same object, and
-calls its `generate(prompts, llm, sampling_params)` to sample answers. verifiers is not imported, so
-objects of TRL's proposed environment class also fit. Later versions of verifiers use an OpenAI
-client: run them as agents.
+This module reads the environment's rows and rewards. The key `rollout.sampler` names the same
+object, whose method `generate(prompts, llm, sampling_params)` then samples the answers. verifiers
+is not imported, so objects of TRL's proposed environment class also fit. Later versions of
+verifiers use an OpenAI client, so run their environments as agents.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -52,7 +52,8 @@ class VerifiersEnvironments:
         return [dict(row) for row in rows]
 
     def _called(self, name: str) -> Foreign:
-        """Return what a method without arguments returns; None if there is no such method."""
+        """Call a method without arguments, and return its result; None if there is no such
+        method."""
         method = getattr(self._environment, name, None)
         return method() if callable(method) else None
 

@@ -45,7 +45,7 @@ class ReinforcePP(Section):
 
 
 class Gdpo(Section):
-    """Reward parts normalised within the group, and their weighted sum over the batch."""
+    """Reward parts normalised within the group; their weighted sum normalised over the batch."""
 
     name: Literal["gdpo"] = "gdpo"
 
@@ -128,7 +128,7 @@ class Cispo(Section):
     clip_high: Annotated[float, Field(gt=-1)] = 0.28
     """The weight is clipped above 1 + clip_high."""
     level: Literal["token", "sequence"] = "token"
-    """Ratio that is clipped: the token's, or its sequence's, as in gspo."""
+    """Ratio that is clipped: the token's (token); or its sequence's (sequence), as in gspo."""
 
     def mistakes(self) -> Iterator[str]:
         if self.clip_high + self.clip_low <= 0:
@@ -144,7 +144,7 @@ class Sapo(Section):
     temperature_neg: PositiveFloat = 1.05
     """Steepness of the gate where the advantage is not positive."""
     level: Literal["token", "sequence"] = "token"
-    """Ratio that is gated: the token's, or its sequence's, as in gspo."""
+    """Ratio that is gated: the token's (token); or its sequence's (sequence), as in gspo."""
 
 
 class Vespo(Section):
@@ -152,13 +152,15 @@ class Vespo(Section):
 
     name: Literal["vespo"] = "vespo"
     k_pos: NonNegativeFloat = 2.0
-    """Power of the ratio where the advantage is not negative: lowers weights of ratios below 1."""
+    """Exponent of the ratio where the advantage is not negative. A higher value lowers the weights
+    of ratios below 1."""
     lambda_pos: PositiveFloat = 3.0
-    """Decay with the ratio where the advantage is not negative: lowers weights of ratios over 1."""
+    """Rate of decay with the ratio where the advantage is not negative. A higher value lowers the
+    weights of ratios above 1."""
     k_neg: NonNegativeFloat = 3.0
-    """The same as k_pos where the advantage is negative."""
+    """Exponent of the ratio where the advantage is negative; see k_pos."""
     lambda_neg: PositiveFloat = 2.0
-    """The same as lambda_pos where the advantage is negative."""
+    """Rate of decay with the ratio where the advantage is negative; see lambda_pos."""
 
 
 class Dppo(Section):
@@ -254,10 +256,11 @@ class TeacherConfig(Section):
     """URL of a server, up to and including /v1, whose completions API returns the log-probs of a
     prompt (echo with logprobs); null loads the model."""
     api_key_variable: str | None = None
-    """Name of the environment variable with the server's key; null sends none."""
+    """Name of the environment variable with the server's key; null sends no key."""
     engines: NonNegativeInt = 0
-    """Number of engines that load the model and score trajectories while others run. 0 loads it
-    into the trainer's ranks, in place of a reference model, and scores before each step."""
+    """Number of engines that load the model and score trajectories while other trajectories run. 0
+    loads the model into the trainer's ranks, in place of a reference model, and scores before each
+    step."""
     weight: PositiveFloat = 1.0
     """Factor of the reverse KL divergence from the teacher."""
     where: Literal["advantage", "loss"] = "advantage"
@@ -290,12 +293,13 @@ class CorrectionConfig(Section):
         "sequence_mask", "geometric_mask",
     ] = "none"  # fmt: skip
     """Correction for the mismatch between engine and trainer. none computes the importance ratio
-    against the engine's log-probs. The others compute it against the trainer's log-probs before the
-    step, and multiply each token by a weight that depends on its ratio w = trainer / engine. The
-    weight is min(w, `high`) for token_tis. Between `low` and `high` it is 1 for mask, and w for
-    token_mask and icepop (with the bounds of its paper); outside it is 0. sequence_tis and
-    sequence_mask are token_tis and token_mask with the product of w over the sequence;
-    geometric_tis and geometric_mask are token_tis and mask with its geometric mean."""
+    against the engine's log-probs. All other values compute this ratio against the trainer's
+    log-probs before the step, and multiply each token by a weight that depends on the token's ratio
+    w = trainer / engine. For token_tis, the weight is min(w, `high`). If w is between `low` and
+    `high`, the weight is 1 for mask, and w for token_mask and icepop (whose default bounds are
+    those of its paper); for any other w, it is 0. sequence_tis and sequence_mask are token_tis and
+    token_mask with the product of w over the sequence in place of w; geometric_tis and
+    geometric_mask are token_tis and mask with the geometric mean of w over the sequence."""
     low: PositiveFloat | None = None
     """Smallest trainer / engine ratio that the masks keep; null is 0.5, or 0.99 for
     geometric_mask."""
@@ -313,11 +317,11 @@ class CorrectionConfig(Section):
 
 
 class EntropyConfig(Section):
-    """The policy's entropy at trained tokens: a bonus for it, and a filter by it."""
+    """The policy's entropy at trained tokens: as a bonus in the loss, and as a filter of tokens."""
 
     coef: NonNegativeFloat = 0.0
     """Weight of the bonus: the loss is lowered by coef times the mean entropy, in nats, of the
-    update's trained tokens. If adaptive is true, its initial value."""
+    update's trained tokens. If adaptive is true, this is the initial coef."""
     adaptive: bool = False
     """Adapt coef after each update: add coef_delta if the mean entropy was at most target, or else
     subtract it. The bonus is part of the loss only after an update at or below target."""
@@ -332,7 +336,7 @@ class EntropyConfig(Section):
     """Largest value of an adaptive coef."""
     top_quantile: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Share of an update's tokens that train the policy and count in the bonus: the tokens of the
-    highest entropy. 1 trains all. Below 1, each update computes the policy's entropies once
+    highest entropy. 1 trains all tokens. Below 1, each update computes the policy's entropies once
     more."""
 
     @property
@@ -345,7 +349,7 @@ class EntropyConfig(Section):
 
 
 class AlgorithmConfig(Section):
-    """Advantage, loss, KL penalty, corrections, and what is left out of the loss."""
+    """Advantage, loss, KL penalty, corrections, and tokens left out of the loss."""
 
     advantage: Annotated[
         Annotated[Grpo, Tag("grpo")]
@@ -386,14 +390,14 @@ class AlgorithmConfig(Section):
     kl: KlConfig = KlConfig()
     teacher: TeacherConfig | None = None
     """Teacher of on-policy distillation: {model: PATH} or {url: http://host:8000/v1}, with its
-    weight, where (advantage or loss) and engines; null for none. Entries of environments may each
-    have their own."""
+    weight, where (advantage or loss) and engines; null uses no teacher. Each entry of environments
+    may have a teacher of its own."""
     entropy: EntropyConfig = EntropyConfig()
     correction: CorrectionConfig = CorrectionConfig()
     off_policy_mask_threshold: PositiveFloat | None = None
     """Largest mean of log pi_engine - log pi, in nats, over a sequence's trained tokens. If the
     mean is larger, the sequence's tokens with negative advantages are left out of the loss
-    (DeepSeek-V3.2). null leaves none out."""
+    (DeepSeek-V3.2). null leaves out no tokens."""
     mask_truncated: bool = False
     """Leave trajectories that end at their maximum length (status length or context_full) out of
     the loss (DAPO's overlong filtering). They still count in the baseline of the group and in the
@@ -410,7 +414,7 @@ class AlgorithmConfig(Section):
 
     @property
     def has_penalties(self) -> bool:
-        """Whether the loss has terms that train groups without signal, too."""
+        """Whether the loss has terms that train even groups without signal."""
         return self.kl.coef > 0 or self.entropy.has_bonus
 
     def mistakes(self) -> Iterator[str]:
@@ -429,8 +433,8 @@ class AlgorithmConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _names(cls, tree: object) -> object:
-        """Accept a bare name in place of a section, and add the default name to a section without
-        one."""
+        """Accept a bare name in place of a section, and add the default name to a section without a
+        name."""
         if not isinstance(tree, dict):
             return tree
         named = dict(tree)

@@ -37,8 +37,8 @@ UNNEEDED_KEYS = {
     *("batch_generation", "max_paddings", "num_scheduler_steps", "vllm_micro_batch_size"),
     *("max_context_len_to_capture", "max_seq_len_to_capture"),
 }
-"""Keys of `REPLACED_KEYS` that affect only speed and memory: without them the same tokens are
-sampled."""
+"""Keys of `REPLACED_KEYS` that affect only speed and memory, so that the same tokens are sampled
+without them."""
 _NEUTRAL: dict[str, float] = {
     "best_of": 1,
     "length_penalty": 1,
@@ -50,7 +50,7 @@ _NEUTRAL: dict[str, float] = {
 
 
 def asks_for_nothing(key: str, value: object) -> bool:
-    """Return whether a key is one of `REPLACED_KEYS`, with a value that has no effect."""
+    """Return whether a key is in `REPLACED_KEYS` and its value has no effect."""
     if key not in REPLACED_KEYS:
         return False
     if isinstance(value, dict):
@@ -69,7 +69,7 @@ VLLM_NAMES = {
     "trust_remote_code": "model.trust_remote_code",
     "weight_transfer_config": "weights.transport",
 }
-"""Keys of this configuration for vLLM arguments that have another name."""
+"""Keys of this configuration, by the vLLM arguments that they replace."""
 
 ALIASES = {
     name: key

@@ -38,7 +38,8 @@ NEEDED_KEYS = ("environment", "data.path")  # must be set, unless a program prov
 
 
 def must(holds: Callable[[str], object], message: str) -> AfterValidator:
-    """Return a check that raises `message` unless `holds(text)`; {!r} in it stands for the text."""
+    """Return a check that raises `message` unless `holds(text)`; {!r} in `message` is replaced by
+    the text."""
 
     def check(text: str) -> str:
         if not holds(text):
@@ -49,7 +50,8 @@ def must(holds: Callable[[str], object], message: str) -> AfterValidator:
 
 
 def named(key: str, names: Sequence[str], own: str = "package.module:Class") -> AfterValidator:
-    """Return a check of a name: one of the built-in `names`, or the user's own, with a colon."""
+    """Return a check that a name is one of the built-in `names`, or a user-defined name with a
+    colon."""
     message = f"{key} must be {', '.join(names)}, or {own}, not {{!r}}"
     return must(lambda name: name in names or ":" in name, message)
 
@@ -57,9 +59,9 @@ def named(key: str, names: Sequence[str], own: str = "package.module:Class") -> 
 class Section(BaseModel):
     """A part of the configuration: unknown keys are errors, docstrings are the help text.
 
-    Plain values are converted as pydantic does, if nothing is lost: 2.0 is the integer 2, a text
-    may be a number (YAML reads 1e-6 as a text), and 1 and 0 are true and false. But true is not the
-    number 1: a user who sets a key that counts something to true has misread it.
+    Plain values are converted as in pydantic if no information is lost: 2.0 becomes the integer 2,
+    a text may become a number (YAML reads 1e-6 as a text), and 1 and 0 become true and false. But
+    true does not become the number 1, because a user who sets a count to true has misread the key.
     """
 
     model_config = ConfigDict(
@@ -91,8 +93,8 @@ class Section(BaseModel):
         return value
 
     def changed(self, changes: Mapping[str, object]) -> Self:
-        """Return a copy with changed values, which are not checked. The value of a section is a
-        mapping of the keys that change in it."""
+        """Return a copy with changed values, which are not checked. For a section, the value is a
+        mapping of the section's keys that change."""
 
         def value(key: str, new: object) -> object:
             old = getattr(self, key)
@@ -112,14 +114,15 @@ class Section(BaseModel):
 
 
 def sections(kind: object) -> list[type[Section]]:
-    """Return the section classes that a key's type allows; none if it allows plain values."""
+    """Return the section classes that a key's type allows; an empty list if it allows plain
+    values."""
     members = list(_alternatives(kind))
     found = [m for m in members if isinstance(m, type) and issubclass(m, Section)]
     return found if len(found) == len(members) else []
 
 
 def booleans_for_numbers(kind: object, value: object) -> Iterator[bool]:
-    """Yield each boolean in a value where the type allows numbers, but no booleans."""
+    """Yield each boolean in a value where the type allows numbers but not booleans."""
     kinds = set(_alternatives(kind))
     if isinstance(value, bool) and kinds & {int, float} and not kinds & {bool, object, Any}:
         yield value

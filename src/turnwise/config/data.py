@@ -17,7 +17,7 @@ TEMPLATE_NAMES = tuple(sorted(path.stem for path in _TEMPLATES.glob("*.jinja")))
 
 
 def template_text(value: str) -> str:
-    """Return the Jinja text of a chat template's name, file or text.
+    """Return the Jinja text of a chat template that is given by name, file or text.
 
     Raises:
         ValueError: when the value is not a chat template in any of these forms.
@@ -50,11 +50,11 @@ class LoraConfig(Section):
     """PEFT's `lora_alpha`: an adapter's product is scaled by alpha / rank; null uses 2 * rank."""
     target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] = "all-linear"
     """Names of the layers that get an adapter, such as [q_proj, v_proj], as PEFT matches them;
-    all-linear is every linear layer that can have an adapter: not the output head, experts whose
-    weights are one tensor, or layers whose weights the model uses without calling the layer. The
-    part of the model that reads images gets no adapter."""
+    all-linear is every linear layer that can have an adapter; this excludes the output head,
+    experts whose weights are one tensor, and layers whose weights the model uses without calling
+    the layer. The part of the model that reads images gets no adapter."""
     rslora: bool = False
-    """Scale by alpha / sqrt(rank) instead, PEFT's `use_rslora`, for high ranks."""
+    """Scale by alpha / sqrt(rank) instead of alpha / rank (PEFT's `use_rslora`), for high ranks."""
 
 
 class ModelConfig(Section):
@@ -66,17 +66,17 @@ class ModelConfig(Section):
     (PEFT) sets model.path to the adapter's base model, and model.adapter to the folder."""
     adapter: str | None = None
     """LoRA adapter in PEFT's format on top of the model, for evaluation, rollouts and serving: a
-    folder or Hugging Face name; null for none."""
+    folder or Hugging Face name; null uses no adapter."""
     tokenizer: str | None = None
     """Folder or Hugging Face name of the tokenizer and chat template; null uses model.path."""
-    # A file may change, or be missing on another machine: its text is kept.
+    # A file may change, or be missing on another machine, so its text is kept.
     chat_template: (
         Annotated[str, AfterValidator(lambda t: t if t in TEMPLATE_NAMES else template_text(t))]
         | None
     ) = None
     """Chat template in place of the tokenizer's, also in exported models: hermes (ChatML with
-    tools), chatml (without), a Jinja file, or its text. The run keeps the text of a file. null uses
-    the tokenizer's."""
+    tools), chatml (ChatML without tools), a Jinja file, or the text of a template. The run keeps
+    the text of a file. null uses the tokenizer's."""
     dtype: Literal["float32", "bfloat16"] | None = None
     """Precision of the weights, in the engine and in the trainer. null is float32 on CPUs and, on
     GPUs, the precision of the model's files (bfloat16 for float16), which the run prints."""
@@ -88,10 +88,10 @@ class ModelConfig(Section):
     """Extra variables for the chat template, such as {enable_thinking: false}."""
     lora: LoraConfig = LoraConfig()
     train_vision: bool = True
-    """Train the part of the model that reads images, too; false trains its language model alone."""
+    """Train the part of the model that reads images, too; false trains only the language model."""
     escape_special_tokens: bool = False
-    """Encode special tokens (<|im_end|>) in users' and tools' messages as plain text, so that no
-    tool result can end its turn and open another."""
+    """Encode special tokens (<|im_end|>) in users' and tools' messages as plain text, so that a
+    tool result cannot end its turn and begin another one."""
 
     @property
     def template_text(self) -> str | None:
@@ -131,7 +131,7 @@ class OtherModel(Section):
     path: str | None = None
     """Folder or Hugging Face name; null uses model.path."""
     dtype: Literal["float32", "bfloat16"] | None = None
-    """Precision of its forward passes, float32 or bfloat16; null uses model.dtype."""
+    """Precision of the model's forward passes, float32 or bfloat16; null uses model.dtype."""
 
 
 def _checked_names(sets: dict[str, str]) -> dict[str, str]:
@@ -168,7 +168,7 @@ class RowsConfig(Section):
     eval_sets: Annotated[dict[str, str], AfterValidator(_checked_names)] = {}
     """Several held-out sets by name, each in the forms of data.path, in place of data.eval_path:
     {easy: easy.jsonl, hard: hard.jsonl}. An evaluation reports the results of all rows together,
-    and of each set. data.eval_split and data.eval_limit apply to each."""
+    and of each set. data.eval_split and data.eval_limit apply to each set."""
     subset: str | None = None
     """Configuration name of a Hugging Face dataset, such as `main` for GSM8K; null uses its
     default."""
@@ -177,8 +177,8 @@ class RowsConfig(Section):
     eval_split: str = "test"
     """Split of data.eval_path when it is a Hugging Face dataset, or a slice of one: test[:100]."""
     limit: PositiveInt | None = None
-    """Number of rows to use from the start of data.path, of those that meet data.filter; null uses
-    all."""
+    """Number of rows to use: the first rows of data.path that meet data.filter; null uses all of
+    them."""
     eval_limit: PositiveInt | None = None
     """Number of rows to use from the start of data.eval_path; null uses all."""
 
@@ -204,13 +204,13 @@ class DataConfig(RowsConfig):
     rows."""
     max_prompt_tokens: PositiveInt | None = None
     """Largest prompt in tokens; rows with longer prompts are skipped, and their number is logged.
-    Null skips none: a prompt that does not fit model.max_length is then an error."""
+    Null skips no rows; then a prompt that does not fit in model.max_length is an error."""
     curriculum: bool = False
     """Let a row rest if its groups give no signal, because all trajectories are right or all are
     wrong: after 1, 2, 3 ... such groups in succession, the row takes part in one of 2, 4, 8 ...
     epochs. A group with a signal brings the row back to every epoch."""
     allow_urls: bool = False
-    """Fetch images that rows name by URL (http, https), each time a row is used; only from hosts
-    with public addresses. If false, such a row fails its trajectories."""
+    """Fetch images that rows name by URL (http, https) each time a row is used. Only hosts with
+    public addresses are allowed. If false, such a row fails its trajectories."""
     max_rest: PositiveInt = 8
     """With data.curriculum: the largest number of epochs after which a row comes back."""

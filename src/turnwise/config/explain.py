@@ -55,9 +55,9 @@ def explain_config(config: Config | None = None) -> str:
 def _walk(
     kind: type[Section], section: Section | None, prefix: str = "", *, chosen: bool = False
 ) -> Iterator[tuple[str, FieldInfo, object, Kinds]]:
-    """Yield every key of a section class, with its field, its value in `section` or its default,
-    and the section classes that it may have. Below a key with several classes, yield no keys; if
-    `chosen`, yield the keys of the class in use."""
+    """Yield every key of a section class, with its field, its value (from `section`, or the
+    default), and the section classes that the value may have. Below a key with several such
+    classes, yield no keys unless `chosen`; then yield the keys of the class in use."""
     for name, field in kind.model_fields.items():
         value = field.default if section is None else getattr(section, name)
         if value == NO_DEADLINE or (section is None and field.is_required()):
@@ -103,8 +103,8 @@ def describe_keys(
 
 
 def _items(kind: object) -> Iterator[tuple[str, type[Section]]]:
-    """Yield the section classes in a key's plain value, each after the text between key and
-    subkey."""
+    """Yield the section classes in a key's plain value. Each comes with the text between the key
+    and a subkey, such as `[]` or `.NAME`, without the final dot."""
     if isinstance(kind, type) and issubclass(kind, Section):
         yield "", kind
     elif (origin := get_origin(kind)) in (list, dict):
@@ -160,7 +160,7 @@ def _type_name(kind: object, metadata: Sequence[object] = ()) -> str:
     if isinstance(kind, type) and not arguments:
         name = "mapping" if issubclass(kind, Section) else kind.__name__
         nullable = " | null" if any(type(m).__name__ == "PlainSerializer" for m in metadata) else ""
-        bounds = [  # not the upper bound of a deadline
+        bounds = [  # without the upper bound of a deadline
             f"{sign} {limit:g}"
             for item in metadata
             for one in getattr(item, "metadata", None) or [item]
@@ -172,7 +172,7 @@ def _type_name(kind: object, metadata: Sequence[object] = ()) -> str:
 
 
 def _as_yaml(value: object) -> str:
-    value = _ANY.dump_python(value)  # sections in lists and mappings too
+    value = _ANY.dump_python(value)  # also converts sections in lists and mappings
     if isinstance(value, str) and "\n" in value:
         return json.dumps(value)  # valid YAML too, and on one line
     text: str = yaml.safe_dump(value, default_flow_style=True, width=10_000)

@@ -7,7 +7,7 @@ from turnwise.errors import InputError
 def gpu_share(config: Config, gpus: float, training: bool) -> float:
     """Return the share of a GPU for each device of an engine and each rank of the trainer.
 
-    It is 1, or less if there are fewer GPUs than devices and ranks.
+    The share is 1, or less if there are fewer GPUs than devices and ranks.
     """
     takers, said, also = config.serving.min_workers * config.engine.devices, "", ""
     for key, teacher in (config.teacher_engines() if training else {}).items():

@@ -1,7 +1,7 @@
 """Loading a checked `Config` from a YAML file and `key.sub=value` overrides, and dumping it.
 
-Each mistake is one sentence, with the most likely intended key. Secrets are masked in everything
-that leaves the machine, such as trackers and exported pages.
+Each mistake is reported in one sentence that names the key most likely intended. Secrets are masked
+in everything that leaves the machine, such as trackers and exported pages.
 """
 
 import difflib
@@ -24,15 +24,15 @@ from turnwise.config.schema import Config
 from turnwise.config.yaml_text import read_yaml
 from turnwise.errors import InputError
 
-_OUT_OF_FILES = {"serving": {"api_key"}}  # keys that are not written
+_OUT_OF_FILES = {"serving": {"api_key"}}  # keys that are not written to files
 MASK = "***"
 _SECRET_NAME = re.compile(
     r"(^|[^a-z])(key|token|secret|pass|password|passwd|credentials?|authorization|cookie)$"
 )
-_SECRET_SECTIONS = ("env", "headers", "ray_env")  # any value may be a secret
+_SECRET_SECTIONS = ("env", "headers", "ray_env")  # in which any value may be a secret
 _USER = re.compile(r"(?<=://)[^/@\s]+@")  # user and password in a URL
 _PARAMETER = re.compile(r"(?<=[?&#])([^=?&#\s]+)=([^&#\s]+)")  # of a URL: name and value
-_REFERENCE = re.compile(r"(\w+ )?\$\{\w+\}")  # names an environment variable, no secret
+_REFERENCE = re.compile(r"(\w+ )?\$\{\w+\}")  # the name of an environment variable, not a secret
 
 
 def load_config(
@@ -51,8 +51,8 @@ def load_config(
         optional: Keys that may have no value here: environment, data.path, data.eval_path.
 
     Raises:
-        InputError: naming the file, the override, or every key that is unknown, missing or
-            invalid, with the closest known key.
+        InputError: when the file, an override or a key cannot be used; the message names it, and
+            for an unknown key the closest known key.
 
     Example:
         config = load_config("config.yaml", ["training.steps=10", "sampling.stop=[END]"])
@@ -92,8 +92,8 @@ def make_config(
 
 
 def parse_config(tree: Tree, optional: Collection[str] = ()) -> Config:
-    """Check a tree of plain values, as `load_config` does; its InputError has a sentence per
-    mistake."""
+    """Check a tree of plain values, as `load_config` does; raise an InputError with one sentence
+    for each mistake."""
     several = ("environment", "data.path") if tree.get("environments") else ()
     given = {*optional, *several}
     missing = [key for key in NEEDED_KEYS if value_of(tree, key) is None and key not in given]
@@ -124,8 +124,8 @@ def dump_config(config: Config, *, secrets: bool = False) -> str:
 def masked(config: Config) -> dict[str, object]:
     """Return a configuration as plain values, with a mask for each value that may be a secret.
 
-    Masked are the values of `headers`, `env` and `ray_env`; texts whose key is named token, key,
-    secret, password or similarly; and, in URLs, user names and parameters with such names.
+    A mask replaces the values of `headers`, `env` and `ray_env`; texts whose key is named token,
+    key, secret, password or similarly; and, in URLs, user names and parameters with such names.
     `serving.api_key` is left out.
     """
     tree = config.model_dump(mode="json", exclude=_OUT_OF_FILES)
@@ -177,7 +177,7 @@ def _masked_parameter(found: re.Match[str]) -> str:
 
 
 def _is_secret(name: str) -> bool:
-    """Return whether a value of this name is a secret, in any spelling: hf_token, API-KEY,
+    """Return whether a name is that of a secret, in any spelling, such as hf_token, API-KEY or
     apiKey."""
     return bool(_SECRET_NAME.search(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()))
 
@@ -266,7 +266,7 @@ def _explain_mistake(error: ErrorDetails) -> str:
 def _explain_unknown(key: str, value: object) -> Iterator[str]:
     """Yield a sentence about an unknown key, or about each key below it if it is a section of
     another system."""
-    others = import_module("turnwise.compat.keys")  # only if a key is unknown
+    others = import_module("turnwise.compat.keys")  # imported only if a key is unknown
     answer: str | None = others.answer(key)
     if isinstance(value, dict) and value and others.is_section(key):
         for name, item in value.items():

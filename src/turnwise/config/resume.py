@@ -1,8 +1,8 @@
-"""The rule of each key of the configuration when a run is resumed with another value.
+"""The rules for keys of the configuration whose values change when a run is resumed.
 
-A resumed run does what its configuration says now; the checkpoint provides the weights, the
-optimizer's moments, the position in the schedule and in the data. The few keys that a checkpoint
-depends on cannot change.
+A resumed run follows its current configuration, while the checkpoint provides the weights, the
+optimizer's moments, and the positions in the schedule and in the data. The few keys that a
+checkpoint depends on cannot change.
 """
 
 from turnwise.config.explain import known_keys

@@ -59,12 +59,12 @@ def _result_format(text: str) -> str:
 
 
 def _with_colon(path: str) -> str:
-    """Return `package.module.Class`, as verl writes it, as `package.module:Class`."""
+    """Convert `package.module.Class`, which is verl's form, to `package.module:Class`."""
     return path if ":" in path else ":".join(path.rsplit(".", 1))
 
 
 class CodeToolConfig(Section):
-    """A tool that runs the model's code in a sandbox, one for each trajectory."""
+    """A tool that runs the model's code in a sandbox; each trajectory has its own sandbox."""
 
     sandbox: Annotated[str, named("sandbox", SANDBOXES, "a URL, or package.module:Class")] = "auto"
     """Sandbox of the code: sandlock; bubblewrap; auto, the first of these two that works; docker;
@@ -104,13 +104,13 @@ class McpConfig(Section):
     headers: dict[str, str] = {}
     """HTTP headers for the URL; ${NAME} stands for a variable of this process."""
     session_header: str | None = None
-    """Name of an HTTP header that has its own value for each trajectory; null sends none."""
+    """Name of an HTTP header that has its own value for each trajectory; null sends no header."""
     shared: bool = False
     """One process, or one MCP session, for all trajectories."""
     warm: NonNegativeInt = 0
     """Number of processes that are started before a trajectory needs them."""
     tools: list[str] | None = None
-    """Names of the server's tools to offer; null offers all."""
+    """Names of the server's tools to offer; null offers all tools."""
     prefix: str = ""
     """Text before each tool's name."""
     start_timeout: Seconds = 60.0
@@ -186,8 +186,8 @@ class JudgeConfig(Section):
     """Number of further attempts after an unusable answer, or after a 5xx status other than 502 to
     504. If the server is away or busy (connection errors, 408, 409, 429, 502 to 504), the request
     is repeated until the timeout, with growing pauses or after the time that the server names. 0
-    never repeats a request. Without a verdict, the trajectory is dropped; with compare, its
-    group."""
+    never repeats a request. Without a verdict, the trajectory is dropped; with compare, the
+    whole group is dropped."""
 
     def mistakes(self) -> Iterator[str]:
         if self.scale[0] >= self.scale[1]:
@@ -201,16 +201,17 @@ class RewardConfig(Section):
     function: str | None = None
     """package.module:function(trajectory, row) -> number, sync or async; null uses no function."""
     group_function: str | None = None
-    """package.module:function(trajectories, row) -> one number each, sync or async, called once for
-    all finished trajectories of a group, to compare them; null uses none."""
+    """package.module:function(trajectories, row) -> one number for each trajectory, sync or async,
+    called once for all finished trajectories of a group, to compare them; null uses no such
+    function."""
     trl: str | None = None
     """package.module:function with TRL's signature, sync or async, called once for all finished
-    trajectories of a group; null uses none."""
+    trajectories of a group; null uses no such function."""
     model: str | None = None
     """Folder or Hugging Face name of a sequence-classification model with one output; null uses no
     model."""
     judge: JudgeConfig | None = None
-    """Model that judges by a rubric, over Chat Completions; null uses none."""
+    """Model that judges by a rubric, over Chat Completions; null uses no judge."""
     tokenizer: str | None = None
     """Folder or Hugging Face name of the model's tokenizer and chat template; null takes them from
     the folder or name in `model`."""
@@ -280,16 +281,16 @@ class RolloutConfig(Section):
     """Branches of an agent's session that are trained, if it has several conversations (the task, a
     title, a summary, a sub-agent): all branches (all); the branch with the most sampled tokens
     (longest); or package.module:function(trajectory, branches), which returns a list with a bool
-    for each branch. Tokens on no trained branch are context; the event left_out_branch counts the
-    other branches."""
+    for each branch. Tokens that are not on a trained branch are context; the event left_out_branch
+    counts the branches that are not trained."""
     agent_sampling: AgentSamplingRule = "override"
     """Treatment of sampling parameters in the requests of an agent or chat scheduler. Temperature,
     top_p, top_k, min_p and grammars (response_format, strict tools, tool_choice) apply to the turn,
     which is trained under them. Other settings cannot be trained exactly: greedy answers,
-    penalties, biases, min_tokens, logits processors. In their place, the turn uses the values of
-    `sampling` (override); or the turn is sampled as requested, and is context that is not trained
-    (context); or the request gets status 400 (refuse). override_all samples every turn by
-    `sampling` alone. Events count the requested parameters."""
+    penalties, biases, min_tokens, logits processors. If a request has such settings, the turn uses
+    the values of `sampling` instead (override); or the turn is sampled as requested, and is context
+    that is not trained (context); or the request gets status 400 (refuse). override_all samples
+    every turn by `sampling` alone. Events count the requested parameters."""
     policies: list[str] = []
     """Names of several policies that are trained at the same time, such as the players of a game.
     Each policy is a LoRA adapter (model.lora) with its own samples and optimizer. The attribute
@@ -336,9 +337,9 @@ class RolloutConfig(Section):
     and each step, metrics and close. It also applies to functions in `context.compact` and
     `agent_branches`."""
     environment_process: bool = False
-    """Run each trajectory's environment in a process of its own: a crash, or a call that never
-    returns, then fails one trajectory, and nothing that it leaks remains. If false, environments
-    run in threads of the driver."""
+    """Run each trajectory's environment in a separate process, so that a crash, or a call that
+    never returns, fails only one trajectory, and leaked resources are freed when the process ends.
+    If false, environments run in threads of the driver."""
     stall_timeout: Seconds = 300.0
     """Largest number of seconds that a trajectory, or its reward, may go without progress. The time
     in turns, tools and the environment does not count: engine.request_timeout, tool_timeout and
@@ -429,8 +430,8 @@ class EnvironmentConfig(Section):
     environment_args: Tree = {}
     """As the top-level key `environment_args`."""
     data: RowsConfig
-    """Rows, by the keys of `data` that select them (path, filter, eval_path, eval_sets, subset,
-    split, eval_split, limit, eval_limit)."""
+    """Rows, selected by these keys of `data`: path, filter, eval_path, eval_sets, subset, split,
+    eval_split, limit, eval_limit."""
     weight: PositiveFloat = 1.0
     """Share of the groups, relative to the other weights."""
     loop: Loop | None = None
@@ -439,14 +440,14 @@ class EnvironmentConfig(Section):
     """Tools that are added to the environment's own, in place of rollout.tools; null uses
     rollout.tools."""
     teacher: TeacherConfig | None = None
-    """Teacher of its trajectories, in place of algorithm.teacher; null uses algorithm.teacher."""
+    """Teacher of this environment's trajectories; null uses algorithm.teacher."""
 
 
 class ProcessorCall(Section):
     """A logits processor, created for each request by calling `qualname`."""
 
     qualname: str
-    """package.module:name of the class or function that creates it."""
+    """package.module:name of the class or function that creates the processor."""
     args: list[object] | None = None
     """Positional arguments of the call; null passes none."""
     kwargs: Tree | None = None
@@ -468,9 +469,10 @@ class SamplingConfig(Section):
     top_k: Annotated[NonNegativeInt, BeforeValidator(lambda k: 0 if k == -1 else k)] = 0
     """Number of most likely tokens to sample from; 0 or -1 means all."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Smallest probability of a token, as a share of the most likely token's; 0 means all."""
+    """Smallest probability of a token, as a share of the most likely token's probability; 0 means
+    all."""
     max_tokens: PositiveInt = 512
-    """Largest number of tokens sampled in one turn; the room left in the context limits it too."""
+    """Largest number of tokens sampled in one turn; the remaining context may lower this limit."""
     min_tokens: NonNegativeInt = 0
     """Smallest number of tokens sampled in one turn."""
     stop: list[str] = []
@@ -486,10 +488,10 @@ class SamplingConfig(Section):
     """Record the log-probs of each turn's prompt too, in every loop; slower, because it bypasses
     the prefix cache."""
     use_beam_search: bool = False
-    """Search the n likeliest answers to a prompt with vLLM's beam search, n beams wide, instead of
-    sampling them: in evaluation, rollouts and modules. Temperature, top_p and top_k have no effect;
-    for more than 10 beams, set engine.vllm_args.max_logprobs to 2 * n. Such answers were not
-    sampled, so training refuses them."""
+    """In evaluation, rollouts and modules, find the n most likely answers to a prompt with vLLM's
+    beam search, n beams wide, instead of sampling answers. Temperature, top_p and top_k have no
+    effect; for more than 10 beams, set engine.vllm_args.max_logprobs to 2 * n. Such answers were
+    not sampled, so training refuses them."""
     logits_processor_args: Tree = {}
     """Arguments of engine.logits_processors for each request."""
     logits_processors: list[str | ProcessorCall] = []
@@ -518,16 +520,17 @@ class EvalConfig(Section):
     and after the last; 0 never evaluates."""
     background: bool = False
     """Evaluate while training continues, except before the first step and after the last one. The
-    evaluation runs on the same engines as the next step's rollouts, which begin first. The engines
-    get new weights only after the evaluation, which therefore measures the weights of one step."""
+    evaluation runs on the same engines as the next step's rollouts, and begins after they have
+    begun. The engines get new weights only after the evaluation, which therefore measures the
+    weights of one step."""
     target: Fraction | None = None
     """Accuracy on data.eval_path at which the run saves a checkpoint and ends; null trains to
     training.steps."""
     success_reward: float = 1.0
     """Smallest reward at which a trajectory counts as correct in accuracy, pass@k and mean@k."""
     sampling: SamplingConfig = SamplingConfig(n=1, temperature=0.0)
-    """Sampling in evaluation. Keys that are not set here are as in `sampling`, except n and
-    temperature, which are 1 and 0: one greedy trajectory per row."""
+    """Sampling in evaluation. Keys that are not set here take their values from `sampling`, except
+    n and temperature, which are 1 and 0: one greedy trajectory per row."""
 
     def reached(self, accuracy: float | None) -> bool:
         """Return whether an evaluation's accuracy ends the run; None means no evaluation."""

@@ -29,7 +29,7 @@ from turnwise.config.training import (
 )
 
 _OTHER_POLICIES = (BASE, "policy", "reference", "value", "default", "critic")
-"""Names that `rollout.policies` may not use, because the trainer's other models have them."""
+"""Names that `rollout.policies` may not use, because the trainer uses them for models."""
 
 
 class Config(Section):
@@ -69,14 +69,14 @@ class Config(Section):
     """Several environments by name, in place of environment and data.path; their groups are mixed.
     Each entry has environment, environment_args, data (path, eval_path, ...) and weight (its share
     of the groups, relative to the other weights; 1 by default). Its loop, tools and teacher replace
-    the keys of rollout and algorithm."""
+    rollout.loop, rollout.tools and algorithm.teacher."""
     trackers: list[Literal["wandb", "mlflow", "trackio"]] = []
     """Experiment trackers that receive the metrics in addition to metrics.jsonl and TensorBoard;
     their packages must be installed."""
     project: str = "turnwise"
     """Name of the project in wandb and trackio, and of the experiment in mlflow."""
     entity: str | None = None
-    """Team or user of wandb; null uses its own default."""
+    """Team or user of wandb; null uses wandb's default."""
     tags: list[str] = []
     """Tags of the run in wandb and mlflow."""
     samples_every: NonNegativeInt = 10
@@ -171,7 +171,8 @@ class Config(Section):
         return f"environments.{environment}.teacher" if own else "algorithm.teacher"
 
     def teacher_engines(self) -> dict[str, TeacherConfig]:
-        """Return each teacher that has engines once, by one of the keys that set it."""
+        """Return the teachers that have engines, without duplicates, each keyed by one of the
+        configuration keys that set it."""
         of_sources = {
             teacher.source: (self.teacher_key(name), teacher)
             for name, teacher in self.teachers().items()
@@ -181,7 +182,7 @@ class Config(Section):
 
     def for_teacher(self, teacher: TeacherConfig) -> "Config":
         """Return the configuration of a teacher's engines. Their context is one token longer,
-        because to score a sequence they sample a token after it."""
+        because they score a sequence by sampling one token after it."""
         kept = self.model.model_dump(include={"dtype", "trust_remote_code"})
         length = self.model.max_length + 1
         return self.changed(
@@ -219,7 +220,8 @@ class Config(Section):
         return Path(self.output_dir, self.name)
 
     def with_api_key(self) -> "Config":
-        """Return the configuration for servers on any node, where the environment is not known."""
+        """Return the configuration with the API key in it, for servers on nodes whose environment
+        may lack the key."""
         return self.changed({"serving": {"api_key": self.serving.key}})
 
     @property

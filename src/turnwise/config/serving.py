@@ -19,8 +19,8 @@ from turnwise.config.base import (
 )
 
 TRANSPORT_NAMES = ("shm", "ipc", "collective", "disk")
-"""Values of the key `weights.transport`; `TRANSPORTS` of weights/transport.py has `in_process` as
-well, which nobody configures."""
+"""Values of the key `weights.transport`; `TRANSPORTS` of weights/transport.py also has
+`in_process`, which cannot be configured."""
 CPU_KV_CACHE_GIB = 0.5  # default of `engine.kv_cache_gib` on a CPU
 
 
@@ -33,7 +33,8 @@ def _pattern(pattern: str) -> str:
 
 
 def _range(text: str) -> tuple[int, int] | None:
-    """Return the numbers of FIRST-LAST; None if it is no range of positive numbers."""
+    """Return the numbers of FIRST-LAST; None if the text is not such a range of positive
+    numbers."""
     match = re.fullmatch(r"(\d+)-(\d+)", text)
     if match is None or not 0 < int(match[1]) <= int(match[2]):
         return None
@@ -56,7 +57,8 @@ class EngineConfig(Section):
     """One engine: devices, memory, batches."""
 
     tensor_parallel_size: PositiveInt = 1
-    """Number of devices that share each layer of an engine's model. On a CPU each is a process."""
+    """Number of devices that share each layer of an engine's model. On a CPU, each device is a
+    process."""
     pipeline_parallel_size: PositiveInt = 1
     """Number of groups of tensor_parallel_size devices, each with some of the layers; GPUs only,
     and untested."""
@@ -77,17 +79,17 @@ class EngineConfig(Section):
     threads: PositiveInt = 1
     """Number of CPU threads of the engine; more than one per core is slower."""
     logits_processors: list[str] = []
-    """Logits processors for every request, each as package.module:name. A name stands for a
-    callable (token_ids, logits) -> logits; for a class or function that makes such a callable, and
-    gets the engine's tokenizer if it has a parameter `tokenizer`; or for a vLLM logits processor
-    class, which runs before the callables. The engine's log-probs are computed after all
-    processors, the trainer's without them. A token that a callable forces (attribute `forced`) is
-    not trained."""
+    """Logits processors for every request, each as package.module:name. A name refers to a callable
+    (token_ids, logits) -> logits; to a class or function that makes such a callable, and gets the
+    engine's tokenizer if it has a parameter `tokenizer`; or to a vLLM logits processor class, which
+    runs before the callables. The engine's log-probs are computed after all processors, while the
+    trainer's log-probs are computed without them. A token that a callable forces (attribute
+    `forced`) is not trained."""
     logits_processors_allowed: Annotated[str, AfterValidator(_pattern)] | None = None
     """Regular expression for the names (package.module:function) that requests and `sampling` may
     list in `logits_processors`; it must match the whole name. Clients can call anything in a
     matched module with arguments of their choice: match only modules that contain nothing but
-    processors. Null allows none."""
+    processors. Null allows no processors."""
     metrics: bool | None = None
     """Collect vLLM's statistics, which /metrics reports as vllm:* with a worker label, and the time
     of each turn in the engine's queue, for a run's timeline; costs about 0.2 ms of processor time
@@ -116,9 +118,9 @@ class ServingConfig(Section):
     """The workers and the server in front of them."""
 
     workers: Annotated[int | str, AfterValidator(_number_or_range)] = 1
-    """Number of engines, each in its own process; or a range such as 1-8: a run begins with the
-    first number and adds engines, up to the second number, while the cluster has room, also on
-    nodes that join during the run."""
+    """Number of engines, each in its own process; or a range such as 1-8. With a range, a run
+    begins with the first number and adds engines, up to the second number, while the cluster has
+    room, even on nodes that join during the run."""
     overload: Annotated[float, Field(ge=1)] = 1.5
     """Load of a worker, relative to the mean, at which sessions are moved away immediately; a
     lasting overload of 5 % moves them too."""
@@ -145,7 +147,7 @@ class ServingConfig(Section):
     every name."""
     cors_origins: list[str] = []
     """Web sites, as scheme://host:port, whose pages may use the server and read its answers (CORS);
-    "*" stands for all. Without any, browsers hide the answers from every page."""
+    "*" means all web sites. If the list is empty, browsers hide the answers from every page."""
     port: NonNegativeInt = 8000
     """Port of `turnwise serve`; 0 picks a free one. Servers for agents and workers always use a
     free port."""
@@ -167,8 +169,9 @@ class ServingConfig(Section):
     """Serve each worker's engine separately too, on a free port of `host`."""
     session_processes: NonNegativeInt = 0
     """Number of processes that serve the sessions opened by `POST /sessions`, each on a free port
-    of `host`: one process answers a few hundred requests a second, however many engines there are.
-    0 serves them in the process of `turnwise serve`. session_memory_mb applies to each process."""
+    of `host`. One process answers only a few hundred requests a second, however many engines there
+    are. 0 serves the sessions in the process of `turnwise serve`. session_memory_mb applies to each
+    process."""
     api_key: str | None = None
     """Key that clients must send as a bearer token; null uses the environment variable
     TURNWISE_API_KEY, if set. It is not written to the run folder."""
@@ -176,18 +179,20 @@ class ServingConfig(Section):
     """Name that /v1/models lists; null lists both model.path and its last part. Requests
     may name any model."""
     max_body_mb: PositiveInt = 16
-    """Largest body of a request in MB; a larger one is refused before it is read. For each MB a
+    """Largest body of a request in MB; a larger body is refused before it is read. For each MB a
     body may have 65,536 values, 4,096 keys, and 1,024 objects and lists."""
     session_idle: Seconds = 14_400.0
     """Seconds without a request after which a client's session is deleted."""
     session_memory_mb: PositiveInt = 512
-    """Memory of all clients' sessions in MB; beyond it, the session idle the longest is deleted."""
+    """Memory of all clients' sessions in MB; beyond it, the session that has been idle longest is
+    deleted."""
     reasoning_parser: str | None = None
-    """Reasoning format of the model: the name of a vLLM reasoning parser; null for no reasoning."""
+    """Reasoning format of the model: the name of a vLLM reasoning parser; null parses no
+    reasoning."""
 
     @property
     def key(self) -> str | None:
-        """Key that clients must send: `api_key`, or else TURNWISE_API_KEY; None without any."""
+        """Key that clients must send: `api_key`, or else TURNWISE_API_KEY; None without a key."""
         return self.api_key or os.environ.get("TURNWISE_API_KEY") or None  # it may be empty
 
     @property
@@ -230,5 +235,5 @@ class WeightsConfig(Section):
     (keep) or continue with the cache of the old weights (keep_cache). With weights.lora adapter,
     all values except abort let turns continue with the adapter that they began with."""
     canary_tolerance: PositiveFloat | None = None
-    """Largest log-prob difference between engine and trainer on the canary prompt; null uses 0.001
-    in float32 and 0.5 in bfloat16."""
+    """Largest log-prob difference between engine and trainer on the canary, a fixed prompt that
+    engines score after each update; null uses 0.001 in float32 and 0.5 in bfloat16."""

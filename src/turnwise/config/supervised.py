@@ -1,4 +1,4 @@
-"""The configuration of supervised training, made of one of reinforcement learning."""
+"""The configuration of supervised training, derived from that of a reinforcement-learning run."""
 
 from turnwise.config.algorithm import AlgorithmConfig, CrossEntropy, OwnLoss
 from turnwise.config.rollout import SamplingConfig
@@ -27,7 +27,7 @@ def supervised_config(config: Config) -> Config:
             "eval": {"background": False, "target": None},
             "algorithm": AlgorithmConfig(loss=loss, reduction=config.algorithm.reduction),
             "training": {"colocated": False, "offload": [], "max_staleness": ahead, **learning},
-            # There is no engine; other transports take memory or write files before they send.
+            # There is no engine; transports other than collective take memory or write files.
             "weights": {"transport": "collective", "delta": False},
         }
     )

@@ -47,10 +47,10 @@ class TrainingConfig(Section):
     model.dtype bfloat16."""
     packing: Literal["auto", "packed", "padded", "shared"] = "auto"
     """Layout of micro-batches: one row of concatenated sequences (packed); one such row in which
-    sequences with a common prefix, such as the sequences of a group, compute it once (shared); or
-    rows of similar length with padding (padded). For each optimizer step, auto takes the layout
-    with the lowest cost of tokens and attention among the layouts that do not change the model's
-    log-probs. The other values are refused if they would change them."""
+    sequences with a common prefix, such as the sequences of a group, compute this prefix once
+    (shared); or rows of similar length with padding (padded). For each optimizer step, auto takes
+    the layout with the lowest cost of tokens and attention among the layouts that do not change the
+    model's log-probs. The other values are refused if they would change the log-probs."""
     attention: str = "auto"
     """Attention of the trainer's models: torch's own, for each sequence of a packed row (auto); or
     a Transformers `attn_implementation` that computes a packed row at once on a GPU:
@@ -61,7 +61,7 @@ class TrainingConfig(Section):
     epochs_per_step: PositiveInt = 1
     """Number of passes over a training step's samples (PPO's epochs, GRPO's mu), each with
     updates_per_step optimizer steps on the same shares. Each update computes new importance ratios;
-    the log-probs in their denominators, and the advantages, stay as before the step."""
+    the log-probs in their denominators, and the advantages, stay as they were before the step."""
     optimizer: Literal["adamw", "muon", "adamw_8bit"] = "adamw"
     """Optimizer of all trained weights: AdamW (adamw); Muon for the matrices of the layers and
     AdamW for embeddings, heads and vectors, at AdamW's rates (muon); or torchao's AdamW with
@@ -90,11 +90,11 @@ class TrainingConfig(Section):
     """Deadline in seconds for one call to the trainer, such as a training step."""
     checkpoint_every: NonNegativeInt = 0
     """Number of steps between checkpoints, in addition to checkpoint_minutes and the last step; 0
-    adds none."""
+    adds no checkpoints."""
     checkpoint_minutes: NonNegativeFloat = 30.0
     """Once this many minutes have passed since the last checkpoint, the next step that finishes is
-    saved; 0 saves none for this reason. Ctrl-C and SIGTERM also save the last step, if it can be
-    written in 60 seconds."""
+    saved; 0 saves no checkpoint for this reason. Ctrl-C and SIGTERM also save the last step, if it
+    can be written in 60 seconds."""
     keep_last: PositiveInt = 2
     """Number of latest checkpoints to keep, in addition to the best on held-out rows."""
     restarts: NonNegativeInt = 3
@@ -106,7 +106,7 @@ class TrainingConfig(Section):
     @property
     def steps_of_group(self) -> int:
         """Number of steps that may train a group: the first step after the group begins, and
-        `max_staleness` more."""
+        `max_staleness` further steps."""
         return 1 + self.max_staleness
 
     @property
@@ -135,7 +135,7 @@ class MetricsConfig(Section):
 
     port: NonNegativeInt | None = None
     """Port on serving.host at which a training run serves /metrics for Prometheus, with vLLM's
-    metrics (engine.metrics); 0 picks a free one, which the log names. Null serves none."""
+    metrics (engine.metrics); 0 picks a free port, which the log names. Null serves no metrics."""
 
 
 class AlarmsConfig(Section):
@@ -163,6 +163,6 @@ class AlarmsConfig(Section):
     idle: Fraction | None = 0.8
     """Largest share of a step in which the trainer waits for rollouts."""
     slow_worker: Fraction | None = 0.5
-    """Smallest speed of a worker (worker_tokens_per_s), as a share of the others' median."""
+    """Smallest speed of a worker (worker_tokens_per_s), as a share of the other workers' median."""
     stale: Fraction | None = 0.5
     """Largest share of trained tokens whose staleness is training.max_staleness."""

@@ -7,7 +7,7 @@ import yaml
 
 from turnwise.errors import InputError
 
-_MERGE = "tag:yaml.org,2002:merge"  # of the key <<, which takes the keys of another mapping
+_MERGE = "tag:yaml.org,2002:merge"  # of the key <<, which merges another mapping
 
 
 class _Loader(yaml.SafeLoader):
@@ -19,7 +19,7 @@ class _Loader(yaml.SafeLoader):
         self._path: list[str] = []  # keys that lead to the node in progress
 
     def compose_node(self, parent: yaml.Node | None, index: object) -> yaml.Node | None:
-        if index is not None:  # else the document, or a key
+        if index is not None:  # it is None for the document and for keys
             self._path.append(str(index.value if isinstance(index, yaml.ScalarNode) else index))
         node = super().compose_node(parent, index)  # type: ignore[arg-type]  # it is an int too
         if index is not None:
@@ -43,10 +43,10 @@ def read_yaml(text: str, source: str, prefix: str = "") -> object:
 
     Args:
         source: Name of the text, such as its file; an error message begins with it.
-        prefix: Key whose value the text is; "" if the text is a whole document.
+        prefix: Key that has the text as its value; "" if the text is a whole document.
 
     Raises:
-        InputError: when a key is given twice in one mapping; it names the key and its lines.
+        InputError: when a key is given twice in one mapping; the error names the key and its lines.
         yaml.YAMLError: when the text is not valid YAML.
     """
     loader = _Loader(text)

@@ -33,14 +33,15 @@ from turnwise.errors import TurnwiseError
 _T = TypeVar("_T")
 _HEAD_SECONDS = 1.0  # time for Ray's head to answer a call that nothing depends on
 CPU_SHARE = 0.001
-"""Cores that a bundle reserves; the operating system divides the real ones among actors."""
+"""Number of cores that each bundle of a placement group reserves; it is almost 0, because the
+operating system divides the real cores among actors."""
 _remote: Callable[[type], RayActor] = functools.cache(ray.remote)
 
 
 class ActorHandle:
     """One Ray actor, which ends when its last handle is deleted.
 
-    Errors call it `name` ("policy rank 0"). Its death, and exceptions of it other than a
+    Errors call the actor `name` ("policy rank 0"). Its death, and its exceptions other than a
     `TurnwiseError`, are raised as `failure`.
     """
 
@@ -73,9 +74,9 @@ class ActorHandle:
 
         Args:
             log: Name of its log file in the run folder's `logs/`; see `logs.follow`.
-            threads: Threads of its OpenMP pools.
-            max_concurrency: Calls that run at once; None leaves Ray's default, which is 1, or
-                1000 where the class has coroutines.
+            threads: Number of threads of its OpenMP pools.
+            max_concurrency: Maximum number of calls that run at once; None leaves Ray's default,
+                which is 1, or 1000 if the class has coroutines.
         """
         variables = {
             **actor_variables(),
@@ -137,7 +138,7 @@ async def create_placement_group(
     """Reserve a bundle of GPUs and `resources` for each of `count` actors, on as few nodes as
     possible; raise DeadlineError when there is no room within `seconds`. Errors call the actors
     `who` ("workers") and name the configuration section `key`."""
-    # Ray accepts no empty bundle.
+    # Ray does not accept an empty bundle.
     bundle = {"CPU": CPU_SHARE, **({"GPU": gpus} if gpus else {}), **resources}
     group = placement_group([bundle] * count, strategy="PACK")
     asked = ", ".join(f"{amount:g} {name}" for name, amount in bundle.items() if name != "CPU")
@@ -168,8 +169,9 @@ async def get_with_deadline(
     """Wait for an actor's reply, and return it.
 
     Raises:
-        DeadlineError: when it is late ("`who` did not `what` within ...").
-        TurnwiseError: that the actor raised, or `failure` if it raised another error, or died.
+        DeadlineError: when the reply is late ("`who` did not `what` within ...").
+        TurnwiseError: the actor's own TurnwiseError, or `failure` if it raised any other error, or
+            died.
     """
     try:
         async with deadline(seconds, f"{who} did not {what}"):
@@ -191,7 +193,7 @@ def death(who: str, error: BaseException) -> str:
 
 
 def is_death(error: BaseException | None) -> bool:
-    """Return whether one of the functions here raised this error because an actor died."""
+    """Return whether a function of this module raised this error because an actor died."""
     cause = error.__cause__ if isinstance(error, TurnwiseError) else None
     return isinstance(cause, RayError) and not isinstance(cause, RayTaskError)
 
@@ -215,7 +217,8 @@ def get_all_with_deadline(
     replies: Mapping[str, ray.ObjectRef], what: str, seconds: float, failure: type[TurnwiseError]
 ) -> list[Any]:
     """Wait, without an event loop, for the replies of several actors, keyed by name. Raise
-    DeadlineError when one is late, and `failure` as soon as one raised anything or died."""
+    DeadlineError when a reply is late, and `failure` as soon as an actor raised an error or
+    died."""
     references = list(replies.values())
     try:
         return list(ray.get(references, timeout=seconds))

@@ -1,10 +1,11 @@
-"""Admission: how many trajectories and requests use a model at once, and which begins next.
+"""Admission: how many trajectories and requests use a model at once, and which of them begins next.
 
 The engines of a run, a teacher, and the server of a judge each have an `Admission`. A trajectory
 counts as work for engines from its start to its last turn, except while it waits for its tools, its
-environment or its agent. While only its reward or its judge is missing, it stays open but counts as
-no work, so a slow judge leaves no engine idle while a prompt waits. A trajectory whose tool has
-answered goes on at once; if several come back at the same time, they queue in the engine.
+environment or its agent. While only its reward or its judge is missing, it stays open but does not
+count as work, so that a slow judge never leaves an engine idle while a prompt waits. A trajectory
+whose tool has answered goes on at once; if several trajectories go on at the same time, they queue
+in the engine.
 """
 
 import asyncio
@@ -19,7 +20,7 @@ from enum import IntEnum
 from operator import add
 
 OPEN = 4
-"""Maximum number of open trajectories per trajectory that may play or work. A trajectory that waits
+"""Maximum ratio of open trajectories to trajectories that may work at once. A trajectory that waits
 for its reward is open; a queue of this length keeps judges and engines busy, and bounds the number
 of environments in memory."""
 
@@ -42,17 +43,17 @@ class Limits:
     working: int
     """Trajectories with work for engines."""
     playing: int | None = None
-    """Trajectories whose turns are not over, whatever they wait for; None sets no limit."""
+    """Trajectories whose turns are not over, including waiting ones; None sets no limit."""
     background: int | None = None
-    """Limit of `working` trajectories at which no evaluation begins; None takes `working`."""
+    """Number of working trajectories from which no evaluation begins; None takes `working`."""
 
     @property
     def at_once(self) -> int:
-        """Trajectories that play at once where no tool keeps them waiting."""
+        """Number of trajectories that play at once if no tool keeps them waiting."""
         return self.working if self.playing is None else min(self.working, self.playing)
 
     def room(self, use: "Use", priority: Priority) -> bool:
-        """Return whether one more may begin."""
+        """Return whether one more trajectory (or request) may begin."""
         at_once = self.at_once
         limit = self.working
         if priority == Priority.EVALUATION and self.background is not None:
@@ -66,7 +67,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """Numbers of trajectories (or requests) that a process has in progress, or that wait."""
+    """Numbers of trajectories (or requests) that are in progress, or wait, in a process."""
 
     working: int = 0
     playing: int = 0
@@ -81,8 +82,9 @@ class Use:
 
 
 class Place:
-    """The place of an admitted trajectory, which counts as work for engines unless it is `idle`.
-    Calls after its end change nothing, because user code may outlive its trajectory."""
+    """The place of an admitted trajectory among those in progress. The trajectory counts as work
+    for engines unless it is `idle`. Calls after the place's `end` change nothing, because user code
+    may outlive its trajectory."""
 
     __slots__ = ("_admission", "_playing", "_works")
 
@@ -158,7 +160,7 @@ class Admission:
 
     @limits.setter
     def limits(self, limits: Limits) -> None:
-        """Apply other limits from now on; whatever has begun goes on."""
+        """Apply new limits from now on; trajectories that have begun go on."""
         self._limits = limits
         self._grant()
 
@@ -173,15 +175,15 @@ class Admission:
         )
 
     def arrive(self) -> int:
-        """Return a number in the order of arrival, for `admitted`."""
+        """Return the next number in the order of arrival, for `admitted`."""
         return next(self._numbers)
 
     @asynccontextmanager
     async def admitted(
         self, priority: Priority = Priority.TRAINING, arrival: int | None = None
     ) -> AsyncIterator[Place]:
-        """Wait until one more may begin, and count it for an `async with` block. A retry passes the
-        `arrival` of its first attempt, and so goes before entries that came later."""
+        """Wait for admission, and count as in progress during an `async with` block. A retry passes
+        the `arrival` of its first attempt, so that it goes before entries that came later."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         number = self.arrive()
         entry = (priority, number if arrival is None else arrival, number, turn)
@@ -220,11 +222,11 @@ def divide_limits(limits: Limits, uses: Sequence[Use], ordered: Sequence[Limits]
 
     Args:
         uses: The last report of each process.
-        ordered: The limits last sent to each process, which it may not have read yet.
+        ordered: The limits last sent to each process, which the process may not have read yet.
     """
 
     def shares(name: str, total: int, used: list[int], more: list[int]) -> list[int]:
-        # Once its limit is lowered, a process may have more in progress: it holds that, too.
+        # Once its limit is lowered, a process may have more in progress, which it then holds, too.
         held = [
             max(getattr(use.limits, name) or 0, getattr(order, name) or 0, busy)
             for use, order, busy in zip(uses, ordered, used, strict=True)
@@ -241,8 +243,8 @@ def divide_limits(limits: Limits, uses: Sequence[Use], ordered: Sequence[Limits]
         background = [*shares("background", limits.background, working, evaluations)]
     own = shares("working", limits.working, working, waiting)
     made = map(Limits, own, playing, background)
-    # A process gets new limits only once it has confirmed the last ones: with two unconfirmed
-    # orders, nobody would know by which of them it has begun trajectories.
+    # A process gets new limits only once it has confirmed the last ones, because with two
+    # unconfirmed orders, nobody would know which of them it has applied.
     return [
         new if use.limits == order else order
         for new, use, order in zip(made, uses, ordered, strict=True)
@@ -257,7 +259,8 @@ def divide(total: int, wanted: list[int], used: list[int], held: list[int]) -> l
         total: The limit.
         wanted: Number of trajectories that each process would have in progress.
         used: Number that each process has in progress; its share does not fall below it.
-        held: Share that each process may still apply. A share grows only by what no process holds.
+        held: Share that each process may still apply. A share grows only by the part of the limit
+            that no process holds.
     """
 
     def filled(level: int) -> list[int]:

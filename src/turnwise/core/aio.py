@@ -27,8 +27,8 @@ _RETRY_SECONDS = 0.1
 
 
 def run(main: Coroutine[object, object, _T]) -> _T:
-    """Run a coroutine as `asyncio.run` does, on uvloop if it is installed (with vLLM), which takes
-    less processor time per turn."""
+    """Run a coroutine as `asyncio.run` does, on uvloop if that is installed (it comes with vLLM),
+    because uvloop takes less processor time per turn."""
     try:
         import uvloop
     except ImportError:
@@ -50,12 +50,12 @@ class _Group(asyncio.TaskGroup):
 
 @asynccontextmanager
 async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
-    """Open a `TaskGroup` that raises the first error itself, not a group around it."""
+    """Open a `TaskGroup` that raises the first error itself instead of an exception group."""
     try:
         async with _Group() as group:
             yield group
-            # Wait here: before Python 3.13, if a child fails while the group waits in its exit, the
-            # task stays marked as cancelled (`is_cancelled`); not if it fails during the block.
+            # Wait here, during the block. Before Python 3.13, if a child fails later, while the
+            # group waits in its exit, the task stays marked as cancelled (`is_cancelled`).
             while left := [task for task in group.running if not task.done()]:
                 await asyncio.wait(left)
     except BaseExceptionGroup as errors:
@@ -66,7 +66,8 @@ async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
 async def together(works: Iterable[Coroutine[object, object, _T]]) -> list[_T]:
     """Run coroutines concurrently, and return their results in order.
 
-    Unlike `asyncio.gather`, the first error cancels the others, and is raised when all have ended.
+    Unlike `asyncio.gather`, the first error cancels the other coroutines, and is raised once all of
+    them have ended.
     """
     async with task_group() as tasks:
         running = [tasks.create_task(work) for work in works]
@@ -102,8 +103,8 @@ def is_cancelled() -> bool:
 
 
 def freeze_gc() -> None:
-    """Exempt all present objects (modules, models) from garbage collection: each full collection
-    would stop the event loop for tenths of a second."""
+    """Exempt all present objects (modules, models) from garbage collection, because each full
+    collection of them would stop the event loop for tenths of a second."""
     gc.collect()
     gc.freeze()
 
@@ -111,7 +112,8 @@ def freeze_gc() -> None:
 async def run_in_thread(
     function: Callable[_P, _T], /, *arguments: _P.args, **keywords: _P.kwargs
 ) -> _T:
-    """Run a blocking function of our own in an idle daemon thread; OSError if none can be started.
+    """Run a blocking function of our own in an idle daemon thread; raise OSError if no thread can
+    be started.
 
     A function that never returns blocks neither other calls (as it would in asyncio's default
     executor, which user code could exhaust) nor the exit of the program. For user code, which may
@@ -126,8 +128,8 @@ async def in_thread(
     start: Callable[[Callable[[], None]], None] | None = None,
 ) -> _T:
     """Run a function as `run_in_thread` does, or in the thread in which `start` starts it, and give
-    its outcome to a future. If the wait is cancelled, so is the future; a function whose future is
-    cancelled before it begins is not run."""
+    its outcome to a future. If the wait is cancelled, the future is cancelled, too. A function
+    whose future is cancelled before the function begins is not run."""
     start = start or start_in_thread
     done = done_event(future)
     ends = time.monotonic() + _THREAD_SECONDS
@@ -149,8 +151,9 @@ async def in_thread(
 def done_event(future: Future[_T]) -> asyncio.Event:
     """Return an event of this event loop that is set once a future of another thread is done.
 
-    `asyncio.wrap_future` would replace a TimeoutError by one without its traceback, and a
-    CancelledError of `concurrent.futures` by one that looks like a cancellation of our own task.
+    `asyncio.wrap_future` would replace a TimeoutError by a new one without the traceback, and a
+    CancelledError of `concurrent.futures` by an error that looks like a cancellation of our own
+    task.
     """
     loop, done = asyncio.get_running_loop(), asyncio.Event()
 
@@ -184,14 +187,15 @@ def fulfil(future: Future[_T], function: Callable[[], _T], *, ordinary: bool = T
 
 
 Inbox = queue.SimpleQueue[Callable[[], bool]]
-"""Functions for a thread to call; after one that returns True, others may take the thread."""
+"""Functions for a thread to call; after a function that returns True, other callers may take the
+thread."""
 _idle_threads: list[Inbox] = []
 """Inboxes of idle threads, reused because starting a thread blocks the event loop for a moment."""
-os.register_at_fork(after_in_child=_idle_threads.clear)  # they are the parent's
+os.register_at_fork(after_in_child=_idle_threads.clear)  # the threads are the parent's
 
 
 def start_in_thread(work: Callable[[], None]) -> None:
-    """Start a function, which must raise nothing, in an idle daemon thread and a copy of the
+    """Start a function, which must not raise an error, in an idle daemon thread and a copy of the
     caller's context; raise OSError if no thread can be started."""
     context = contextvars.copy_context()
 
@@ -220,15 +224,15 @@ def take_thread() -> Inbox:
 
 
 def call_within(function: Callable[[], _T], seconds: float) -> _T:
-    """Call a blocking function of our own outside an event loop; TimeoutError when it does not
-    return within `seconds`."""
+    """Call a blocking function of our own outside an event loop; raise TimeoutError when it does
+    not return within `seconds`."""
     answer: Future[_T] = Future()
     start_in_thread(functools.partial(fulfil, answer, function))
     return answer.result(seconds)
 
 
 def start_daemon(target: Callable[[], None], name: str) -> None:
-    """Start a daemon thread; raise OSError if the system allows no more at the moment."""
+    """Start a daemon thread; raise OSError if the system allows no more threads at the moment."""
     try:
         threading.Thread(target=target, daemon=True, name=name).start()
     except RuntimeError as error:

@@ -1,4 +1,5 @@
-"""Child processes: programs with pipes, their last words, requests to them, and how to end them.
+"""Child processes: programs with pipes, the end of their error output, requests to them, and how to
+end them.
 
 A child leads a process group. The whole group is killed when the child or this program ends.
 """
@@ -24,12 +25,12 @@ _T = TypeVar("_T")
 
 LINES_A_SECOND = 20  # maximum number of a program's lines that are logged in a second
 LONGEST_LINE = 1_000  # maximum number of bytes of a line that are logged
-TAIL_BYTES = 4_096  # maximum number of bytes of a child's last words that are kept
+TAIL_BYTES = 4_096  # maximum number of bytes of a child's error output that are kept
 _MISTAKES = (errno.ENOENT, errno.EACCES, errno.EPERM, errno.ENOEXEC, errno.ENOTDIR, errno.ELOOP)
 _LACKS = (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM, errno.ENOBUFS)
 
 _running: "set[Child]" = set()  # children whose groups have not been ended
-os.register_at_fork(after_in_child=_running.clear)  # they are the parent's
+os.register_at_fork(after_in_child=_running.clear)  # the children are the parent's
 
 
 @atexit.register
@@ -39,15 +40,16 @@ def _kill_all() -> None:
 
 
 def lacks_resources(error: BaseException) -> bool:
-    """Return whether an error is a lack of descriptors, threads or memory, which passes."""
+    """Return whether an error is a lack of descriptors, threads or memory, which is temporary."""
     return isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _LACKS)
 
 
 def start_error(error: OSError | ValueError, what: str, reason: str, first: bool) -> TurnwiseError:
     """Return the error for a program (`what`, with its configuration key) that does not start.
 
-    A program that does not exist, or an unreadable command line, is the user's mistake if it is the
-    `first` start: an `InputError`, which ends the run. Else a `TrajectoryError` with `reason`.
+    A program that does not exist, or an unreadable command line, is the user's mistake at the
+    `first` start; the error is then an `InputError`, which ends the run. Otherwise, it is a
+    `TrajectoryError` with `reason`.
     """
     message = f"{what} cannot be started: {error}"
     mistake = not isinstance(error, OSError) or error.errno in _MISTAKES
@@ -55,10 +57,10 @@ def start_error(error: OSError | ValueError, what: str, reason: str, first: bool
 
 
 def kill_group(leader: int, reaped: bool, number: int = signal.SIGKILL) -> None:
-    """Send a signal to the process group of a child that leads one, also after the child has ended.
+    """Send a signal to the process group of a child that leads one, even after the child has ended.
 
-    If the child was waited for (`reaped`), its id may now be another process's, which is left
-    alone. While the group still has a process, no other process gets the id.
+    If the child was waited for (`reaped`), its id may now belong to another process, which is left
+    alone. No other process gets the id while the group still has a process.
     """
     if reaped and os.path.exists(f"/proc/{leader}"):
         return
@@ -111,7 +113,8 @@ class Child:
         heard: Callable[[bytes], object] = lambda _: None,
         joined: bool = False,
     ) -> "Child":
-        """Start a program with these environment variables alone; pass errors to `start_error`.
+        """Start a program with only these environment variables; the caller passes errors to
+        `start_error`.
 
         `heard` is called with each part of its standard error. If `joined`, `heard` also gets its
         standard output, and the caller does not read it.
@@ -130,44 +133,45 @@ class Child:
 
     @property
     def stdin(self) -> asyncio.StreamWriter:
-        """Its standard input."""
+        """The program's standard input."""
         assert self._streams.stdin is not None
         return self._streams.stdin
 
     @property
     def stdout(self) -> asyncio.StreamReader:
-        """Its standard output; a line has at most `MAX_BYTES`."""
+        """The program's standard output; a line has at most `MAX_BYTES`."""
         assert self._streams.stdout is not None
         return self._streams.stdout
 
     @property
     def status(self) -> int | None:
-        """Its exit status, negative for a signal; None while it runs."""
+        """The program's exit status, negative for a signal; None while it runs."""
         return self._transport.get_returncode()
 
     @property
     def last_words(self) -> str:
-        """The end of its standard error."""
+        """The last `TAIL_BYTES` of the program's standard error."""
         return self._tail.decode(errors="replace").strip()
 
     async def exited(self, seconds: float | None = None) -> bool:
-        """Wait at most `seconds` for its end, and return whether it has ended."""
+        """Wait at most `seconds` for the program's end, and return whether it has ended."""
         return await set_within(self._streams.ended, seconds)
 
     async def heard(self, seconds: float) -> None:
-        """Wait at most `seconds` for the end of its standard error, which a process that has left
+        """Wait at most `seconds` for the end of the standard error, which a process that has left
         the group may hold open."""
         await asyncio.wait([self._hearing], timeout=seconds)
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        """Kill it and its group, or send them another signal; safe to repeat."""
+        """Kill the program and its group, or send them the signal `number`; safe to repeat."""
         kill_group(self.pid, self.status is not None, number)
 
     async def end(self, seconds: float, *, leave: float = 0.0, terminate: float = 0.0) -> None:
-        """End it and its group, and close its pipes, its input first; safe to repeat.
+        """End the program and its group, and close its pipes, standard input first; safe to repeat.
 
-        If `leave` is not 0, it has `leave` seconds to end by itself, and then `terminate` seconds
-        after SIGTERM. Then it is killed; wait `seconds` for its end, and again for its last words.
+        If `leave` is not 0, the program has `leave` seconds to end by itself, and then `terminate`
+        seconds after SIGTERM. Then it is killed: wait `seconds` for its end, and as long again for
+        the rest of its standard error.
         """
         try:
             self.stdin.close()
@@ -186,7 +190,7 @@ class Child:
 
 
 class Requests(Generic[_T]):
-    """Requests to a process that answers in any order, each with the number of its request."""
+    """Requests to a process that answers in any order; each answer has its request's number."""
 
     def __init__(self) -> None:
         self._asked: dict[int, asyncio.Future[_T]] = {}
@@ -204,7 +208,7 @@ class Requests(Generic[_T]):
         return number, future
 
     def resolve(self, number: int, answer: _T | TrajectoryError) -> bool:
-        """Pass an answer to its request; return whether it is the first answer to one."""
+        """Pass an answer to its request; return whether it is the first answer to a request."""
         if (future := self._asked.pop(number, None)) is None:
             return False
         if not future.done():  # it may have been late, or cancelled
@@ -252,7 +256,7 @@ class ForeignLines:
         self._begun += rest[: LONGEST_LINE + 1 - len(self._begun)]
 
     def end(self) -> None:
-        """Log what has not been logged at the end of the output."""
+        """Log the remaining output once it has ended."""
         if self._begun:
             self._log(self._begun)
             self._begun = b""

@@ -19,7 +19,7 @@ async def deadline(seconds: float | None, missed: str, key: str = "") -> AsyncIt
     Args:
         seconds: None waits indefinitely.
         missed: Beginning of the message, in the past tense: "worker-0 did not start".
-        key: Configuration key of this deadline, which the message then names.
+        key: Configuration key of this deadline, for the message.
     """
     if seconds is None:
         yield
@@ -63,9 +63,9 @@ class StallClock:
 
     @property
     def stopped(self) -> bool:
-        """True while no progress is expected, such as while an engine sleeps. There is no timer
-        then: a pending timer would keep the event loop from freeing later, cancelled timers and the
-        objects of their requests."""
+        """True while no progress is expected, such as while an engine sleeps. No timer is set in
+        that case: while a timer is pending, the event loop does not free cancelled timers that are
+        due after it, nor the objects of their requests."""
         return self._stopped
 
     @stopped.setter
@@ -92,7 +92,7 @@ class StallClock:
     @asynccontextmanager
     async def watching(self, missed: str = "", key: str = "") -> AsyncIterator[asyncio.Timeout]:
         """Raise from the block when there is no progress for `seconds`: DeadlineError with `missed`
-        and `key`, as `deadline` raises it, or TimeoutError without `missed`."""
+        and `key`, as `deadline` raises it, or TimeoutError if `missed` is empty."""
         try:
             async with asyncio.timeout(None) as wait:
                 if not self._waits:

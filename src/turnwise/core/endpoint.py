@@ -1,4 +1,4 @@
-"""A client of HTTP servers that answer with JSON: other models behind a URL, sandboxes elsewhere.
+"""A client of HTTP servers that answer with JSON, such as models or sandboxes behind a URL.
 
 A request to a server that is away or busy is repeated until the deadline; after an unusable answer,
 it is repeated a number of times. Answers are not trusted: their size is limited, and a redirect is
@@ -28,9 +28,9 @@ class Endpoint:
     """The server at a URL.
 
     Args:
-        model: Model that each request names; None names none.
-        who: The server in messages: "the judge".
-        reason: Beginning of its failures: `REASON_error` and `REASON_timeout`.
+        model: Model that each request names; None leaves the name out.
+        who: Name of the server in messages: "the judge".
+        reason: Beginning of the reasons of its failures, `REASON_error` and `REASON_timeout`.
         timeout: Deadline in seconds for all attempts of a request together.
         retries: Repetitions after an unusable answer; 0 sends each request once, even if the server
             is away.
@@ -71,9 +71,9 @@ class Endpoint:
         the numbers of `requests` and `retries` to `spent`.
 
         After a connection error, 408, 409, 429, 502, 503 or 504, the request is repeated until the
-        deadline; after another 5xx, and an answer that `read` refuses with an AnswerError,
-        `retries` times. Pauses grow, and are longer still if the server asks for more seconds.
-        Raise TrajectoryError, which quotes the server, when no attempt succeeds.
+        deadline; after any other 5xx, or an answer that `read` refuses with an AnswerError, it is
+        repeated `retries` times. Pauses grow, and are longer still if the server asks for more
+        seconds. Raise TrajectoryError, which quotes the server, when no attempt succeeds.
         """
         body = {"model": self.model, **body} if self.model else body
         url = f"{self.url}/{path}"

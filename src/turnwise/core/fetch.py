@@ -23,7 +23,7 @@ def fetch(url: str, max_bytes: int, seconds: float) -> bytes:
     """Return the file at a URL, of at most `max_bytes`, within `seconds`; blocks meanwhile.
 
     Raises:
-        InputError: when it may not be fetched, does not come in time, or is too long.
+        InputError: when the file may not be fetched, does not come in time, or is too long.
     """
     opened: list[socket.socket] = []
     try:
@@ -32,7 +32,7 @@ def fetch(url: str, max_bytes: int, seconds: float) -> bytes:
         with suppress(OSError, IndexError):  # ends the read: a slow host would keep the thread
             opened[-1].shutdown(socket.SHUT_RDWR)
         raise InputError(f"{url[:200]} did not come within {seconds:g} s") from None
-    except (OSError, HTTPException, ValueError) as error:  # of a certificate, too
+    except (OSError, HTTPException, ValueError) as error:  # also for a bad certificate
         raise InputError(f"{url[:200]} cannot be fetched: {error}") from error
 
 
@@ -68,7 +68,7 @@ def _fetched(url: str, max_bytes: int, seconds: float, opened: list[socket.socke
 
 
 def _address(host: str, port: int) -> str:
-    """Return an address of a host; InputError when one of its addresses is not public."""
+    """Return an address of a host; raise InputError when one of its addresses is not public."""
     found = [str(one[4][0]) for one in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
     for address in found:
         if not _is_public(address):

@@ -53,8 +53,8 @@ def _aside(folder: Path) -> Path:
 
 
 def put_in_place(folder: Path, new: Path | None = None, *, flush: bool = True) -> None:
-    """Create or replace a folder: rename its temporary folder, or another `new` folder next to it,
-    to its name. With `flush`, write everything to the disk first, so that it survives a loss of
+    """Create or replace a folder: rename its temporary folder, or the folder `new` next to it, to
+    its name. With `flush`, write everything to the disk first, so that it survives a loss of
     power."""
     new, old = new or temporary(folder), _aside(folder)
     if flush:

@@ -4,13 +4,14 @@
        └── starts ──> raylet ── starts ──> client ── asks ──> fork server
 
 A fork is killed when the connection of its client closes, or when the server ends. The server must
-therefore survive a lack of processes, memory or descriptors: it refuses one client, or lets it
-wait. Used on machines without a GPU: a process that has touched CUDA must not fork.
-`TURNWISE_FORK_SERVER=off` disables it; a path names a server that is already running.
+therefore survive a lack of processes, memory or descriptors: it refuses one client, or lets that
+client wait. Used on machines without a GPU: a process that has touched CUDA must not fork.
+The variable `TURNWISE_FORK_SERVER` disables the server if it is `off`, or has the path of a server
+that is already running.
 
 The client is this file as a program, `python -I -S fork_server.py SOCKET ARGUMENT...`: it runs
 `python ARGUMENT...` as a fork. To start in hundredths of a second, it needs only the imports at the
-top; all others are in the functions of the server.
+top; all other imports are in the functions of the server.
 """
 
 import contextlib
@@ -63,9 +64,10 @@ _RAY_CONTEXT = "--serialized-runtime-env-context="
 def _run_as_fork() -> None:
     """Run the program of this command line as a fork, forward signals to it, and end with its
     status; if no server listens, this process becomes the program."""
-    # Ray starts its workers with this program, instead of its own `setup_worker.py`, and passes the
+    # Ray starts its workers with this program instead of its own `setup_worker.py`, and passes the
     # runtime environment, which holds secrets, as an argument. Everyone on the machine can read the
-    # arguments of a process: so move them to the environment, and execute this program again.
+    # arguments of a process, so move the secrets to the environment, and execute this program
+    # again.
     if _FROM_RAY in sys.argv:
         own = []
         for argument in sys.argv[1:]:
@@ -113,7 +115,7 @@ def ask(connection: socket.socket, request: "JsonObject", *more: int) -> None:
     connection.sendall(body)
 
 
-# The server, as its owner has it
+# The server, from its owner's side
 
 
 class ForkServer:
@@ -134,15 +136,15 @@ class ForkServer:
             "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
             "OMP_NUM_THREADS": "1",
             "OMP_WAIT_POLICY": "PASSIVE",  # idle threads must not take processor time from engines
-            # But they spin for about 30 us: a small operation takes less time than waking a thread
-            # that fell asleep before it.
+            # But idle threads spin for about 30 us, because a small operation takes less time than
+            # waking a thread that sleeps.
             "GOMP_SPINCOUNT": os.environ.get("GOMP_SPINCOUNT", SPIN_COUNT),
             "VLLM_LOGGING_LEVEL": os.environ.get("VLLM_LOGGING_LEVEL", "ERROR"),
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "TOKENIZERS_PARALLELISM": "false",
-            # To get a new memory page costs more than to copy one: matrices get huge pages, and all
-            # threads share a heap, so that a thread that packs weights can reuse freed memory.
+            # Getting a new memory page costs more than copying one, so matrices get huge pages, and
+            # all threads share a heap, so that a thread that packs weights can reuse freed memory.
             "GLIBC_TUNABLES": os.environ.get("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"),
             "MALLOC_ARENA_MAX": os.environ.get("MALLOC_ARENA_MAX", "1"),
         }
@@ -182,7 +184,8 @@ _connections: list[socket.socket] = []  # kept open, because closing one kills i
 
 
 def address() -> str | None:
-    """Return the address of this program's fork server, started on the first call; None if off."""
+    """Return the address of this program's fork server, started on the first call; None if it is
+    off."""
     global _own
     known = os.environ.get(VARIABLE)
     if known == "off" or (known is None and os.path.exists(_NVIDIA)):
@@ -319,8 +322,8 @@ class _Server:
                 self.leave(pid, status)
 
     def leave(self, pid: int, status: int | None = None) -> None:
-        """Send a client the status of its fork, which has ended; without a status, the client has
-        gone: kill its fork. Close the connection in both cases."""
+        """Send a client the status of its fork, which has ended. If `status` is None, the client
+        has gone: kill its fork instead. Close the connection in both cases."""
         if (client := self._children.pop(pid, None)) is not None:
             if status is None:
                 os.kill(pid, signal.SIGKILL)
@@ -351,7 +354,8 @@ def _receive(connection: socket.socket) -> "Request | None":
         size = int.from_bytes(header, "big")
         if len(descriptors) < _STREAMS or not 0 < size <= _MAX_REQUEST:
             raise ValueError("no request")
-        # Plain JSON: the client is a process of this user, and its environment may not be UTF-8.
+        # `json.loads` is enough: the client is a process of this user. Its environment may not be
+        # UTF-8.
         request = json.loads(receive(connection, size, ends))
         if not isinstance(request, dict):
             raise TypeError("no request")
@@ -400,8 +404,8 @@ def main() -> None:
     listener, alive = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # a CPU has no Triton
     gc.disable()
-    # Ray reads the environment when it is imported, so each fork imports it itself; vLLM imports
-    # it only if it is available.
+    # Ray reads the environment when it is imported, so each fork imports Ray itself. vLLM imports
+    # Ray only if it is available, so hide Ray here.
     sys.modules["ray"] = None  # type: ignore[assignment]
     for name in PRELOADED:
         importlib.import_module(name)
@@ -430,18 +434,18 @@ def _become(request: "JsonObject", descriptors: list[int]) -> None:
     for target, descriptor in enumerate(streams):
         os.dup2(descriptor, target)
         os.close(descriptor)
-    # Programs that the fork starts must not inherit them.
+    # Programs that the fork starts must not inherit the other descriptors.
     for descriptor in rest:
         os.set_inheritable(descriptor, False)
     os.chdir(request["cwd"])
-    # Change only the variables that differ: Ray and vLLM write process titles over the memory of
-    # the environment, which they must be able to locate.
+    # Change only the variables that differ, because Ray and vLLM write process titles over the
+    # memory of the environment, and must be able to locate it.
     wanted: dict[str, str] = request["env"]
     for name in os.environ.keys() - wanted.keys():
         del os.environ[name]
     os.environ.update(wanted.items() - os.environ.items())
     logs.follow()
-    # Libraries read these only when they are imported.
+    # Libraries do this only when they are imported.
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
     numpy.random.seed()
     gc.enable()

@@ -1,4 +1,4 @@
-"""Models in GGUF files, converted once into a folder of a cache that everything loads from.
+"""Models in GGUF files: each file is converted once into a cached folder, which is then loaded.
 
 The folder is in Transformers' usual format, with float32 weights.
 """
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 _SUFFIX = ".gguf"
 _MAGIC = b"GGUF"
-_LAYOUT = 1  # version of the layout of converted folders; other versions are not used
+_LAYOUT = 1  # version of the layout of converted folders; folders of others are not used
 _STOPS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
 """Keys of a GGUF file with tokens that end a text, a turn, or a message."""
 _TAKEN = (errno.EEXIST, errno.ENOTEMPTY)
@@ -32,7 +32,7 @@ _TAKEN = (errno.EEXIST, errno.ENOTEMPTY)
 def resolve_model(path: str, key: str = "model.path") -> str:
     """Return the folder or Hugging Face name from which libraries load a model: the path itself, or
     the converted folder of a GGUF file. The first call converts the file, which takes seconds to
-    minutes. Raise InputError, which names the key, if the file cannot be converted."""
+    minutes. Raise InputError that names the key if the file cannot be converted."""
     file = find_gguf(path)
     if file is None:
         return path
@@ -74,7 +74,7 @@ def resolve_model(path: str, key: str = "model.path") -> str:
             tokenizer.save_pretrained(new)
         except Exception as error:  # Transformers raises anything
             said = f"{file} cannot be read as a model: {first_line(error)}"
-            if isinstance(error, OSError) and error.errno is not None:  # of the disk
+            if isinstance(error, OSError) and error.errno is not None:  # an error of the disk
                 said = f"{file} cannot be converted into {folder}: {error}"
             raise InputError(said) from error
         sync_tree(new)
@@ -92,8 +92,8 @@ def resolve_tokenizer(model: ModelConfig) -> str:
 
 
 def find_gguf(path: str) -> Path | None:
-    """Return the GGUF file that a path stands for: itself, or the only one in its folder. None for
-    anything else, such as a folder with a config.json or a Hugging Face name."""
+    """Return the GGUF file that a path means: the path itself, or the only GGUF file in the folder.
+    None for any other path, such as a folder with a config.json or a Hugging Face name."""
     place = Path(path).expanduser()
     if place.suffix == _SUFFIX and not place.is_dir():
         return place
@@ -104,14 +104,15 @@ def find_gguf(path: str) -> Path | None:
 
 
 def converted(path: str) -> Path | None:
-    """Return the folder of a GGUF file that was converted before; None if there is none."""
+    """Return the folder of a GGUF file that was converted before; None if it was not."""
     file = find_gguf(path)
     folder = _folder_of(file) if file is not None and file.is_file() else None
     return folder if folder is not None and folder.is_dir() else None
 
 
 def _folder_of(file: Path) -> Path:
-    """Return the folder for a file; it depends on the file's path, size and modification time."""
+    """Return the cached folder for a file; its name depends on the file's path, size and
+    modification time."""
     where, found = file.resolve(), file.stat() if file.exists() else None
     stamp = (_LAYOUT, str(where), found and (found.st_size, found.st_mtime_ns))
     digest = hashlib.blake2b(repr(stamp).encode(), digest_size=6).hexdigest()

@@ -3,7 +3,7 @@
 An answer has a maximum size, and must not be compressed. A redirect is never followed, because it
 may lead into this network. An address must begin with http, https, ws or wss. The caller sets
 deadlines, with `core.deadlines` or as part of a tool or environment. `tests/test_doors.py` names
-the few files that send requests in another way, and why.
+the few files that send requests without this client, and why they do.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ class HttpAnswer:
 
     status: int
     headers: Mapping[str, str]
-    """Look-ups ignore the case of names."""
+    """The headers; look-ups ignore the case of names."""
     body: bytes
 
     @property
@@ -48,12 +48,12 @@ class HttpAnswer:
 
 
 class HttpClient:
-    """A client on the running event loop, which is closed after use.
+    """A client on the running event loop; close it after use.
 
     Args:
         connect_seconds: Deadline for opening a connection; None if a deadline of the caller covers
             it.
-        cookies: Keep a server's cookies, also of a server whose address is an IP address.
+        cookies: Keep servers' cookies, even of a server whose address is an IP address.
         proxies: Use the proxies and the logins (`~/.netrc`) of the environment.
     """
 
@@ -82,7 +82,7 @@ class HttpClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close its connections; it may be called again."""
+        """Close the client's connections; safe to repeat."""
         await self._session.close()
 
     async def request(
@@ -154,7 +154,7 @@ class WebSocket:
         """Return the next text.
 
         Raises:
-            AnswerError: when it is too long, or cannot be read.
+            AnswerError: when the text is too long, or cannot be read.
             HttpError: when the socket is closed, or something other than a text came.
         """
         message = await self._socket.receive()
@@ -165,14 +165,14 @@ class WebSocket:
         return str(message.data).encode(errors="replace")
 
     async def close(self) -> None:
-        """Close it; waits until the server has agreed, for a few seconds."""
+        """Close the socket; wait at most a few seconds for the server to agree."""
         await self._socket.close()
 
 
 def _check(url: str) -> None:
     try:
         known = urlsplit(url).scheme in _SCHEMES
-    except ValueError:  # brackets that are no address
+    except ValueError:  # brackets that are not an address
         known = False
     if not known:
         raise InputError(f"{url[:200]} is not an http, https, ws or wss URL")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 FORMATS = ("png", "jpeg", "webp", "gif")
 MAX_BYTES = 20 << 20  # maximum size of a file
 MAX_PIXELS = 1 << 24  # maximum number of pixels, 4096 x 4096; each takes 3 bytes decoded
-MAX_RATIO = 100  # maximum ratio of the longer side to the shorter one; processors refuse others
+MAX_RATIO = 100  # maximum ratio of the longer side to the shorter one; processors refuse more
 MAX_IMAGES = 256  # maximum number of images in a message
 
 
@@ -24,15 +24,16 @@ def check_image(data: bytes, what: str) -> tuple[str, int, int]:
     picture, the right way up, in pixels.
 
     Raises:
-        InputError: when it is no image of these formats, is broken, or is beyond the limits; the
-            message begins with `what`.
+        InputError: when it is not an image of these formats, is broken, or is beyond the limits;
+            the message begins with `what`.
     """
     kind, picture = _decoded(data, what)
     return kind, *picture.size
 
 
 def decode(data: bytes, what: str) -> "Picture":
-    """Return the first picture of a file, in RGB and the right way up; raises as `check_image`."""
+    """Return the first picture of a file, in RGB and the right way up; raises as `check_image`
+    does."""
     return _decoded(data, what)[1]
 
 
@@ -42,7 +43,7 @@ def is_picture(value: object) -> bool:
 
 
 def encode(picture: "Picture", what: str) -> bytes:
-    """Return a PIL image as a PNG file, in RGB; raises as `check_image`."""
+    """Return a PIL image as a PNG file, in RGB; raises as `check_image` does."""
     _check_size(picture, what)
     buffer = io.BytesIO()
     try:  # it may be a file that has not been read so far

@@ -1,4 +1,5 @@
-"""Ctrl-C and SIGTERM: let the run save what it has, cancel it, and kill whatever does not end.
+"""Ctrl-C and SIGTERM: let the run save its work, cancel it, and kill every process that does not
+end.
 
 After the first signal, a run that has something to save may do so for `SAVE_SECONDS` (`Ending`). It
 is then cancelled, and ends the processes that it started. A second signal, or `PATIENCE_SECONDS`
@@ -23,7 +24,7 @@ from turnwise.core.user_code import unreturned_calls
 EXIT_INTERRUPTED = 130
 PATIENCE_SECONDS = 6.0
 """Time for a cancelled run to end; with the killing, everything ends within ten seconds."""
-SAVE_SECONDS = 60.0  # time for a run that was asked to end to save what it has
+SAVE_SECONDS = 60.0  # time for a run to save its work once it was asked to end
 _EXIT_TERMINATED = 128 + signal.SIGTERM
 _POLL_SECONDS = 0.1
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -32,8 +33,8 @@ _TWICE = "interrupted twice; everything it started was killed"
 
 
 class Ending:
-    """A context manager for a run that, when asked to end, may first finish its work, before it is
-    cancelled. Another thread calls `has_work` to learn whether there is any."""
+    """A context manager for a run that, when asked to end, may finish its work before it is
+    cancelled. Another thread calls `has_work` to learn whether there is work to finish."""
 
     _open: "list[Ending]" = []  # noqa: RUF012 (of this process: the runs in progress)
 
@@ -155,13 +156,13 @@ def _end_by_force(code: int, why: str) -> None:
 
 
 def kill_children() -> None:
-    """Kill all descendants of this process except Python's resource tracker, which removes their
-    shared memory once they have ended, and then ends, too."""
+    """Kill all descendants of this process except Python's resource tracker, which removes the
+    shared memory of the killed processes, and then ends by itself."""
     import psutil
 
     for _ in range(2):  # one of them may be starting another
         killed = []
-        # Listed before any is killed: the children of a dead process are no longer found.
+        # List them before any is killed: the children of a dead process are no longer found.
         for process in psutil.Process().children(recursive=True):
             with suppress(psutil.Error):
                 if "multiprocessing.resource_tracker" in " ".join(process.cmdline()):

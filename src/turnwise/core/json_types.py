@@ -1,4 +1,4 @@
-"""Parsed JSON, in files, requests and tool calls: its types, and the name of a torch type in it."""
+"""Parsed JSON of files, requests and tool calls: its types, and the names of torch types in it."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

@@ -5,10 +5,10 @@
     worker-0.log     one per actor: all output of the actor and its children
     ray/             link to the logs of Ray's own processes
 
-Libraries configure Python's logging while they are imported: vLLM resets the levels of its
-loggers, others reset the root's. So our handlers are on the logger `turnwise`, which no library
-touches, and vLLM is kept from configuring anything. Only the command line replaces handlers of the
-root logger; a program that calls us keeps its own.
+Libraries configure Python's logging while they are imported: vLLM resets the levels of its loggers,
+and other libraries reset the root logger's. So our handlers are on the logger `turnwise`, which no
+library touches, and vLLM is kept from configuring anything. Only the command line replaces handlers
+of the root logger; a program that calls us keeps its own.
 """
 
 import logging
@@ -56,7 +56,7 @@ def to_terminal(level: str = "warning") -> None:
 
 
 def _terminal(level: str, others: bool = False) -> logging.Handler:
-    """Return a handler that prints lines, or with `others` only warnings, and none of vLLM or
+    """Return a handler that prints lines; with `others`, only warnings, without lines of vLLM or
     Ray."""
     handler = logging.StreamHandler()
     handler.setFormatter(VisibleFormatter(_FORMAT))
@@ -69,8 +69,8 @@ def _terminal(level: str, others: bool = False) -> logging.Handler:
 
 @contextmanager
 def open_logs(folder: Path, level: str) -> Iterator[None]:
-    """Write all lines of this process to a run's folder, too, and set our level during a `with`
-    block, in which vLLM must be imported; then restore the program's own logging."""
+    """During a `with` block, write all lines of this process to a run's folder, too, and set our
+    level; then restore the program's own logging. vLLM must be imported in the block."""
     if _on_terminal:
         to_terminal(level)
     os.environ.setdefault("VLLM_CONFIGURE_LOGGING", "0")
@@ -125,8 +125,9 @@ def open_logs(folder: Path, level: str) -> Iterator[None]:
 
 
 class _ToProgram(logging.Handler):
-    """Passes our lines of its level to the handlers of the program's root logger, or prints them if
-    it has none. The root logger's own level does not apply to lines of loggers below it."""
+    """Passes our lines of at least its level to the handlers of the program's root logger, or
+    prints them if that logger has no handlers. The root logger's own level does not apply to lines
+    of loggers below it."""
 
     def __init__(self, level: str) -> None:
         super().__init__(level)
@@ -141,8 +142,8 @@ class _ToProgram(logging.Handler):
 
 
 def quiet(name: str) -> int:
-    """Send a library's lines only to the log file, if there is one; return their level. Call it
-    again after importing the library, which may add its own handlers."""
+    """Send a library's lines only to the log file, if there is one; return the level of these
+    lines. Call it again after importing the library, which may add its own handlers."""
     logger = logging.getLogger(name)
     files = [handler for handler in logger.handlers if isinstance(handler, logging.FileHandler)]
     if not files:

@@ -1,10 +1,10 @@
 """An event loop in its own thread, for synchronous callers.
 
-One async context manager is open in it from `start` to `stop`; when it fails early, all current and
-later callers get its error. The thread is a daemon, and every wait has a deadline even when the
-event loop is stuck, so that no user code can block the program's exit. (anyio's blocking portal
-waits for a stuck loop without a deadline, and keeps calls running after its context manager has
-failed.)
+One async context manager is open in it from `start` to `stop`; if the context manager fails early,
+all current and later callers get its error. The thread is a daemon, and every wait has a deadline
+even when the event loop is stuck, so that no user code can block the program's exit. (anyio's
+blocking portal waits for a stuck loop without a deadline, and keeps calls running after its context
+manager has failed.)
 """
 
 import asyncio
@@ -49,13 +49,13 @@ class EventLoopThread(Generic[_Opened]):
         self._calls: set[asyncio.Task[object]] = set()
         self._leaving = False
         self.is_open = False
-        """Whether it has been started, and not left."""
+        """Whether the thread has been started, and has not been left."""
         self._thread = threading.Thread(
             target=lambda: asyncio.run(self._held()), daemon=True, name="turnwise-loop"
         )
 
     def start(self, seconds: float) -> _Opened:
-        """Open the context manager within `seconds`, and return its value; raises its error."""
+        """Open the context manager within `seconds`, and return its value, or raise its error."""
         self._thread.start()
         self._began.wait()
         opened = self._result(self._opened, seconds, f"{self._name} to start")
@@ -104,8 +104,8 @@ class EventLoopThread(Generic[_Opened]):
 
     def call(self, work: Work[_Result], seconds: float, who: str) -> _Result:
         """Run the coroutine that `work` makes within `seconds`, and return its result; errors call
-        it `who`. It is cancelled if the wait ends early. If a signal ends the wait, a run may first
-        save what it has (`Ending`)."""
+        it `who`. The coroutine is cancelled if the wait ends early. If a signal ends the wait, a
+        run may first save its work (`Ending`)."""
         future: Future[_Result] | None = None
 
         async def within() -> _Result:
@@ -154,7 +154,7 @@ class EventLoopThread(Generic[_Opened]):
 
     def leave(self, seconds: float, error: BaseException | None) -> None:
         """Stop at the end of a `with` block. A failure to stop does not hide the block's `error`.
-        If the end is late, only log it: the block's results are there."""
+        If the end is late, only log that, because the block's results are there."""
         self.is_open = False
         try:
             self.stop(seconds)

@@ -1,4 +1,4 @@
-"""Imports that may fail: of optional packages, and of what a configuration names."""
+"""Imports that may fail: optional packages, and objects that a configuration names."""
 
 import importlib
 import importlib.util
@@ -10,20 +10,20 @@ from typing import Any, TypeAlias
 from turnwise.errors import InputError, describe_error, ordinary_error
 
 Foreign: TypeAlias = Any
-"""A value of another package, or of the user's, whose type is not known here."""
+"""A value of another package or of user code, whose type is not known here."""
 
 _COMPANIONS = ("torchaudio", "torchcodec")  # see also `internals.torchvision`
 
 
 def optional(package: str, extra: str, purpose: str) -> ModuleType:
-    """Import a package that one of turnwise's extras installs, or raise InputError, whose message
+    """Import a package that one of turnwise's extras installs, or raise an InputError whose message
     begins with the purpose: "a dataset from the Hub"."""
     return required(package, f"'turnwise[{extra}]'", purpose)
 
 
 def required(package: str, install: str, purpose: str) -> ModuleType:
-    """Import a package, or one of its modules, that `pip install` gets with the arguments
-    `install`, or raise InputError."""
+    """Import a package, or one of its modules; otherwise raise an InputError that suggests pip with
+    the arguments `install`."""
     name = package.partition(".")[0]
     if importlib.util.find_spec(name) is None:
         raise InputError(f"{purpose} needs {name}: pip install {install}")
@@ -34,7 +34,8 @@ def required(package: str, install: str, purpose: str) -> ModuleType:
 
 
 def load_object(path: str, key: str) -> Foreign:
-    """Import `package.module:Name`; InputError names the configuration key and what is missing."""
+    """Import `package.module:Name`; raise InputError that names the configuration key and what is
+    missing."""
     module_name, separator, name = path.partition(":")
     if not separator:
         raise InputError(f"{key} must be package.module:Name, not {path!r}")
@@ -52,8 +53,9 @@ def load_object(path: str, key: str) -> Foreign:
 
 
 def check_vllm() -> None:
-    """Check that vLLM is installed and can be imported, without importing it. Its import in a
-    worker would fail if a companion package is built for CUDA and torch for CPUs."""
+    """Check that vLLM is installed and can be imported, without importing it. Also check that no
+    companion package is built for CUDA while torch is built for CPUs, because vLLM's import in a
+    worker would then fail."""
     if importlib.util.find_spec("vllm") is None:
         raise InputError(
             "vLLM is not installed: pip install 'turnwise[cpu]', or 'turnwise[gpu]' on a machine "

@@ -1,4 +1,4 @@
-"""The precision of the model if `model.dtype` leaves it open; only this module chooses it."""
+"""The precision of the model if `model.dtype` is not set; no other module chooses it."""
 
 from turnwise.config import ModelConfig
 from turnwise.core.gguf import resolve_model

@@ -29,6 +29,6 @@ def known_secret() -> str:
 
 
 def give_back() -> None:
-    """Give freed memory back to the system if the C library can (glibc). It keeps freed blocks of
-    up to 32 MiB, so that the process would otherwise stay as large as at its peak."""
+    """Give freed memory back to the system if the C library can (glibc). glibc keeps freed blocks
+    of up to 32 MiB, so the process would otherwise stay as large as at its peak."""
     getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)

@@ -1,4 +1,4 @@
-"""Random numbers of processes that are forked from one: each needs states of its own."""
+"""Random numbers of processes that are forked from one process: each needs its own states."""
 
 import os
 import random

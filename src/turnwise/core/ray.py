@@ -24,8 +24,8 @@ from turnwise.internals.ray import lean_ray, report_to
 _CONNECT_SECONDS = 5.0
 _PROBE_SECONDS = 1.0
 _PATIENCE, _CLUSTER_PATIENCE = 3, 30
-"""Number of failed probes in a row after which Ray's head counts as gone: if we started Ray, and in
-a cluster, whose head may restart."""
+"""Number of failed probes in a row after which Ray's head counts as gone: first if we started Ray,
+then in a cluster, whose head may restart."""
 _RECONNECT_SECONDS = 30
 """Time without a head after which the processes of a Ray that we started end themselves."""
 _OBJECT_STORE_BYTES = 128 * 2**20
@@ -34,8 +34,8 @@ _TOKEN_NEEDED = (
     "it asks for a token: set RAY_AUTH_MODE to token, and RAY_AUTH_TOKEN to what "
     "`ray get-auth-token` prints on the head's node"
 )
-"""A head asks for a token as soon as its user has one, as everybody has who ever started Ray
-without a cluster. A program that joins Ray at an address sends no token by itself."""
+"""A head asks for a token as soon as its user has a token, and everybody who ever started Ray
+without a cluster has one. A program that joins Ray at an address sends no token by itself."""
 
 
 _lock = threading.Lock()
@@ -46,13 +46,13 @@ _users = 0
 
 
 def start_ray(address: str | None, environment: Mapping[str, str] | None = None) -> float:
-    """Join the Ray that this program is connected to, or connect it to a cluster, or start Ray on
-    this machine; return Ray's number of GPUs. `leave_ray` is the counterpart.
+    """Join the Ray that this program is connected to, or connect the program to a cluster, or start
+    Ray on this machine; return Ray's number of GPUs. `leave_ray` is the counterpart.
 
-    If this connects or starts Ray, all actors also get the variables of `environment`.
+    If this call connects to Ray or starts it, all actors also get the variables of `environment`.
 
     Raises:
-        InputError: when Ray cannot be reached, or the program is connected to another cluster than
+        InputError: when Ray cannot be reached, or the program is connected to a cluster that is not
             the one at `address`.
     """
     global _ours, _users
@@ -121,7 +121,7 @@ def _join(address: str | None) -> str:
 
 
 def _endpoints(address: str) -> set[tuple[str, int]]:
-    """Return the pairs of IP address and port that an address stands for."""
+    """Return the pairs of IP address and port that an address resolves to."""
     host, port = _host_and_port(address)
     try:
         return {(str(found[4][0]), port) for found in socket.getaddrinfo(host, port)}
@@ -154,8 +154,9 @@ def _connect(address: str | None, environment: Mapping[str, str] | None) -> None
     }
     lean: AbstractContextManager[None] = nullcontext()
     if address is None:
-        # Other machines have no fork server: in a cluster, workers start without one. Nor do they
-        # use one with an `environment`: libraries that it has imported have read their variables.
+        # Other machines have no fork server, so workers of a cluster start without one. So do
+        # workers with an `environment`, because libraries that the server has imported have read
+        # their variables.
         server = None if environment else fork_server.address()
         if server is not None:
             variables[fork_server.VARIABLE] = server
@@ -163,11 +164,11 @@ def _connect(address: str | None, environment: Mapping[str, str] | None) -> None
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     # Ray starts its workers at niceness 15, where any other program would starve the engines.
     os.environ.setdefault("RAY_worker_niceness", "0")
-    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # workers without our variables
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # they would lack our variables
     try:
         if address is None:
             os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(_RECONNECT_SECONDS))
-            # No record of every call for Ray's dashboard: the memory of Ray's head would grow.
+            # Do not record every call for Ray's dashboard: the memory of Ray's head would grow.
             os.environ.setdefault("RAY_task_events_report_interval_ms", "0")
             options["object_store_memory"] = _OBJECT_STORE_BYTES
         else:
@@ -184,7 +185,7 @@ def join_ray(address: str, namespace: str) -> None:
     """Connect a child process to the cluster that its parent is connected to."""
     on_sigterm = signal.getsignal(signal.SIGTERM)
     ray.init(address=address, namespace=namespace, log_to_driver=False, logging_level=logging.ERROR)
-    signal.signal(signal.SIGTERM, on_sigterm)  # undo Ray's own
+    signal.signal(signal.SIGTERM, on_sigterm)  # instead of Ray's handler
 
 
 def _probe_port(address: str) -> None:
@@ -206,7 +207,8 @@ def _host_and_port(address: str) -> tuple[str, int]:
 @asynccontextmanager
 async def watching_ray(address: str | None) -> AsyncIterator[None]:
     """Raise TurnwiseError from the `async with` block when Ray's head process has accepted no
-    connection for some seconds: without it, no actor can be started, found or ended."""
+    connection for some seconds, because without the head, no actor can be started, found or
+    ended."""
     head = ray.get_runtime_context().gcs_address
     patience = _PATIENCE if address is None and _is_ours() else _CLUSTER_PATIENCE
 

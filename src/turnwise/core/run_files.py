@@ -82,11 +82,11 @@ class RunFiles:
 
 
 def judgements(run: Path, keys: Collection[str] | None = None) -> Iterator[tuple[str, JsonObject]]:
-    """Yield the key and the content of each request to a judge in a run folder, or only of those
-    with one of the `keys`."""
+    """Yield the key and the content of each request to a judge in a run folder. If `keys` are
+    given, yield only requests with one of these keys."""
     try:
         file = open_untrusted(run / JUDGEMENTS, run)
-    except OSError:  # also a link to another place
+    except OSError:  # no such file, or a link to another place
         return
     with file:
         for line in file:

@@ -19,12 +19,12 @@ from turnwise.core.gguf import find_gguf, resolve_model
 from turnwise.errors import InputError
 
 DATA_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")  # suffixes of the names of data files
-PACKED = ".gz"  # suffix after these, of a data file that gzip has packed
+PACKED = ".gz"  # suffix after one of these, if gzip has compressed the file
 _MODEL_FILES = ("config.json", "adapter_config.json")  # a model's folder has one of them
 _CONFIG_SUFFIXES = (".yaml", ".yml", ".json")  # suffixes of the names of configurations
 WORKER = "worker:"
 """Beginning of a `data.path` or `rollout.agent` that is the command of an agent's worker."""
-ENVIRONMENT = "environment"  # a `data.path` of rows that the environment makes
+ENVIRONMENT = "environment"  # the `data.path` for rows that the environment makes
 _NAME = re.compile(r"(?:\b[\w.-]+\b/)?\b[\w.-]{1,96}\b", re.ASCII)
 _SECONDS = 3.0
 _TRUE = ("1", "ON", "YES", "TRUE")
@@ -101,14 +101,14 @@ def check_data(path: str, key: str = "data") -> None:
 
 
 def data_suffix(file: Path) -> str:
-    """Return the suffix of a data file, which gzip may have packed; "" of any other file."""
+    """Return the suffix of a data file, which gzip may have compressed; "" for any other file."""
     suffix = Path(file.stem).suffix if file.suffix == PACKED else file.suffix
     return suffix if suffix in DATA_FILES else ""
 
 
 def data_files(path: str) -> list[Path]:
     """Return the data files that a pattern such as `data/*.jsonl` names, in the order of their
-    paths; no files if the path is no pattern, or if something with exactly this name exists."""
+    paths; no files if the path is not a pattern, or if something with exactly this name exists."""
     pattern = os.path.expanduser(path)
     if not glob.has_magic(pattern) or os.path.exists(pattern):
         return []
@@ -143,7 +143,7 @@ def why_offline() -> str:
     with suppress(OSError):  # it is late: `urlopen` has no timeout for resolving a host's name
         if call_within(answers, _SECONDS):
             return ""
-    # Hugging Face's libraries use their cache alone, even those that are already imported.
+    # Let Hugging Face's libraries use only their cache, even libraries that are already imported.
     os.environ[_OFFLINE[0]] = "1"
     for module in ("huggingface_hub.constants", "datasets.config"):
         if module in sys.modules:

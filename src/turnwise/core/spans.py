@@ -1,8 +1,8 @@
 """OpenTelemetry spans of rollouts, with the names of its conventions for generative AI.
 
-Off unless OpenTelemetry's own variable names a collector. A collector that does not answer delays
-nothing: a thread sends the spans, and drops some when too many wait. A program that has set no
-tracer provider gets ours, so that spans of user code reach the same collector.
+Nothing is recorded unless OpenTelemetry's own variable names a collector. A collector that does not
+answer delays nothing: a thread sends the spans, and drops some when too many wait. A program that
+has set no tracer provider gets ours, so that spans of user code reach the same collector.
 """
 
 import functools
@@ -33,7 +33,7 @@ SetAttribute = Callable[[str, Value], None]
 
 
 def agent_span(agent: str, name: str, problem: str) -> AbstractContextManager[SetAttribute]:
-    """Record a trajectory: its loop, its unique name, and its problem's id."""
+    """Record a trajectory, with its loop, its unique name, and its problem's id."""
     about = {"gen_ai.agent.name": agent, "gen_ai.conversation.id": name}
     return _span("invoke_agent", agent, {**about, "turnwise.problem": problem})
 
@@ -56,12 +56,12 @@ def record_answer(span: SetAttribute, prompt: int, sampled: int, reason: str, ve
 
 
 def tool_span(tool: str) -> AbstractContextManager[SetAttribute]:
-    """Record a call of a tool; its `error.type` is the outcome if it is not `ok`."""
+    """Record a call of a tool; the caller sets `error.type` to an outcome other than `ok`."""
     return _span("execute_tool", tool, {"gen_ai.tool.name": tool})
 
 
 def trace_headers() -> dict[str, str]:
-    """Return the HTTP headers that name the current span; none without a collector."""
+    """Return the HTTP headers that name the current span; no headers without a collector."""
     headers: dict[str, str] = {}
     if _tracer() is not None:
         from opentelemetry import propagate
@@ -96,7 +96,8 @@ def flush() -> None:
 
 @contextmanager
 def _span(operation: str, what: str, attributes: Mapping[str, Value]) -> Iterator[SetAttribute]:
-    """Record a span as a child of the current one; an error that leaves the block is its status."""
+    """Record a span as a child of the current one; an exception that escapes the block is recorded
+    as the span's status."""
     tracer = _tracer()
     if tracer is None:
         yield lambda key, value: None

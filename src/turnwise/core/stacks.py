@@ -33,14 +33,14 @@ import psutil
 from turnwise.errors import InputError
 
 SIGNAL: int = signal.SIGRTMAX - 5
-"""A signal that neither Python, Ray, vLLM nor Slurm uses; Linux alone has such signals."""
+"""A signal that neither Python, Ray, vLLM nor Slurm uses; only Linux has such signals."""
 REPORT = "stuck.txt"
 _SECONDS = 8.0
 """Time for all processes to answer; only a stopped or starved process needs all of it."""
 _THREAD_SECONDS = 3.0
 """Time for a process's thread to answer, before the process is sent the signal."""
 _STILL_SECONDS = 1.0
-"""A file that has not grown for this time has all stacks from the signal's handler."""
+"""Time after which a file that no longer grows has all stacks from the signal's handler."""
 _REPORT_SECONDS = 15.0  # time for a run to write its report
 _PAUSE_SECONDS = 0.05
 _MAX_FRAMES = 100
@@ -56,12 +56,12 @@ class ProcessStacks:
     """One process of a run, and what its threads are doing."""
 
     name: str
-    """Name of its log file, such as "worker-0", and its title."""
+    """Name of the process's log file, such as "worker-0", and the process's title."""
     pid: int
     stacks: Sequence[str]
-    """Each distinct stack, innermost frame first, headed by its number of threads."""
+    """Each distinct stack, innermost frame first, headed by the number of threads that have it."""
     flaw: str = ""
-    """Reason why stacks are missing; "" if none are."""
+    """Reason why stacks are missing; "" if no stack is missing."""
 
     def text(self) -> str:
         """Return the stacks as lines, headed by the process."""
@@ -78,7 +78,7 @@ _name = ""
 _file: TextIO | None = None  # kept open for the signal's handler
 _socket: socket.socket | None = None
 _listener: int | None = None
-"""Id of the process that listens on the socket; a fork has the socket, but not the thread."""
+"""Id of the process that listens on the socket; a fork inherits the socket, but not the thread."""
 
 
 def register(run: Path, name: str) -> None:
@@ -117,7 +117,7 @@ def _open() -> None:
         faulthandler.register(SIGNAL, file=file, all_threads=True)
         if _listener == pid:
             return
-        if _socket is not None:  # of the process that forked this one
+        if _socket is not None:  # belongs to the process that forked this one
             _socket.close()
         _socket = asked = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         asked.bind(_address(pid, started))
@@ -152,7 +152,8 @@ def _stacks_here() -> str:
 
 
 def _address(pid: int, started: str) -> str:
-    """Return the address of a process's socket, in Linux's abstract namespace: it is no file."""
+    """Return the address of a process's socket, in Linux's abstract namespace, where it is not a
+    file."""
     return f"\0turnwise-stacks-{pid}-{started}"
 
 
@@ -163,12 +164,13 @@ async def _answer_of(
     path: Path, before: int, process: psutil.Process, started: str, seconds: float
 ) -> bytes | None:
     """Return the answer of a process's thread within `seconds`; b"" if instead the signal's handler
-    has written to the file (whose size was `before`) or the process has ended; None if neither."""
+    has written to the file (whose size was `before`) or the process has ended; None if neither
+    happened."""
     begun = since = time.monotonic()  # `since`: when the file got its present size
     grown = before
 
     async def receive() -> bytes:
-        """Return what the thread answers; b"" if it is ending, or cannot be reached."""
+        """Return the thread's answer; b"" if the thread is ending, or cannot be reached."""
         with suppress(OSError):
             reader, writer = await asyncio.open_unix_connection(_address(process.pid, started))
             try:
@@ -248,7 +250,8 @@ def collect(run: Path, seconds: float = _SECONDS) -> list[ProcessStacks]:
 
 
 def may_be_running(run: Path) -> bool:
-    """Return whether a run has a living process here, or any on another machine (maybe ended)."""
+    """Return whether a run has a living process here, or any process on another machine, where it
+    may have ended."""
     return any(
         host != socket.gethostname() or _living(pid, started)
         for _, host, pid, _, started in _registered(run)
@@ -256,7 +259,7 @@ def may_be_running(run: Path) -> bool:
 
 
 def _registered(run: Path) -> Iterator[tuple[Path, str, int, str, str]]:
-    """Yield the files of a run's processes: each with host, process id, name and start."""
+    """Yield the files of a run's processes: each with host, process id, name and start time."""
     for path in sorted(stacks_folder(run).glob("*.txt")):
         host, _, pid = path.stem.rpartition("-")
         with suppress(OSError, ValueError):  # other files in the folder are not ours
@@ -265,7 +268,7 @@ def _registered(run: Path) -> Iterator[tuple[Path, str, int, str, str]]:
 
 
 def _living(pid: int, started: str) -> psutil.Process | None:
-    """Return the process with this id and start that handles the signal; None without one."""
+    """Return the process with this id and start time, if it handles the signal; else None."""
     with suppress(psutil.Error, OSError):
         process = psutil.Process(pid)
         if _start(pid) == started and not _ended(process):

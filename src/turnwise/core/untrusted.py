@@ -21,7 +21,8 @@ _T = TypeVar("_T")
 
 MAX_BYTES = 8 << 20  # maximum size of an answer
 MAX_VALUES = 500_000
-"""Maximum number of values in an answer: a value of two bytes may take a hundred in memory."""
+"""Maximum number of values in an answer: a value of two bytes may take a hundred bytes in
+memory."""
 MAX_DEPTH = 128
 """Maximum number of objects and lists around a value of a request; JSON parsers fail at two hundred
 or more."""
@@ -46,14 +47,14 @@ Number = Annotated[
     BeforeValidator(lambda value: float(value) if isinstance(value, bool) else value),
     Field(strict=True, allow_inf_nan=False),
 ]
-"""A finite number, or true and false for 1 and 0; no text."""
+"""A finite number, or true and false as 1 and 0, but not a text."""
 
 
 def read_answer(body: bytes, kind: TypeAdapter[_T], max_values: int = MAX_VALUES) -> _T:
-    """Return the value of untrusted JSON, which must be of a type without any conversion.
+    """Return the value of untrusted JSON, which must be of the type `kind` without conversion.
 
-    Raise AnswerError when it is no JSON (or has a lone surrogate, an integer of thousands of
-    digits, or two hundred levels), has too many values, or is of another type.
+    Raise AnswerError when it is not JSON (or has a lone surrogate, an integer of thousands of
+    digits, or two hundred levels), has too many values, or is of a different type.
     """
     if JsonCount(body).values > max_values:
         raise AnswerError(f"sent more than {max_values:,} values")
@@ -68,10 +69,10 @@ def read_answer(body: bytes, kind: TypeAdapter[_T], max_values: int = MAX_VALUES
 
 class JsonCount:
     """Counts the values of JSON while its bytes arrive, in a small part of the time and memory that
-    parsing takes. Other lines may come between lines of JSON; they are counted, too."""
+    parsing takes. Lines that are not JSON may come between lines of JSON, and are counted, too."""
 
     def __init__(self, data: bytes = b"") -> None:
-        self.values = 0  # an upper bound; keys are no values
+        self.values = 0  # an upper bound; keys are not counted
         self.keys = 0
         self.nested = 0  # number of objects and lists
         self.depth = 0  # number of objects and lists around the innermost value
@@ -97,7 +98,7 @@ class JsonCount:
         data = data.replace(b'\\"', b"")
         parts = data.split(b'"')  # texts and what is between them, in turn
         texts, structure = (b"".join(parts[self._in_text ^ text :: 2]) for text in (True, False))
-        if b"\n" in texts or b"\r" in texts:  # the line is no JSON; the next one may be
+        if b"\n" in texts or b"\r" in texts:  # the line is not JSON; the next one may be
             data = b'"' + data if self._in_text else data
             structure, begun, _ = _TEXT.sub(b"", data).partition(b'"')
             self._in_text = bool(begun)
@@ -114,8 +115,8 @@ class JsonCount:
 
 
 def checked(value: object, kind: TypeAdapter[_T]) -> _T:
-    """Return a part of an answer as its type, or raise an AnswerError, which names the first part
-    of another type or has the message of an InputError that a validator raised."""
+    """Return a part of an answer as the type `kind`, or raise an AnswerError that names the first
+    value of a different type, or has the message of an InputError that a validator raised."""
     bound(kind)
     try:
         return kind.validate_python(value, strict=True)

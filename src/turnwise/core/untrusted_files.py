@@ -18,7 +18,7 @@ def open_untrusted(path: Path, below: Path | None = None) -> BinaryIO:
     itself may be a link.
 
     Raises:
-        OSError: when it is no regular file or, with `below`, lies elsewhere or behind a link.
+        OSError: when it is not a regular file or, with `below`, lies elsewhere or behind a link.
 
     Example:
         with open_untrusted(run / "trajectories" / name, below=run) as file:
@@ -38,7 +38,7 @@ def open_untrusted(path: Path, below: Path | None = None) -> BinaryIO:
 
 
 def read_untrusted(path: Path, limit: int, below: Path | None = None) -> bytes:
-    """Return the bytes of a file that `open_untrusted` opens; OSError if there are more than
+    """Return the bytes of a file that `open_untrusted` opens; raise OSError if there are more than
     `limit`."""
     with open_untrusted(path, below) as file:
         data = file.read(limit + 1)

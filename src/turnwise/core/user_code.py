@@ -54,7 +54,7 @@ _P = ParamSpec("_P")
 MAX_STUCK = 256  # maximum number of stuck calls; at this number, no call of user code begins
 GRACE_SECONDS = 2.0  # time that a cancelled coroutine of user code has for its clean-up
 BLOCKED_SECONDS = 10.0
-"""Time without beginning a call after which a loop of user code is blocked, and is replaced."""
+"""If a call waits this long to begin, the loop of user code counts as blocked and is replaced."""
 STR_SECONDS = 10.0  # deadline of an error's own `__str__`, which is user code
 _NAMED = 4  # maximum number of calls that one line names
 _caller: ContextVar[str] = ContextVar("caller", default="")
@@ -72,13 +72,14 @@ async def call_user_code(
 ) -> Any:
     """Call a user's function, plain or async, outside this event loop and within `seconds`.
 
-    A plain function runs in `thread`, or if that is None in any thread. The error of a late call
-    has its `name` ("the tool search") and the configuration key of its deadline (`key`).
+    A plain function runs in `thread`, or in any thread if `thread` is None. The error of a late
+    call has the call's `name` ("the tool search") and the configuration key of its deadline
+    (`key`).
 
     Raises:
-        DeadlineError: when it does not answer in time.
+        DeadlineError: when the call does not answer in time.
         TurnwiseError: when too many calls are stuck for another to begin.
-        OSError: when no thread can be started for it.
+        OSError: when no thread can be started for the call.
         Exception: whatever the function raised. SystemExit, KeyboardInterrupt, StopIteration and
             a CancelledError that it raised itself become a RuntimeError.
     """
@@ -98,7 +99,7 @@ async def call_user_code(
 
 
 def _close_unbegun(call: Future[Foreign]) -> None:
-    """Close a coroutine that a call returned too late to run it: Python would warn of it."""
+    """Close a coroutine that a call returned too late to be run; Python would warn about it."""
     if not call.cancelled() and call.exception() is None:
         value = call.result()
         if inspect.iscoroutine(value) and inspect.getcoroutinestate(value) == inspect.CORO_CREATED:
@@ -151,7 +152,7 @@ async def import_user_code(
 
 async def describe_user_error(error: Exception) -> str:
     """Describe an error as `errors.describe_error` does, but outside this event loop, because its
-    `__str__` is user code. If it does not answer, return only the type's name."""
+    `__str__` is user code. If `__str__` does not answer, return only the type's name."""
     if isinstance(error, TurnwiseError):
         return str(error)
     kind = type(error).__name__
@@ -192,7 +193,7 @@ class Call(Future[_T]):
         self.name = name
         self.began = time.monotonic()
         self.thread: int | None = None
-        """Identifier of the thread that runs it; None before it begins."""
+        """Identifier of the thread that runs the call; None before the call begins."""
         _running[self] = None
         self.add_done_callback(_unregister)
 
@@ -271,7 +272,7 @@ class UserThread:
     """The thread in which the plain calls of one environment run, one after another, so that they
     can share an object that is bound to a thread, such as an sqlite3 connection.
 
-    The thread is taken at the first call, and others can take it after `release`. A stuck call
+    The thread is taken at the first call, and other users can take it after `release`. A stuck call
     keeps its thread, and the next call gets another thread. For use on one event loop.
     """
 
@@ -307,7 +308,7 @@ _prepared: "WeakSet[asyncio.AbstractEventLoop]" = WeakSet()
 
 
 def use_daemon_threads(loop: asyncio.AbstractEventLoop) -> None:
-    """Make an unlimited number of daemon threads the default executor of an event loop; idempotent.
+    """Give an event loop an unlimited number of daemon threads as its default executor; idempotent.
     User code that never returns from `asyncio.to_thread` would otherwise occupy asyncio's few
     threads, and the program would wait for them at its end."""
     if loop not in _prepared:
@@ -316,8 +317,8 @@ def use_daemon_threads(loop: asyncio.AbstractEventLoop) -> None:
 
 
 class _DaemonThreads(ThreadPoolExecutor):
-    """An executor that starts a daemon thread for each call that finds none idle; it is a
-    `ThreadPoolExecutor` because event loops accept no other."""
+    """An executor that starts a daemon thread for each call that finds no idle thread. It is a
+    `ThreadPoolExecutor`, because event loops accept no other executor."""
 
     def submit(self, fn: Callable[_P, _T], /, *args: _P.args, **kwargs: _P.kwargs) -> "Future[_T]":
         name = f"a thread of {_caller.get()}"
@@ -351,7 +352,7 @@ class _Coroutine(Call[_T]):
         self._home = home
         self._task: asyncio.Task[_T] | None = None
         self._ending = False
-        super().__init__(name)  # last: it registers the call, whose `where` other threads ask for
+        super().__init__(name)  # last: once registered, other threads may call its `where`
         self._replied = done_event(self)
 
     def begin(self) -> None:
@@ -413,7 +414,7 @@ class _UserLoop:
         self.loop = asyncio.new_event_loop()
         use_daemon_threads(self.loop)
         self._asked: deque[float] = deque()
-        """Times, on `time.monotonic`, at which calls that have not begun were submitted."""
+        """Times (`time.monotonic`) at which the calls that have not begun were submitted."""
         start_daemon(self._serve, "turnwise-user-code")
 
     @property
@@ -435,7 +436,7 @@ class _UserLoop:
         self.loop.call_soon_threadsafe(begin)
 
     def stop_when_idle(self) -> None:
-        """End the loop once it has nothing left to do; called on it."""
+        """End the loop once it has nothing left to do; call this on the loop."""
         if asyncio.all_tasks(self.loop):
             self.loop.call_later(1.0, self.stop_when_idle)
         else:

@@ -1,9 +1,9 @@
 """First imports by user code: one thread at a time makes them.
 
 Modules of a package may import one another. Two threads that enter such a package by different
-modules would each wait for what the other imports; Python then gives one of them a module of which
-only a part has run. So user code begins a first import only when no other thread is in the middle
-of one. Nothing waits for an import that takes longer than `MAX_SECONDS`.
+modules would each wait for a module that the other imports; Python then gives one of them a module
+of which only a part has run. So user code begins a first import only when no other thread is in the
+middle of one. Nothing waits for an import that takes longer than `MAX_SECONDS`.
 """
 
 import os

@@ -1,6 +1,7 @@
 """LoRA adapters in PEFT's format that an engine applies to its model.
 
-This module reads them without vLLM and PEFT, so mistakes are reported before anything slow starts.
+This module reads adapters without importing vLLM or PEFT, so that mistakes are reported before
+anything slow starts.
 """
 
 import json
@@ -23,13 +24,14 @@ if TYPE_CHECKING:
     from turnwise.internals.vllm import LoRARequest, WeightVersionSpan
 
 _Tensor = TypeVar("_Tensor")
-POLICY = ""  # the name among adapters that stands for the model that is trained or served
+POLICY = ""  # among adapters, the name of the model that is trained or served
 WEIGHTS = "adapter_model.safetensors"
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # maximum ranks for which vLLM can reserve memory
 VERSIONS = 4
-"""Versions of a trained adapter that an engine holds between updates, the newest included."""
+"""Number of versions of a trained adapter that an engine holds between updates, including the
+newest."""
 _SLOTS = 8
-"""Served adapters that one batch may use, unless engine.vllm_args.max_loras says otherwise."""
+"""Default number of served adapters that one batch may use (engine.vllm_args.max_loras)."""
 _UNSUPPORTED = {
     "use_dora": "DoRA",
     "lora_bias": "biases in LoRA layers",
@@ -42,16 +44,16 @@ _UNSUPPORTED = {
 
 @dataclass(frozen=True, slots=True)
 class EngineAdapters:
-    """The adapters that an engine has to hold from its start."""
+    """The adapters that an engine must hold from its start."""
 
     paths: Mapping[str, str] = field(default_factory=dict)
-    """Folder or Hugging Face name of each adapter, by the adapter's name. Every request that names
-    no adapter uses the adapter of `POLICY`."""
+    """Folder or Hugging Face name of each adapter, by the adapter's name. A request that does not
+    name an adapter uses the adapter under `POLICY`."""
     trained: JsonObject | None = None
-    """PEFT's configuration of the adapters that weight updates bring; None if updates bring the
-    model's weights."""
+    """PEFT's configuration of the adapters in weight updates; None if updates contain the model's
+    weights."""
     policies: Sequence[str] = (POLICY,)
-    """Names of the adapters that weight updates bring."""
+    """Names of the adapters in weight updates."""
     rank: int = 0
     """The largest rank of all adapters; 0 without adapters."""
 
@@ -79,7 +81,7 @@ class EngineAdapters:
         """Return the arguments of vLLM's AsyncEngineArgs that reserve memory for the adapters."""
         if not self.rank:
             return {}
-        # The engine holds `VERSIONS` of each policy's adapter while one more is loaded.
+        # The engine holds `VERSIONS` versions of each policy's adapter while it loads one more.
         versions = (VERSIONS + 1) * len(self.policies) if self.trained is not None else 0
         count = len(self.paths) + versions
         return {
@@ -102,11 +104,12 @@ class LoadedAdapter:
     name: str
     request: "LoRARequest"
     version: int | None = None
-    """Weight version of a trained adapter; None for other adapters."""
+    """Weight version of a trained adapter; None for adapters that are only served."""
     users: set[str] = field(default_factory=set)
-    """Ids of the requests in flight that use it."""
+    """Ids of the requests in flight that use the adapter."""
     brought: bool = False
-    """Whether it was loaded for a request; only such an adapter may be removed for another one."""
+    """Whether the adapter was loaded for a request; only such adapters may be removed to free a
+    slot."""
 
     def spans(self) -> "list[WeightVersionSpan] | None":
         """Return one span with the adapter's version, for all tokens of a request; None if the
@@ -119,24 +122,24 @@ class LoadedAdapter:
 
 
 class AdapterTable:
-    """The adapters of an engine by name, and the requests that use each of them.
+    """The adapters of an engine by name, and the requests that use each adapter.
 
-    Every loaded adapter gets a new number, name and path in vLLM, so no request reads cache entries
-    of another adapter. A request keeps the version that was the newest when the request began. The
-    next update drops the older versions that no request uses any more.
+    Every loaded adapter gets a new number, name and path in vLLM, so a request never reads cache
+    entries of another adapter. A request keeps the version that was the newest when the request
+    began. Each update removes the older versions that no request uses any more.
     """
 
     def __init__(self, adapters: EngineAdapters = NO_ADAPTERS) -> None:
         self.trained = adapters.trained
         self.policies = adapters.policies
         self.older: list[LoadedAdapter] = []
-        """Versions of trained adapters before the newest, oldest first."""
+        """Versions of trained adapters except the newest versions, in order from the oldest."""
         self._by_name: dict[str, LoadedAdapter] = {}
         """Ordered from least to most recently used."""
         self._numbers = 0
 
     def new(self, name: str, version: int | None = None) -> LoadedAdapter:
-        """Return an adapter under a new number, which requests may not use before `add`."""
+        """Return an adapter with a new number; requests may not use the adapter before `add`."""
         from turnwise.internals import vllm  # seconds to import
 
         self._numbers += 1
@@ -146,21 +149,21 @@ class AdapterTable:
         return LoadedAdapter(number, name, request, version)
 
     def add(self, adapter: LoadedAdapter) -> None:
-        """Let new requests that name an adapter use this one."""
+        """Let new requests with this adapter's name use it, instead of an earlier version."""
         if (before := self._by_name.get(adapter.name)) is not None:
             self.older.append(before)
         self._by_name[adapter.name] = adapter
 
     def touch(self, name: str) -> bool:
-        """Mark an adapter as the most recently used; return whether one has this name."""
+        """Mark an adapter as the most recently used; return whether an adapter has this name."""
         if (adapter := self._by_name.pop(name, None)) is not None:
             self._by_name[name] = adapter
         return name in self._by_name
 
     def take(self) -> LoadedAdapter | None:
         """Remove and return the least recently used adapter that no request uses, or the least
-        recently used one if all are in use. Only adapters loaded for a request count; None if there
-        are none of these."""
+        recently used adapter if all are in use. Consider only adapters that were loaded for a
+        request; return None if there is no such adapter."""
         brought = [name for name, each in self._by_name.items() if each.brought]
         name = min(brought, key=lambda each: bool(self._by_name[each].users), default=None)
         return None if name is None else self._by_name.pop(name)
@@ -181,7 +184,8 @@ class AdapterTable:
 
     @contextmanager
     def using(self, name: str, request_id: str) -> Iterator[LoadedAdapter | None]:
-        """Count a request as a user of an adapter; None stands for the model without an adapter."""
+        """Count a request as a user of an adapter, and yield the adapter; yield None for the model
+        without an adapter."""
         adapter = self._by_name.get(name)
         if adapter is None:
             if name != POLICY:
@@ -197,7 +201,7 @@ class AdapterTable:
 
 
 def name_of_tensor(policy: str, name: str) -> str:
-    """Return the name in a weight update of a policy's tensor, which PEFT calls `name`."""
+    """Return the name that a policy's tensor has in a weight update; `name` is its name in PEFT."""
     return f"{policy}:{name}" if policy else name
 
 
@@ -225,7 +229,7 @@ def key_of(name: str) -> str:
 def read_adapter(path: str, key: str) -> tuple[Path, JsonObject]:
     """Return an adapter's folder and its PEFT configuration, checked against the tensors' shapes.
 
-    The adapter is downloaded if `path` is not a folder. `key` names it in errors.
+    If `path` is not a folder, the adapter is downloaded. `key` names the adapter in errors.
     """
     check_adapter(path, key)
     folder = Path(path).expanduser()
@@ -253,7 +257,7 @@ def read_adapter(path: str, key: str) -> tuple[Path, JsonObject]:
     except (OSError, SafetensorError) as error:
         raise InputError(f"{key}: {weights} cannot be read: {error}") from None
     ranks = config.get("rank_pattern") or {}
-    for name, shape in shapes.items():  # each layer needs an A and a B tensor of its rank
+    for name, shape in shapes.items():  # each layer needs an A and a B tensor of the layer's rank
         layer, part, _ = name.rpartition(".lora_A.weight")
         if not part:
             if ".lora_" not in name:

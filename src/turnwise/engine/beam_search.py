@@ -1,7 +1,7 @@
 """Beam search: completions that are the likeliest answers to their prompts.
 
-vLLM's own algorithm runs here over any `Generator`: each step requests the likeliest next tokens of
-every beam. vLLM's engine itself has no beam search.
+vLLM's own algorithm runs here on top of any `Generator`: each step requests the likeliest next
+tokens of every beam. vLLM's asynchronous engine itself does not have a beam search.
 """
 
 import asyncio
@@ -27,13 +27,14 @@ if TYPE_CHECKING:
 
 
 class BeamSearch:
-    """The beam searches of one group. Its trajectories share the search of their first prompt.
+    """The beam searches of one group. The group's trajectories share the search of their first
+    prompt.
 
     Args:
         generator: Computes the steps.
-        tokenizer: The model's tokenizer; the search ends an answer at its EOS token.
+        tokenizer: The model's tokenizer; the search ends an answer at the tokenizer's EOS token.
         ends: All tokens that end an answer. An answer is cut after the first of these tokens, or
-            after a string of `sampling.stop`.
+            after the first string of `sampling.stop`.
         width: Number of beams, and of answers.
     """
 
@@ -59,7 +60,8 @@ class BeamSearch:
         return cast(Generator, SimpleNamespace(stream=stream))
 
     async def answers(self, request: Request) -> list[Chunk]:
-        """Return the answers to a request's prompt as whole completions, the likeliest first."""
+        """Return the answers to a request's prompt as whole completions, with the likeliest
+        first."""
         prompt = request.prompt
         async with self._turns[prompt]:
             if prompt not in self._found:

@@ -1,7 +1,7 @@
 """An executor for vLLM that forks one process for each shard of an engine.
 
-vLLM imports it by its dotted name, in the engine's process. Without a fork server each shard's
-process imports vLLM itself.
+vLLM imports the executor by its dotted name, in the engine's process. Without a fork server, each
+shard's process imports vLLM itself.
 """
 
 import multiprocessing

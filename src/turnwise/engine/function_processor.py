@@ -1,7 +1,8 @@
 """Function calls inside an answer: the engine runs `name(1, 2)` between tags, and adds the result.
 
-`FunctionProcessor` is a logits processor: every request waits while a function computes. For slow
-tools use `rollout.loop: interleaved`, which reads the same calls and runs them outside the engine.
+`FunctionProcessor` is a logits processor, so every request waits while a function computes. For
+slow tools use `rollout.loop: interleaved`, which reads the same calls and runs them outside the
+engine.
 """
 
 import ast
@@ -23,12 +24,13 @@ if TYPE_CHECKING:
 
 _MAX_CHARS = 8192  # a longer call is refused, and a longer result is cut off
 _MARGIN = 8
-"""Tokens searched for the closing tag, in addition to one token per character of the tag."""
+"""Number of tokens that are searched for the closing tag, in addition to one token for each of the
+tag's characters."""
 
 
 def read_call(text: str) -> tuple[str, list[object], dict[str, object]] | None:
-    """Parse a text as one Python call with literal arguments: its name, positional arguments and
-    keyword arguments. None if the text is anything else.
+    """Parse a text as one Python call with literal arguments; return its name, positional arguments
+    and keyword arguments, or None if the text is anything else.
 
     Example:
         >>> read_call("add(1, b=2)")
@@ -51,17 +53,17 @@ def read_call(text: str) -> tuple[str, list[object], dict[str, object]] | None:
 class FunctionProcessor:
     """Runs the calls that a model writes, and forces their results into its answer.
 
-    After `start_tag`, a call such as `add(1, 2)`, and `end_tag`, the next tokens are
-    `result_start`, the result and `result_end`, whatever the model would sample. They were not
-    sampled, so they are context in training, with response mask 0. A call that cannot be read, an
-    unknown function and an exception give a result that begins with `Error:`. With several shards,
-    only the first shard runs the function.
+    When the model has written `start_tag`, a call such as `add(1, 2)`, and `end_tag`, the next
+    tokens are `result_start`, the result and `result_end`, whatever the model would sample. These
+    tokens were not sampled, so training treats them as context, with response mask 0. If a call
+    cannot be read, its function is unknown, or an exception is raised, the result begins with
+    `Error:`. With several shards, only the first shard runs the function.
 
     Args:
-        tokenizer: The engine's tokenizer. A function or class of `engine.logits_processors` gets it
-            if it has a parameter named `tokenizer`.
+        tokenizer: The engine's tokenizer, which the engine passes to functions and classes of
+            `engine.logits_processors` that have a parameter named `tokenizer`.
         function_map: Functions by the names that the model uses in calls.
-        timeout: Seconds for one call. The whole engine waits for it.
+        timeout: Seconds for one call, during which the whole engine waits.
 
     Raises:
         InputError: when a tag is empty, or a value of `function_map` is not callable.
@@ -95,17 +97,18 @@ class FunctionProcessor:
         self._result: list[int] = []  # ids of the last result
         self._at = 0  # position in the completion of the first of these ids
         self.forced = False
-        """Whether the last call of this processor allowed a single token only."""
+        """Whether this processor, when it was last called, allowed only one token."""
 
     def clone(self) -> "FunctionProcessor":
-        """Return a processor for another request, because each request has its own state."""
+        """Return a copy with a new state, because each request needs its own processor."""
         other = copy.copy(self)
         other._result, other._at, other.forced = [], 0, False
         return other
 
     def __call__(self, token_ids: list[int], logits: "torch.Tensor") -> "torch.Tensor":
         """Return the logits [V] of the token after `token_ids`, the completion so far."""
-        # vLLM calls again for the same place if it drops a token, or computes a prompt in parts.
+        # vLLM may call twice at the same position, if it drops a token or computes a prompt in
+        # parts.
         place = len(token_ids) - self._at
         inside = 0 <= place < len(self._result)
         if not inside and (call := self._closed_call(token_ids)) is not None:
@@ -122,14 +125,15 @@ class FunctionProcessor:
         return forced
 
     def _closed_call(self, token_ids: list[int]) -> str | None:
-        """Return the text between the tags if the last token closes a call; else None."""
+        """Return the text between the tags if the last token completes the closing tag of a call;
+        otherwise None."""
         start_tag, end_tag = self._tags
         start = self._at + len(self._result)
         recent = max(start, len(token_ids) - len(end_tag) - _MARGIN)
         if end_tag not in self._decode(token_ids[recent:]):
             return None
         text, _, _ = self._decode(token_ids[start:]).rpartition(end_tag)
-        self._at, self._result = len(token_ids), []  # a tag is read once
+        self._at, self._result = len(token_ids), []  # do not read the same tag twice
         _, opened, call = text.rpartition(start_tag)
         return call if opened else None
 
@@ -142,7 +146,7 @@ class FunctionProcessor:
             known = ", ".join(self._functions) or "none"
             return f"Error: there is no function {name}; functions: {known}"
         try:
-            # Make the text inside the call, too: a result's __str__ is user code.
+            # Also convert the result to text inside the call, because its __str__ is user code.
             run, what = lambda: str(function(*args, **kwargs)), f"the function {name}"
             result = call_and_wait(run, name=what, seconds=self._timeout)
         except Exception as error:

@@ -1,8 +1,8 @@
 """The ids that a grammar allowed at each token of a completion.
 
-vLLM's sampler does not return them, so they are computed again. The ids that a grammar allows
-depend only on the ids before. Once a completion has ended, its ids pass through a second grammar
-manager with the configuration of the engine's own.
+vLLM's sampler does not return the allowed ids, so they are computed again. The ids that a grammar
+allows at a token depend only on the ids before it. So once a completion has ended, its ids are
+replayed through a second grammar manager, configured like the engine's.
 """
 
 import threading
@@ -33,7 +33,8 @@ class GrammarReplay:
         token_ids: Sequence[int],
         tasks: "tuple[vllm.SupportedTask, ...]",
     ) -> list[bytes]:
-        """Return `Turn.allowed` of a completion. Call it in a thread: it takes some milliseconds.
+        """Return `Turn.allowed` of a completion. Call this in a thread, because it takes some
+        milliseconds.
 
         Args:
             tasks: vLLM's tasks that the engine's model supports.

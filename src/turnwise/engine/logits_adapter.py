@@ -1,11 +1,12 @@
 """Adapter of plain callables to vLLM's batch interface of logits processors, in engine processes.
 
-A callable that raises fails only its own request. The sampler cannot end a request, so the row's
-logits are all set to minus infinity. The token's log-prob is then NaN; `VllmEngine` treats that as
-a failure, and fetches the reason from here.
+If a callable raises an exception, only the callable's request fails. The sampler cannot end a
+request, so all logits of the request's row in the batch are set to minus infinity. The token's
+log-prob is then NaN; `VllmEngine` treats that as a failure, and fetches the reason from this
+module.
 
-A processor that allows a single token only sets its attribute `forced`. `VllmEngine` fetches the
-places of such tokens from here, and gives them the weight version `FORCED`.
+When a processor allows only one token, it sets its attribute `forced`. `VllmEngine` fetches the
+positions of such tokens from this module, and gives the tokens the weight version `FORCED`.
 """
 
 import inspect
@@ -28,26 +29,26 @@ from turnwise.errors import InputError, describe_error, ordinary_error
 from turnwise.internals import vllm
 
 _Step = tuple[str, Foreign, bool, bool]
-"""A processor's name, the processor, whether it takes the prompt's ids, and whether it can force
-tokens."""
+"""The name of a processor, the processor itself, whether it takes the prompt's ids, and whether it
+can force tokens."""
 _Value = TypeVar("_Value")
 _MAX_FAILURES = 1024
 _MAX_FORCED = 65_536  # requests; far more than can be in flight, so the oldest have ended
 _MAX_LEFT = 256
-_failures: dict[str, str] = {}  # reasons of failed requests by their ids, until they are read
+_failures: dict[str, str] = {}  # reasons of failures by request id, until they are read
 _forced: dict[str, list[int]] = {}
-"""Places of forced tokens that were not read yet, by request; only requests with a processor that
-can force tokens have an entry."""
+"""Positions of forced tokens that were not read yet, by request id; only requests with a processor
+that can force tokens have an entry."""
 
 
 def take_failure(request_id: str) -> str:
-    """Remove and return the reason why a request's processor failed; "" if no processor failed."""
+    """Remove and return the reason why a processor failed in a request; "" if none failed."""
     return _failures.pop(request_id, "")
 
 
 def take_forced(request_id: str) -> list[int] | None:
-    """Remove and return the places, from 0, of a request's forced tokens; None if the request has
-    no processor that can force tokens."""
+    """Remove and return the positions (from 0, in the completion) of a request's forced tokens;
+    None if the request does not have a processor that can force tokens."""
     if (places := _forced.get(request_id)) is not None:
         _forced[request_id] = []
     return places
@@ -65,15 +66,16 @@ class CallableProcessors(vllm.LogitsProcessor):  # type: ignore[misc]
         self._allowed: str | None = settings["allowed"]
         self._rows: dict[int, _Row] = {}
         self._left: dict[str, list[_Step]] = {}
-        """Processors of the rows that left the batch last, by request: a preempted request comes
-        back and continues with them."""
+        """Processors of the rows that left the batch last, by request, because a preempted request
+        comes back and continues with its processors."""
         for name in self._always:
             if "tokenizer" in _parameters(load_object(name, KEY)):
-                _ = self._tokenizer  # load it now, because requests would wait for it later
+                _ = self._tokenizer  # load it now, so that no request waits for it later
 
     @cached_property
     def _tokenizer(self) -> Foreign:
-        """The engine's tokenizer, for processors that ask for it; loaded once in each process."""
+        """The engine's tokenizer, for processors with such a parameter; each process loads it
+        once."""
         return vllm.cached_tokenizer_from_config(self._config.model_config)
 
     def is_argmax_invariant(self) -> bool:
@@ -81,7 +83,7 @@ class CallableProcessors(vllm.LogitsProcessor):  # type: ignore[misc]
 
     def update_state(self, batch_update: vllm.BatchUpdate | None) -> None:
         if batch_update is not None:
-            # A row that leaves may not be in `removed`, only replaced by another row's index.
+            # A row that leaves may be missing in `removed`, if another row takes its index.
             gone = [*batch_update.removed, *(index for index, *_ in batch_update.added)]
             gone += [index for _, index, _ in batch_update.moved]
             for row in (self._rows[index] for index in gone if index in self._rows):
@@ -100,9 +102,9 @@ class CallableProcessors(vllm.LogitsProcessor):  # type: ignore[misc]
         request_id = str(given.get("request", ""))
         row = _Row(request_id, prompt or [], sampled)
         if sampled and request_id and (steps := self._left.pop(request_id, None)):
-            row.steps = steps  # they continue with their state
+            row.steps = steps  # the processors continue with their state
             return row
-        try:  # the server has checked the names already; here they are checked a second time
+        try:  # the server has already checked the names; this is a second check
             _, chosen = with_request(params.extra_args, "", self._allowed)
             row.steps = [self._step(name, load_object(name, KEY)) for name in self._always]
             for call in chosen:
@@ -131,7 +133,7 @@ class CallableProcessors(vllm.LogitsProcessor):  # type: ignore[misc]
                 if "tokenizer" in _parameters(processor)[len(args) :] and "tokenizer" not in kwargs:
                     kwargs["tokenizer"] = self._tokenizer
                 processor = processor(*args, **kwargs)
-            elif callable(clone := getattr(processor, "clone", None)):  # older vLLM did this, too
+            elif callable(clone := getattr(processor, "clone", None)):  # as older versions of vLLM
                 processor = clone()
             forces = hasattr(processor, "forced")
         except BaseException as error:
@@ -164,7 +166,7 @@ class _Row:
                     raise TypeError(f"it returned {got} instead of logits {list(logits_V.shape)}")
                 processed_V = made
                 forced = forced or (forces and bool(function.forced))
-            except BaseException as error:  # a user's code may raise anything, SystemExit too
+            except BaseException as error:  # a user's code may raise anything, even SystemExit
                 why = describe_error(ordinary_error(error))
                 self.fail(f"the logits processor {name} failed: {why}")
                 break
@@ -188,8 +190,8 @@ def _keep(kept: dict[str, _Value], key: str, value: _Value, limit: int) -> None:
 
 
 def _parameters(processor: Foreign, required: bool = False) -> list[str]:
-    """Return the names of a callable's parameters; if `required`, only of positional parameters
-    without a default."""
+    """Return the names of a callable's parameters; if `required`, only the names of positional
+    parameters without a default."""
     try:
         parameters = inspect.signature(processor).parameters.values()
     except (TypeError, ValueError):  # a built-in without a signature

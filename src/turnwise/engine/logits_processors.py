@@ -1,9 +1,9 @@
 """Logits processors that are plain callables: their names, and the names that requests may use.
 
-A callable gets the ids that a request has sampled so far and the logits [V] of its next token. It
-returns the logits to sample from. A callable with three required parameters gets the prompt's ids
-first. A class is instantiated once for each request. This module needs no vLLM: `logits_adapter`
-runs the callables in the engine.
+A callable gets the ids that a request has sampled so far, and the logits [V] of the request's next
+token. It returns the logits to sample from. If a callable has three required parameters, the first
+is the prompt's ids. A class is instantiated once for each request. This module does not import
+vLLM, because `logits_adapter` runs the callables in the engine.
 """
 
 import re
@@ -17,19 +17,20 @@ KEY = "engine.logits_processors"
 EXTRA_ARG = "turnwise"
 """The key of vLLM's `extra_args` under which a request's processors reach the engine."""
 SETTINGS = "turnwise_logits_processors"
-"""The key of vLLM's `additional_config` that holds the processors of every request, and the pattern
-of names that requests may use."""
+"""The key of vLLM's `additional_config` under which the engine finds the processors of every
+request, and the pattern of names that requests may use."""
 ADAPTER = "turnwise.engine.logits_adapter:CallableProcessors"
 MAX_PROCESSORS = 16  # maximum number of processors in one request
 _NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", re.ASCII)
 _DOTTED = re.compile(r"([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)\.([A-Za-z_]\w*)", re.ASCII)
 
 Call = str | JsonObject
-"""A processor in a request: `package.module:name`, or an object of this name and its arguments."""
+"""A processor in a request: `package.module:name`, or a JSON object with this name and
+arguments."""
 
 
 def extra_args(sampling: SamplingConfig) -> JsonObject:
-    """Make the `extra_args` that carry a request's processors to the engine."""
+    """Make the `extra_args` that contain a request's processors for the engine."""
     arguments = dict(sampling.logits_processor_args)
     if sampling.logits_processors:
         arguments[EXTRA_ARG] = {"processors": written(sampling)}
@@ -43,7 +44,7 @@ def written(sampling: SamplingConfig) -> list[Call]:
 
 def plain_calls(chosen: object, allowed: str | None) -> list[Call]:
     """Check a request's processors against `engine.logits_processors_allowed`, and return them in
-    one form; idempotent. Nothing is imported here.
+    their normal form; idempotent. The processors' modules are not imported.
 
     Args:
         chosen: A list of `package.module:name` (or `package.module.name`), or of
@@ -77,7 +78,7 @@ def name_of(call: Call) -> str:
 
 
 def _allowed_name(name: str, allowed: str | None) -> str:
-    """Return the name as `package.module:name`, if it is allowed."""
+    """Return the name as `package.module:name`; raise InputError if it is not allowed."""
     if dotted := _DOTTED.fullmatch(name):
         name = f"{dotted[1]}:{dotted[2]}"
     if not _NAME.fullmatch(name):
@@ -98,8 +99,9 @@ def _allowed_name(name: str, allowed: str | None) -> str:
 def with_request(
     extra_args: Mapping[str, object] | None, request_id: str, allowed: str | None
 ) -> tuple[JsonObject, list[Call]]:
-    """Return a request's `extra_args` with its id (the key of failures) and its processors, and the
-    processors alone. They are checked, because the arguments may come from a client."""
+    """Return a request's `extra_args`, with the request's id (the key of failures) and processors
+    added, and the processors alone. The processors are checked, because `extra_args` may come from
+    a client."""
     given = (extra_args or {}).get(EXTRA_ARG) or {}
     if not isinstance(given, Mapping):
         raise InputError(f"clients may not set the extra argument {EXTRA_ARG!r}")

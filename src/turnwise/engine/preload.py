@@ -1,7 +1,7 @@
 """The imports of the process that forks engines, so that an engine starts in half a second.
 
-The heap is frozen after the imports, so a child's garbage collector never touches, and so never
-copies, the pages that it shares with its siblings. A child dies with its parent.
+The heap is frozen after the imports. So a child's garbage collector never touches the pages that
+the child shares with its siblings, and never causes a copy of them. A child dies with its parent.
 """
 
 import ctypes

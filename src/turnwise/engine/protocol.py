@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from turnwise.internals.vllm import SamplingParams
 
 Sampling: TypeAlias = "SamplingConfig | SamplingParams"
-"""Sampling parameters of a request: ours, or vLLM's own, which have more options."""
+"""Sampling parameters of a request: ours, or vLLM's own parameters, which have more options."""
 Alternatives: TypeAlias = list[list[tuple[int, float, int]]]
-"""For each position, (id, log-prob, rank from 1) of the token itself and of each other token that
-was requested."""
+"""For each position, (id, log-prob, rank from 1) of the token itself and of each further token
+whose log-prob was requested."""
 FinishReason = Literal["stop", "length", "abort"]
 PauseMode = Literal["abort", "wait", "keep"]
 InFlight = Literal["drain", "abort", "keep", "keep_cache"]
@@ -37,47 +37,50 @@ PAUSE_MODES: dict[InFlight, PauseMode] = {
 """The engine's pause mode during an update, for each value of `weights.in_flight`."""
 
 WEIGHT_BACKEND = "turnwise"
-"""Name under which a worker extension registers its loader of weights with vLLM."""
+"""Name under which a worker extension registers its weight loader with vLLM."""
 VLLM_METRICS = "vllm:"  # prefix of the names of vLLM's own statistics
 STREAM_INTERVAL = 32
-"""Tokens in a chunk, and so the maximum number that is sampled again when an engine dies."""
+"""Number of tokens in a chunk, which is also the maximum number of a request's tokens that are
+sampled again when an engine dies."""
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Session, group and adapter of a request. Routers keep a session or a group on one engine."""
+    """Session, group and adapter of a request. Routers keep the requests of a session or group on
+    one engine."""
 
     session: str = ""
-    """Name of the trajectory; "" for a request without one."""
+    """Name of the trajectory; "" for a request without a trajectory."""
     group: str = ""
-    """Name of the group of trajectories that begin with the same prompt; "" for none."""
+    """Name of the group of trajectories that begin with the same prompt; "" without a group."""
     adapter: str = ""
-    """Name of the adapter that samples, from `serving.adapters` or `rollout.policies`, or a name of
-    its own for the adapter in `folder`; "" for the only policy of a run."""
+    """Name of the adapter that samples, from `serving.adapters` or `rollout.policies`, or a unique
+    name for the adapter in `folder`; "" for the only policy of a run."""
     folder: str = ""
-    """Folder in PEFT's format from which an engine loads the adapter when a request needs it; ""
-    for an adapter that the engine holds already."""
+    """Folder in PEFT's format from which an engine loads the adapter when a request needs it; "" if
+    the engine holds the adapter already."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt, and how one completion of it is sampled; a list of ids becomes a `Prompt`."""
+    """A prompt, and the settings to sample one completion; a list of ids becomes a `Prompt`."""
 
     prompt: Prompt
     sampling: Sampling
     id: str
-    """Name; unique among the engine's unfinished requests."""
+    """The request's name; unique among the engine's unfinished requests."""
     seed: int | None = None
-    """Seed of this request; None takes the sampling parameters' own, or the engine's."""
+    """Seed of this request; None takes the seed of the sampling parameters, or else the engine's
+    seed."""
     route: Route = Route()
     whole: bool = False
-    """Whether the caller gets no token before the whole completion. Then a request whose worker
-    died, and that cannot be continued, can begin again."""
+    """Whether the caller gets no token before the completion is whole. If so, a request whose
+    worker died, and which cannot be continued, can begin again."""
     urgent: bool = False
-    """Whether the engine computes it before all waiting requests, and preempts running ones if it
-    has no room. For requests of the fleet itself, such as the check of a weight update."""
+    """Whether the engine computes this request before all waiting requests, and preempts running
+    requests if it has no room. For our own requests, such as the check of a weight update."""
     record_allowed: bool = False
-    """Whether the last chunk has the ids that the request's grammar allowed."""
+    """Whether the last chunk contains the ids that the request's grammar allowed."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prompt", Prompt.of(self.prompt))
@@ -93,18 +96,18 @@ class Chunk:
     weight_versions: list[int]
     """As in `Completion`."""
     finish_reason: FinishReason | None = None
-    """Reason in the last chunk; None in all others."""
+    """The finish reason in the last chunk; None in all earlier chunks."""
     stop_reason: int | str | None = None
     """Stop token or string that ended the completion; None if the model's own EOS token or no stop
     token ended it."""
     cached_tokens: int = 0
     """Prompt tokens whose KV cache was reused; known in the last chunk at the latest."""
     prompt_logprobs: list[float | None] | None = None
-    """One per prompt token in the first chunk, if requested; None otherwise."""
+    """In the first chunk, if requested: one value per prompt token. None otherwise."""
     alternatives: Alternatives = field(default_factory=list)
     """Alternatives of the chunk's tokens, if requested."""
     prompt_alternatives: Alternatives = field(default_factory=list)
-    """Alternatives of the prompt's tokens except the first, in the first chunk, if requested."""
+    """In the first chunk, if requested: alternatives of the prompt's tokens except the first."""
     first_token_age: float | None = field(default=None, compare=False)
     """Seconds since the request's first token; None if the engine does not measure it."""
     queued: float | None = field(default=None, compare=False)
@@ -113,8 +116,8 @@ class Chunk:
     worker: str = field(default="", compare=False)
     """In a scheduler's last chunk, the name of the worker that sampled the last token."""
     experts: bytes = b""
-    """In the last chunk, with `engine.routing_replay`: a row of `Turn.experts` for each id of the
-    prompt and the completion except the last id."""
+    """In the last chunk, with `engine.routing_replay`: the routed experts of each id of the prompt
+    and the completion, except the last id, in the format of `Turn.experts`."""
     stored_tokens: int = 0
     """Prompt tokens that the request added to the prefix cache; known when `cached_tokens` is
     known."""
@@ -126,14 +129,15 @@ class Chunk:
 class Completion:
     """A whole completion of `T` tokens, including the stop token.
 
-    EngineError when tokens, log-probs and weight versions differ in length.
+    Raises:
+        EngineError: when there are not as many log-probs or weight versions as tokens.
     """
 
     token_ids: list[int]
     logprobs: list[float]
     """Natural-log probability of each token under the processed sampling distribution."""
     weight_versions: list[int]
-    """Version of the weights that sampled each token; `trajectory.FORCED` for one that a logits
+    """Version of the weights that sampled each token; `trajectory.FORCED` for a token that a logits
     processor forced."""
     finish_reason: FinishReason
     cached_tokens: int = 0
@@ -145,7 +149,7 @@ class Completion:
     queued: float | None = field(default=None, compare=False)
     """As in `Chunk`."""
     worker: str = field(default="", compare=False)
-    """Name of the worker that sampled the last token; "" if there is only an engine."""
+    """Name of the worker that sampled the last token; "" without a scheduler."""
     experts: bytes = b""
     """As in `Chunk`."""
     alternatives: Alternatives = field(default_factory=list)
@@ -157,7 +161,8 @@ class Completion:
 
     @property
     def as_turn(self) -> JsonObject:
-        """The arguments of `Trajectory.add_turn`, except the prompt, that record it as a turn."""
+        """The arguments of `Trajectory.add_turn` that record this completion as a turn, without the
+        prompt."""
         return {
             "completion_token_ids": self.token_ids,
             "logprobs": self.logprobs,
@@ -180,20 +185,21 @@ class TurnTimes(NamedTuple):
     """When a turn was sampled, in seconds since the epoch, and by which worker."""
 
     turn: int
-    """Its index in `Trajectory.turns`."""
+    """The turn's index in `Trajectory.turns`."""
     asked: float
     first_token: float | None
-    """None if it is not known."""
+    """Time of the first token; None if it is not known."""
     ended: float
     worker: str
     queued: float | None = None
     """Seconds in vLLM's queue; None without vLLM's statistics (`engine.metrics`)."""
     tools: float | None = None
-    """Seconds that tools and environment took after the turn; None if they ran in an agent."""
+    """Seconds that tools and environment took after the turn; None if an agent ran them."""
 
 
 class Rendezvous(NamedTuple):
-    """The place of one engine in the process group of a trainer and its engines."""
+    """The ranks of one engine in the process group of a trainer and its engines, and the group's
+    address."""
 
     rank_prefix: int
     """The engine's first rank, counted after the trainer's ranks; each of its workers takes one
@@ -210,9 +216,9 @@ class Occupancy(NamedTuple):
     running: int
     """Number of sequences in its batch."""
     waiting: int
-    """Number of requests that wait for a place in the batch, or for room in the cache."""
+    """Number of requests that wait for a slot in the batch, or for room in the cache."""
     cache: float
-    """Share of its KV cache that running sequences use, from 0 to 1."""
+    """Fraction of the engine's KV cache that running sequences use, from 0 to 1."""
 
 
 class WeightUpdate(Protocol):
@@ -222,7 +228,7 @@ class WeightUpdate(Protocol):
     def version(self) -> int: ...
 
     def to_dict(self) -> JsonObject:
-        """Return it as plain values, for the engine's own processes."""
+        """Return the description as plain values, for the engine's own processes."""
 
 
 class Generator(Protocol):
@@ -242,15 +248,16 @@ class Engine(Generator, Protocol):
     """Name in errors."""
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """Stop computing: `abort` and `wait` end the requests in flight, `keep` freezes them."""
+        """Stop computing. `abort` aborts the requests in flight, `wait` waits until they have
+        finished, and `keep` freezes them."""
 
     async def resume(self) -> None: ...
 
     async def sleep(self) -> None:
-        """Abort the requests in flight, and free memory where the platform can."""
+        """Abort the requests in flight, and free memory if the platform supports this."""
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Allocate the memory again: all of it, or the parts in `tags` (weights, kv_cache)."""
+        """Allocate the freed memory again: all of it, or only for `tags` (weights, kv_cache)."""
 
     async def init_collective(self, group: Rendezvous, timeout: float | None = None) -> None:
         """Join the trainer's process group. Nothing is computed until all ranks have joined.
@@ -262,7 +269,8 @@ class Engine(Generator, Protocol):
         """
 
     async def check_update(self, manifest: WeightUpdate) -> list[str]:
-        """Check that an update can be loaded, or raise `WeightUpdateError`; changes no weights.
+        """Check that an update can be loaded; raise `WeightUpdateError` if it cannot. No weights
+        are changed.
 
         Returns:
             The device of each of the engine's workers: a GPU's UUID; on a CPU, `HOST-PROCESS_ID`.
@@ -273,14 +281,15 @@ class Engine(Generator, Protocol):
     ) -> int:
         """Load the weights that the manifest describes, and return the version that is now served.
 
-        `in_flight` is a value of `weights.in_flight`: the treatment of requests in flight. Later
-        requests never use cached prefixes of older weights. With a stream, requests keep running
-        until the first chunk arrives. An engine of a trained adapter (`weights.lora: adapter`)
-        pauses no request: requests in flight keep their adapter, unless `in_flight` is `abort`.
+        `in_flight`, a value of `weights.in_flight`, decides what happens to requests in flight.
+        Later requests never use cached prefixes of older weights. With a streamed transport,
+        requests keep running until the first chunk arrives. An engine with a trained adapter
+        (`weights.lora: adapter`) does not pause requests: requests in flight keep their adapter,
+        unless `in_flight` is `abort`.
 
         Raises:
-            WeightUpdateError: when the update does not fit, and the old weights stay in place; or
-                when loading fails, and the engine stays paused until an update succeeds.
+            WeightUpdateError: when the update does not fit, so that the old weights stay in place;
+                or when loading fails, after which the engine stays paused until an update succeeds.
             DeadlineError: when the update is not done within `timeout` seconds (by default
                 `engine.request_timeout`); the engine is then in one of the same two states.
         """
@@ -288,28 +297,28 @@ class Engine(Generator, Protocol):
     async def reset_prefix_cache(self) -> None: ...
 
     async def check_health(self) -> Occupancy | None:
-        """Return the engine's load, or None if the load is not known; `EngineError` when the engine
-        is dead, `DeadlineError` when it hangs."""
+        """Return the engine's load, or None if the load is not known. Raise `EngineError` when the
+        engine is dead, and `DeadlineError` when it hangs."""
 
     async def num_in_flight(self) -> int:
         """Return the number of unfinished requests."""
 
     async def metrics(self) -> "list[Metric]":
-        """Return the engine's own statistics under vLLM's names; empty if it keeps none."""
+        """Return the engine's own statistics under vLLM's names; [] if it does not keep any."""
 
     async def shutdown(self) -> None: ...
 
 
 async def generate(generator: Generator, request: Request) -> Completion:
-    """Sample one completion; EngineError when it fails. Cancelling aborts the request."""
+    """Sample one completion; raise EngineError when this fails. Cancelling aborts the request."""
     async with aclosing(generator.stream(replace(request, whole=True))) as chunks:
         return await collect(chunks, request.id)
 
 
 async def unbroken(generator: Generator, request: Request) -> AsyncGenerator[Chunk, None]:
-    """Stream a completion for a client that must not take a part of an answer for the whole.
+    """Stream a completion for a client that must not mistake part of an answer for a whole answer.
 
-    EngineError when an update or a sleep of the engine ends the completion early. This cannot
+    Raise EngineError when an update or a sleep of the engine ends the completion early. This cannot
     happen with a scheduler, which continues the completion.
     """
     async with aclosing(generator.stream(request)) as chunks:
@@ -324,7 +333,7 @@ async def collect(chunks: AsyncIterator[Chunk], request_id: str) -> Completion:
 
 
 def completion_of(chunks: Sequence[Chunk], request_id: str) -> Completion:
-    """Join the chunks of a whole stream; EngineError without a finish reason."""
+    """Join the chunks of a whole stream; raise EngineError if they have no finish reason."""
     whole = join(chunks) if chunks else None
     if whole is None or whole.finish_reason is None:
         raise EngineError(f"{request_id} ended without an answer")
@@ -346,7 +355,7 @@ def completion_of(chunks: Sequence[Chunk], request_id: str) -> Completion:
 
 
 def join(chunks: Sequence[Chunk]) -> Chunk:
-    """Join consecutive chunks; the finish reason, counts and times are the last one's."""
+    """Join consecutive chunks; the finish reason, counts and times come from the last chunk."""
     if len(chunks) == 1:
         return chunks[0]
     return replace(

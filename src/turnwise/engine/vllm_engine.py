@@ -1,9 +1,9 @@
 """vLLM's asynchronous engine behind the `Engine` protocol: the same class on a CPU and on GPUs.
 
-The engine computes in a child process that a fork server starts; this object belongs to the event
-loop of its caller. Log-probs come from the processed distribution (after temperature, top-p and
-top-k), from which the tokens were drawn. Weights are loaded while requests are paused. The adapter
-of a new version is loaded next to the adapters of earlier versions, and pauses nothing.
+The engine computes in a child process that a fork server starts; the `VllmEngine` object belongs to
+the event loop of its caller. Log-probs come from the processed distribution (after temperature,
+top-p and top-k), from which the tokens were drawn. Weights are loaded while requests are paused. A
+new version of an adapter is loaded next to its earlier versions, without a pause.
 """
 
 import asyncio
@@ -73,12 +73,12 @@ _T = TypeVar("_T")
 _POLL_SECONDS = 0.01
 _DEATH_CHECK_SECONDS = 0.5
 _GRACE_SECONDS = 5.0  # added to the workers' own deadlines, whose errors are more specific
-_STEP_SECONDS = 5.0  # time after which a health check looks at whether the engine still computes
-_LOOK_SECONDS = 2.0  # an engine that computes uses at least a tenth of a core over this time
+_STEP_SECONDS = 5.0  # time after which a health check measures whether the engine still computes
+_LOOK_SECONDS = 2.0  # duration of this measurement; computing takes at least a tenth of a core
 _CERTAIN = -1e-4  # log-prob above which a token may have been forced
-_SLEEP_TAGS = {"weights", "kv_cache"}  # vLLM's tags of the parts whose memory sleep frees
+_SLEEP_TAGS = {"weights", "kv_cache"}  # vLLM's tags for the memory that `sleep` frees
 _ERRORS = {kind.__name__: kind for kind in (DeadlineError, InputError, WeightUpdateError)}
-"""Errors that workers reply with, by their names."""
+"""Classes of the errors in workers' replies, by name."""
 
 
 class VllmEngine:
@@ -89,12 +89,12 @@ class VllmEngine:
         engine: Settings of the engine.
         seed: Seed of the engine's own random numbers.
         deterministic: Compute one request at a time without a prefix cache, so that a request's
-            tokens and log-probs depend only on its prompt and seed.
-        adapters: Adapters that the engine holds; needs a worker extension.
+            tokens and log-probs depend only on the request's prompt and seed.
+        adapters: Adapters that the engine holds; they need a worker extension.
         worker_extension: `package.module.Class` that vLLM mixes into its worker to add the weight
             transports, in addition to the class of `engine.vllm_args.worker_extension_cls`. Without
-            it, weights cannot be updated, and tokens that a logits processor forces count as
-            sampled.
+            a worker extension, weights cannot be updated, and tokens that a logits processor forces
+            count as sampled.
         name: Name of this engine in errors.
         start: Function that starts vLLM; it gets the arguments of `start_llm`.
 
@@ -124,20 +124,21 @@ class VllmEngine:
         self._vllm = vllm
         self._allowed = engine.logits_processors_allowed
         self._loaded: set[str] = set()  # names of requests' logits processors that were imported
-        self._unforced: set[str] = set()  # names of logits processors that force no token
+        self._unforced: set[str] = set()  # names of logits processors that cannot force tokens
         self._timeout = engine.request_timeout
         self._clock = StallClock(engine.request_timeout)
         self._pending: set[str] = set()
         self._cache_salt: str | None = None
-        """Salt that keeps requests from using cached prefixes of older weights; None allows all."""
+        """Salt of the prefix cache, so that requests do not use prefixes of older weights; None
+        while all cached prefixes may be used."""
         self._adapters = AdapterTable(adapters)
         self._unloaded = dict(adapters.paths)  # paths of adapters that are not loaded yet, by name
         self._loading = asyncio.Lock()
         self._has_adapters = bool(adapters.rank)
         self._slots = 0  # number of adapters that the engine can hold
         self._captures = engine.routing_replay and vllm.current_platform.is_cpu()
-        """Whether the workers must be asked to capture the choice of experts."""
-        self._ready = False  # whether all adapters are loaded, and choices of experts are captured
+        """Whether the workers need a call of `capture_experts` to record the routed experts."""
+        self._ready = False  # whether adapters are loaded, and routed experts are captured
         if self._captures and not worker_extension:
             raise InputError("engine.routing_replay: on a CPU an engine needs a worker extension")
         if model.adapter is not None and POLICY not in adapters.paths:
@@ -175,7 +176,7 @@ class VllmEngine:
         await self.load_adapters()
         if request.route.folder:
             await self._bring(request.route)
-        await self._llm.get_supported_tasks()  # from here to vLLM's queue nothing may wait
+        await self._llm.get_supported_tasks()  # nothing may wait from here to vLLM's queue
         vllm = self._vllm
         with self._adapters.using(request.route.adapter, request.id) as adapter:
             self._pending.add(request.id)
@@ -206,10 +207,11 @@ class VllmEngine:
                 self._pending.discard(request.id)
 
     async def load_adapters(self) -> None:
-        """Load the adapters, unless they are loaded already. The first request does this too.
+        """Load the adapters, unless they are loaded already. The first request calls this too.
 
         Raises:
-            InputError: with the key of an adapter that cannot be read or does not fit the model.
+            InputError: when an adapter cannot be read or does not fit the model; it names the
+                adapter's key.
         """
         if self._ready:
             return
@@ -227,8 +229,8 @@ class VllmEngine:
             self._ready = True
 
     async def _bring(self, route: Route) -> None:
-        """Load the adapter of a route, unless the engine holds it. If all slots are taken, remove
-        another adapter."""
+        """Load the adapter that a route names, unless the engine holds it. If all slots are taken,
+        first remove another adapter."""
         if self._adapters.touch(route.adapter):
             return
         what = f"a wait for one of {self._slots} slots of adapters (engine.vllm_args.max_loras)"
@@ -241,16 +243,16 @@ class VllmEngine:
             adapter.brought = True
             try:
                 await self._ask("put_adapter", adapter.number, route.folder, key)
-            except BaseException:  # a worker may hold it after all, and would never free its slot
+            except BaseException:  # a worker may hold the adapter, and would never free its slot
                 with suppress(Exception):
                     await self._ask("remove_adapter", adapter.number)
                 raise
             self._adapters.add(adapter)
 
     async def _make_room(self) -> None:
-        """Remove an adapter. If requests use all of them, one gets no new requests from here on and
-        is removed when its last request ends. Otherwise a client that always has a request in
-        flight would keep its slot for ever."""
+        """Remove an adapter. If requests use all adapters, choose one that gets no new requests and
+        is removed when its last request ends. Without this, a client that always has a request in
+        flight would keep its adapter's slot for ever."""
         if (leaving := self._adapters.take()) is None:
             raise InputError(f"engine.vllm_args.max_loras: no slot of {self._slots} is left")
         try:
@@ -262,7 +264,8 @@ class VllmEngine:
         await self._ask("remove_adapter", leaving.number)
 
     def _moving(self, waiting: str) -> AbstractAsyncContextManager[object]:
-        """Raise `DeadlineError` from a wait if the engine samples no token of any request."""
+        """Limit a wait: raise `DeadlineError` if the engine samples no token of any request for
+        `engine.request_timeout` seconds."""
         stalled = f"{self.name}, {waiting}, sampled no token"
         return self._clock.watching(stalled, "engine.request_timeout")
 
@@ -302,8 +305,9 @@ class VllmEngine:
     async def _marked(
         self, made: AsyncGenerator[Chunk, None], request_id: str, names: set[str]
     ) -> AsyncGenerator[Chunk, None]:
-        """Give the tokens that logits processors forced the version `FORCED`. The log-prob of a
-        forced token is about 0, but so can a sampled token's be: the engine's process knows."""
+        """Set the version `FORCED` for the tokens that logits processors forced. A forced token has
+        a log-prob of about 0, but so can a sampled token; only the engine's process knows which
+        tokens were forced."""
         places, start = set[int](), 0
         async with aclosing(made) as chunks:
             async for chunk in chunks:
@@ -323,7 +327,7 @@ class VllmEngine:
                 yield replace(chunk, weight_versions=marked) if forced else chunk
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        if mode == "wait":  # no fixed deadline, as long as requests in flight make progress
+        if mode == "wait":  # there is no fixed deadline while requests in flight make progress
             async with self._moving("finishing its requests"):
                 await self._answered(self._vllm.pause(self._llm, mode), "pausing")
         else:
@@ -362,7 +366,8 @@ class VllmEngine:
     async def prepare_refit_info(
         self, state_dict_info: Mapping[str, tuple[Sequence[int], object]]
     ) -> None:
-        """Set the tensors that every update has: shape and torch type (or its name), by name."""
+        """Set the tensors that every update has: by name, the shape and the torch type (or the
+        type's name)."""
         given = state_dict_info.items()
         plain = {name: (tuple(shape), dtype_name(dtype)) for name, (shape, dtype) in given}
         async with self._deadline("preparing for weight updates", self._timeout):
@@ -383,7 +388,7 @@ class VllmEngine:
         """Load the weights that an `IpcSender` sends, or that the trainer broadcasts.
 
         Args:
-            address: The sender's address; "" takes the device's default. A broadcast has none.
+            address: The sender's address; "" takes the device's default. Only for `ipc`.
         """
         seconds = timeout or self._timeout
         unknown = {"version": 0, "path": address, "nbytes": 0, "tensors": ()}
@@ -393,7 +398,7 @@ class VllmEngine:
     async def _load(
         self, what: str, manifest: JsonObject, seconds: float, in_flight: InFlight
     ) -> int:
-        """Open an update in all workers, and load it once its first chunk arrives."""
+        """Begin an update in all workers, and load it once its first chunk arrives."""
         async with self._deadline(what, seconds + _GRACE_SECONDS):
             try:
                 offers = await self._ask("open_update", manifest, seconds)
@@ -406,7 +411,7 @@ class VllmEngine:
                 version = int(versions.pop())
                 if self._adapters.trained is not None:
                     loaded = await self._load_adapter(version, in_flight)
-                else:  # a failure leaves it paused: the engine must not serve half an update
+                else:  # after a failure it stays paused, because it must not serve half an update
                     keep_cache = in_flight == "keep_cache"
                     mode = PAUSE_MODES[in_flight]
                     pausing = self._vllm.pause(self._llm, mode, clear_cache=not keep_cache)
@@ -419,7 +424,8 @@ class VllmEngine:
                         await self._answered(self._llm.resume_generation())
                     self._clock.stopped = False
                 if not all(reply["ended"] for reply in loaded):
-                    # A call waits for a step of the engine: workers answer between two steps.
+                    # A call can wait for a step of the engine, because workers answer between two
+                    # steps. So this call is made only if it is needed.
                     await self._ask("end_update", "")
                 return version
             except BaseException as error:
@@ -429,10 +435,11 @@ class VllmEngine:
                 raise
 
     async def _load_adapter(self, version: int, in_flight: InFlight) -> list[JsonObject]:
-        """Load the open update as the adapters of new requests; those in flight keep theirs.
+        """Load the update in progress as the adapters for new requests; requests in flight keep
+        their adapters.
 
-        Requests on an older adapter end early only with `abort`, or if the engine would hold more
-        than `VERSIONS` versions of it; their finish reason is then `abort`, as in other updates.
+        Requests on an older adapter end early only if `in_flight` is `abort`, or if the engine
+        would hold more than `VERSIONS` versions of the adapter. Their finish reason is `abort`.
         """
         made = [self._adapters.new(name, version) for name in self._adapters.policies]
         numbers = {adapter.name: adapter.number for adapter in made}
@@ -443,7 +450,7 @@ class VllmEngine:
                 with suppress(Exception):  # the first error is the one to report
                     await self._ask("remove_adapter", adapter.number)
             raise
-        for adapter in made:  # before requests are aborted: they continue with these adapters
+        for adapter in made:  # add before aborting, because aborted requests continue with these
             self._adapters.add(adapter)
         for old in self._adapters.excess():
             # Abort first: vLLM cannot compute a request whose adapter is missing.
@@ -464,8 +471,8 @@ class VllmEngine:
         return replies
 
     async def _answered(self, call: Coroutine[Any, Any, _T], what: str = "a weight update") -> _T:
-        """Await an answer of the engine's process; EngineError if the process dies, because vLLM's
-        own call would then wait for ever."""
+        """Await an answer of the engine's process. Raise EngineError if the process dies, because
+        vLLM's own call would wait for ever in that case."""
         answer = asyncio.ensure_future(call)
         try:
             while not answer.done():
@@ -528,8 +535,8 @@ class VllmEngine:
             if not answer.done() and self._pending:
                 before = self._processor_seconds()
                 await asyncio.wait([answer], timeout=_LOOK_SECONDS)
-                # A step of a large model on a CPU takes long. The requests' own deadline,
-                # `engine.request_timeout`, covers a step that never ends.
+                # A step of a large model on a CPU takes long. If a step never ends, the requests'
+                # own deadline, `engine.request_timeout`, ends them.
                 if not answer.done() and self._processor_seconds() > before + _LOOK_SECONDS / 10:
                     return None
             return Occupancy(*await answer)
@@ -558,6 +565,6 @@ class VllmEngine:
     async def shutdown(self) -> None:
         self._grammars.close()
         self._llm.shutdown()
-        # vLLM calls `shutdown` again from `__del__`. At the interpreter's end the modules that it
-        # needs are gone.
+        # vLLM calls `shutdown` again from `__del__`. At the interpreter's end, the modules that
+        # `shutdown` needs are gone.
         self._llm.shutdown = lambda timeout=None: None

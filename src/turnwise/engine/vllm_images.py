@@ -1,9 +1,9 @@
 """Conversion of the images of prompts to vLLM's inputs.
 
-vLLM expands prompts itself: it replaces a marker by the ids of an image. Here a prompt has these
-ids already, and must keep them, even where a sampled token happens to be a marker. So vLLM's
-processor gets each image alone, once. Its output is then placed at the prompt's own positions, and
-its ids must equal the prompt's.
+vLLM expands prompts itself: it replaces a marker by the ids of an image. Here a prompt already has
+these ids, and must keep them, even where a sampled token happens to be a marker. So vLLM's
+processor gets each image alone, once. The processor's output is then placed at the image's
+positions in the prompt, and its ids must equal the prompt's ids there.
 """
 
 from asyncio import Lock
@@ -25,7 +25,7 @@ _KEPT_BYTES = 1 << 30  # maximum size of the processed images that are kept
 
 
 class ImageInputs:
-    """The images of one engine's requests; an LRU cache keeps them as vLLM processed them.
+    """The images of one engine's requests; an LRU cache keeps the images that vLLM has processed.
 
     Args:
         max_images: Maximum number of images in a prompt (`engine.images_per_prompt`).
@@ -43,8 +43,8 @@ class ImageInputs:
         Raises:
             TrajectoryError: `too_many_images`, when the prompt has more images than the engine
                 takes.
-            InputError: when the engine takes no images, or vLLM expands an image to other ids than
-                the prompt has.
+            InputError: when the engine does not take images, or vLLM expands an image to ids that
+                differ from the prompt's ids.
         """
         from turnwise.internals import vllm  # seconds to import
 
@@ -87,7 +87,7 @@ class ImageInputs:
             ranges.append(replace(place, offset=one.start + place.offset))
         items = vllm.MultiModalKwargsItems({"image": [p["mm_kwargs"]["image"][0] for p in pieces]})
         prompt, salt = inputs["prompt_token_ids"], inputs.get("cache_salt")
-        # vLLM caches the model's output for an image by its name, so other weights need other names
+        # vLLM caches the model's output for an image by name, so the name changes with the weights.
         names = [f"{one.image.hash} {salt}" if salt else one.image.hash for one in images]
         return vllm.mm_input(prompt, items, {"image": names}, {"image": ranges}, cache_salt=salt)
 

@@ -1,9 +1,9 @@
 """Conversion of requests to vLLM's parameters, and of vLLM's outputs to chunks.
 
 vLLM's frontend (`AsyncLLM.generate`) detokenizes, ranks log-probs, makes an object for each output
-and wakes its caller for each. A request for token ids alone needs nothing of this: here its outputs
-from the engine's process become chunks directly. All other requests, such as requests with stop
-strings, pass through the frontend. Importing this module does not import vLLM.
+and wakes its caller for each output. A request for token ids alone needs none of this, so its
+outputs from the engine's process become chunks directly. All other requests, such as requests with
+stop strings, pass through the frontend. Importing this module does not import vLLM.
 """
 
 import asyncio
@@ -57,12 +57,12 @@ def sampling_params(sampling: Sampling, seed: int | None) -> "vllm.SamplingParam
             flat_logprobs=True,
             detokenize=bool(sampling.stop),
             skip_special_tokens=False,
-            skip_clone=True,  # it belongs to this request alone
+            skip_clone=True,  # no other request uses this object
         )
         params.stream_interval = STREAM_INTERVAL
     else:
         params = sampling
-        if not params.logprob_token_ids:  # these include the sampled token's log-prob anyway
+        if not params.logprob_token_ids:  # with these, vLLM returns the sampled token's log-prob
             params.logprobs = params.logprobs or 0
         params.flat_logprobs = True
         params.detokenize = bool(params.stop)
@@ -71,13 +71,13 @@ def sampling_params(sampling: Sampling, seed: int | None) -> "vllm.SamplingParam
 
 
 class TokenStreams:
-    """The requests of one engine; the clock counts each output as progress."""
+    """The requests of one engine. Each output counts as progress for the clock."""
 
     def __init__(self, llm: "vllm.AsyncLLM", clock: StallClock) -> None:
         from turnwise.internals import vllm  # seconds to import
 
         self._vllm = vllm
-        self._llm = weakref.proxy(llm)  # avoids a cycle: its output processor refers to this object
+        self._llm = weakref.proxy(llm)  # avoids a cycle: llm's output processor refers to self
         self._clock = clock
         self._numbers = itertools.count()
         self._streams: dict[str, _Stream] = {}
@@ -101,7 +101,7 @@ class TokenStreams:
         adapter: LoadedAdapter | None,
         watching: _Watching,
     ) -> AsyncGenerator[Chunk, None]:
-        """Yield the chunks of a new request; closing aborts it."""
+        """Yield the chunks of a new request; closing the generator aborts the request."""
         plain = params.logprobs == 0 and params.prompt_logprobs is None and not params.detokenize
         run = self._direct_chunks if self._direct and plain else self._frontend_chunks
         return run(inputs, params, asked, adapter, watching)
@@ -189,7 +189,7 @@ class TokenStreams:
                     return
 
     async def abort(self, request_ids: Collection[str]) -> None:
-        """End requests with finish reason `abort`; unknown ones are ignored."""
+        """End requests with finish reason `abort`; ignore unknown ids."""
         named = {*request_ids}
         ended = [each for each in self._streams.values() if each.external_req_id in named]
         for stream in ended:
@@ -210,7 +210,7 @@ class TokenStreams:
         stats: "vllm.IterationStats | None" = None,
         weight_version: str | None = None,
     ) -> "vllm.OutputProcessorOutput":
-        """Pass the engine's outputs on, in place of vLLM's `process_outputs`."""
+        """Pass the engine's outputs on; called in place of vLLM's `process_outputs`."""
         self._clock.moved()
         others = []
         for output in outputs:
@@ -218,7 +218,7 @@ class TokenStreams:
             if stream is None:
                 others.append(output)
                 continue
-            if stats is not None:  # an output of collected tokens has the time of each of them
+            if stats is not None:  # an output of collected tokens has the time of each token
                 times = (output.kv_transfer_params or {}).get(self._vllm.TIMES)
                 assert stream.stats is not None
                 before, first = stream.stats.last_token_ts, stream.is_prefilling
@@ -235,7 +235,7 @@ class TokenStreams:
         return self._process(others, timestamp, stats, weight_version=weight_version)
 
     def _fail(self, error: Exception) -> None:
-        """Make all requests raise an error, in place of vLLM's `propagate_error`."""
+        """Make all requests raise an error; called in place of vLLM's `propagate_error`."""
         shown = error
         if not isinstance(error, self._vllm.EngineDeadError):
             shown = self._vllm.EngineGenerateError()
@@ -247,7 +247,7 @@ class TokenStreams:
 
 
 class _Stream:
-    """The chunks of one request. vLLM's functions for statistics read some attributes by name.
+    """The chunks of one request. vLLM's functions for statistics read some of the attributes.
 
     Args:
         version: Version of the adapter that samples all tokens; None to use the weights' version.
@@ -280,7 +280,7 @@ class _Stream:
         self._versions: list[int] = []
 
     def add(self, output: "vllm.EngineCoreOutput", label: str | None) -> None:
-        """Add an output, and queue a chunk once it has enough tokens or the request ends."""
+        """Add an output; queue a chunk once there are enough tokens, or the request has ended."""
         token_ids, rows = output.new_token_ids, output.new_logprobs
         logprobs = [] if rows is None else rows.logprobs[:, 0].tolist()
         if len(logprobs) != len(token_ids):
@@ -309,7 +309,7 @@ class _Stream:
             self.end(None)
 
     def end(self, reason: str | None, stop_reason: int | str | None = None) -> None:
-        """Queue a chunk of the tokens so far; with a reason, it ends the request."""
+        """Queue a chunk of the tokens so far. With a reason, this is the request's last chunk."""
         if reason == "error":
             error = EngineError(f"vLLM failed in request {self.external_req_id}")
             return self.chunks.put_nowait(error)
@@ -338,11 +338,11 @@ def make_chunk(
     start: int,
     first_token_age: float | None = None,
 ) -> Chunk:
-    """Convert one output of vLLM; EngineError when the request failed, or log-probs or weight
+    """Convert one output of vLLM. Raise EngineError when the request failed, or log-probs or weight
     versions are missing.
 
     Args:
-        labels: Spans of weight versions, counted from the completion's start.
+        labels: Spans of weight versions, with positions from the completion's start.
         start: Number of the completion's tokens before this output.
     """
     piece = output.outputs[0]
@@ -391,12 +391,12 @@ def make_chunk(
 
 
 def _alternatives(flat: "vllm.FlatLogprobs") -> Alternatives:
-    """Return the alternatives at each position; the first position of a prompt has none."""
+    """Return the alternatives at each position; at a prompt's first position the list is empty."""
     ranked = list(zip(flat.token_ids, flat.logprobs, flat.ranks, strict=True))
     bounds = zip(flat.start_indices, flat.end_indices, strict=True)
     return [ranked[first:last] for first, last in bounds]
 
 
 def _version_of(label: str) -> int:
-    """Return a label's version. "default" is vLLM's label of the weights from the model's files."""
+    """Return the version in a label. vLLM labels the weights from the model's files "default"."""
     return 0 if label == "default" else int(label)

@@ -45,12 +45,12 @@ def import_vllm() -> ModuleType:
 
 
 def start_llm(path: str, arguments: JsonObject, metrics: bool) -> "AsyncLLM":
-    """Start vLLM's engine, with statistics for Prometheus if `metrics` is set; InputError when vLLM
-    refuses the model, which errors call `path`, or an argument."""
+    """Start vLLM's engine, with statistics for Prometheus if `metrics` is set. Raise InputError
+    when vLLM refuses an argument or the model; errors call the model `path`."""
     from turnwise.internals import vllm  # seconds to import
 
     try:
-        # Given explicitly, because vLLM's default adds a logger whose output nobody reads.
+        # The loggers are explicit, because vLLM's default adds a logger whose output nobody reads.
         loggers = [vllm.PrometheusStatLogger] if metrics else []
         return vllm.AsyncLLM.from_engine_args(
             vllm.AsyncEngineArgs(**arguments), stat_loggers=loggers
@@ -59,8 +59,8 @@ def start_llm(path: str, arguments: JsonObject, metrics: bool) -> "AsyncLLM":
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         cause = " ".join(lines[:3]) or type(error).__name__
         raise InputError(f"vLLM cannot serve {path}: {cause}") from error
-    except RuntimeError as error:  # the engine's process failed: the reason is in its log
-        log = Path(os.readlink("/proc/self/fd/2"))  # the engine's process writes to it, too
+    except RuntimeError as error:  # the engine's process failed, and the reason is in the log
+        log = Path(os.readlink("/proc/self/fd/2"))  # the engine's process also writes to this file
         lines = log.read_text(errors="replace").splitlines() if log.is_file() else []
         errors = (match[1] for line in reversed(lines) if (match := _ERROR_LINE.search(line)))
         cause = next((text for text in errors if "root cause" not in text), "") or str(error)
@@ -73,8 +73,8 @@ def engine_arguments(
     deterministic: bool,
     adapters: EngineAdapters = NO_ADAPTERS,
 ) -> JsonObject:
-    """Return the arguments of vLLM's AsyncEngineArgs for a configuration; InputError when vLLM
-    cannot run the configuration on this machine."""
+    """Return the arguments of vLLM's AsyncEngineArgs for a configuration. Raise InputError when
+    vLLM cannot run the configuration on this machine."""
     from turnwise.internals import vllm  # seconds to import
 
     classes: list[str] = []
@@ -100,12 +100,12 @@ def engine_arguments(
         "enable_return_routed_experts": engine.routing_replay,
         "logits_processors": [*classes, *([ADAPTER] if adapted else [])] or None,
         "logprobs_mode": "processed_logprobs",
-        # Text models ignore both. `engine.vllm_images` processes each image once and keeps it, so
-        # vLLM needs no cache.
+        # Text models ignore the next two. `engine.vllm_images` processes each image once and keeps
+        # the result, so vLLM does not need a cache.
         "limit_mm_per_prompt": {"image": engine.images_per_prompt, "video": 0, "audio": 0},
         "mm_processor_cache_gb": 0,
-        # The model's processor normalises images, as for the trainer. vLLM's own normalisation
-        # reads only the processor's files, and omits what they do not set.
+        # The model's own processor normalises images, as it does for the trainer. vLLM's
+        # normalisation reads only the processor's files, and omits settings that are not in them.
         "mm_device_do_normalize": False,
         "enable_log_requests": False,
         "disable_log_stats": True,

@@ -1,19 +1,21 @@
-"""Combination of two worker extensions in one class, because vLLM mixes only one into its worker.
+"""Combination of two worker extensions in one class, because vLLM mixes only one class into its
+worker.
 
 vLLM imports the class by its name in each process of an engine. `combined` returns the name of an
-attribute of this module. The module makes the class when the attribute is first read.
+attribute of this module; when the attribute is first read, the module makes the class.
 """
 
 from turnwise.core.optional import load_object
 from turnwise.errors import InputError
 
 KEY = "engine.vllm_args.worker_extension_cls"
-_AND, _DOT = "+", "/"  # stand for the separator and the dots of two class names in one attribute
+_AND, _DOT = "+", "/"  # in an attribute's name, the separator of two class names, and their dots
 
 
 def combined(ours: str, users: str) -> str:
-    """Return the name of a class made of two, each `package.module.Class` (or `module:Class`). If
-    one is "", return the other. InputError when the user's class cannot be imported."""
+    """Return the name of the class that combines two classes, each `package.module.Class` (or
+    `module:Class`). If one of the names is "", return the other name. Raise InputError when the
+    user's class cannot be imported."""
     users = users.replace(":", ".")
     if not ours or users in ("", ours):
         return ours or users
@@ -29,7 +31,7 @@ def _load(name: str) -> type:
 
 
 def __getattr__(name: str) -> object:
-    """Make the class of a name that `combined` returned, and keep it."""
+    """Make the class whose name `combined` has returned, and keep it."""
     if _AND not in name:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     ours, users = (_load(part) for part in name.replace(_DOT, ".").split(_AND))

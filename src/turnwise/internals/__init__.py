@@ -1,8 +1,8 @@
 """The internals of other packages that Turnwise uses or replaces, in one file per package.
 
-A file has one function for each use, with its reason, and nothing else. On import it checks that
-all these internals exist, with the parameters that it relies on. So another version of the package
-fails at once with a clear error, instead of changing behaviour silently.
+A file has one function for each use, with the reason for it, and nothing else. On import, a file
+checks that all its internals exist, with the parameters that it relies on. So a different version
+of the package causes a clear error at once, instead of a silent change of behaviour.
 """
 
 import inspect
@@ -15,8 +15,8 @@ _MISSING = object()
 
 
 def internal(owner: object, name: str, *parameters: str) -> Any:
-    """Return an internal of a module, class or object; InputError when the installed version does
-    not have it, or its first parameters have other names."""
+    """Return an internal of a module, class or object. Raise InputError when the installed version
+    does not have it, or the names of its first parameters are not `parameters`."""
     found: Any = getattr(owner, name, _MISSING)
     try:
         known = tuple(inspect.signature(found).parameters) if parameters else ()

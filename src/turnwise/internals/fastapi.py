@@ -1,4 +1,4 @@
-"""FastAPI's reading of a request's body: its decoding, and its validation against the route's type.
+"""Reading of request bodies in FastAPI: decoding, and validation against the type of the route.
 
 FastAPI itself makes an error for every mistake in a body before a handler runs.
 """
@@ -19,18 +19,19 @@ from turnwise.internals import internal
 from turnwise.internals.pydantic import OF_A_TYPE, bound, odd_value
 
 Decode = Callable[[Request, bytes], object]
-"""Returns the value of a request's JSON body; JSONDecodeError when the body is not JSON."""
+"""A function that returns the value of a request's JSON body; it raises JSONDecodeError when the
+body is not JSON."""
 
 
 def read_bodies(app: FastAPI, decode: Decode) -> None:
     """Read the bodies of an application's routes with `decode`, and bound the time and memory of
-    their validation by their size. A value on which a validator's own code fails is a validation
-    error, too."""
+    validation by the body's size. If a type's own code fails on a value, report this as a
+    validation error, too."""
 
     class Reading(Request):
         async def json(self) -> Any:
             value = decode(self, await self.body())
-            await asyncio.sleep(0)  # lets other requests run between reading a body and checking it
+            await asyncio.sleep(0)  # lets other requests run between decoding and validation
             return value
 
     async def answer(handle: Callable[..., Any], request: Request) -> Response:

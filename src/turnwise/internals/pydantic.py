@@ -1,9 +1,9 @@
 """pydantic's validators of unions and collections, bounded for bodies from clients.
 
-pydantic collects every mistake in a list and, for each value of a union, the mistakes against all
-members. A list of 1,000 wrong entries, where an item of Responses can have 60 types, gives 200,000
-errors before anything can refuse the body. A `bound` validator stops at the first wrong entry, and
-tries only the members of a union that have the value's `type`.
+pydantic collects every mistake in a list; for a value of a union, it collects the mistakes against
+every member of the union. An item of Responses can have 60 types, so a list of 1,000 wrong items
+gives 200,000 errors before anything can refuse the body. A `bound` validator stops at the first
+wrong entry, and tries only the members of a union that have the value's `type`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,7 +18,7 @@ from turnwise.internals import internal
 _FAILING_FAST = {"dict", "frozenset", "list", "set", "tuple"}
 """Kinds of schemas that have the option `fail_fast`."""
 _KEPT = ("ref", "metadata", "serialization")
-"""Keys of a union's schema that do not depend on its members."""
+"""Keys of a union's schema that do not depend on the union's members."""
 _BOUND = WeakSet[TypeAdapter[Any]]()
 _FEW = 4  # a union of at most 4 members is left as it is
 _OTHER, _NONE = "type=?", "type="
@@ -28,24 +28,25 @@ _GIVEN = {"metadata", "default", "expected"}
 
 
 def bound(adapter: TypeAdapter[Any]) -> None:
-    """Bound the time and memory of an adapter's validation by the size of the value: it stops at
-    the first wrong entry of a collection. It accepts the same values as before."""
+    """Bound the time and memory of an adapter's validation by the size of the value: validation
+    stops at the first wrong entry of a collection. The adapter still accepts the same values."""
     if adapter in _BOUND:
         return
     _BOUND.add(adapter)
     core: _Schema = dict(adapter.core_schema)
     definitions = {each["ref"]: each for each in core.get("definitions", ())}
-    # A complete class has an unbounded validator already, which pydantic would use otherwise.
+    # A complete class already has an unbounded validator, which pydantic would use by default.
     adapter.validator = SchemaValidator(_bounded(core, definitions, {}), _use_prebuilt=False)
 
 
 OF_A_TYPE = (AttributeError, KeyError, IndexError)
-"""Errors raised by a type's own code that looks into a value before pydantic has validated it."""
+"""Errors that a type's own code raises, such as a validator that inspects a value before pydantic
+has validated the value."""
 
 
 def odd_value(error: Exception, value: object) -> tuple[list[str], str]:
-    """Describe the mistake in a value on which its type's own code failed: the key of the wrong
-    part, as a list of at most one, and a sentence."""
+    """Describe the mistake in a value on which its type's own code failed. Return the key of the
+    wrong part, as a list of at most one item, and a sentence."""
     odd = getattr(error, "obj", None)
     entries = value.items() if isinstance(value, dict) else ()
     named = [str(key) for key, part in entries if part is odd and odd is not None]
@@ -64,7 +65,7 @@ def _bounded(part: Any, definitions: Mapping[str, _Schema], done: dict[int, Any]
     copied: _Schema = {}
     done[id(part)] = copied
     kind = part.get("type")
-    if not isinstance(kind, str):  # not a schema, but a schema's fields by their names
+    if not isinstance(kind, str):  # this is not a schema, but the fields of a schema by name
         kind = None
     for key, value in part.items():
         given = kind is not None and key in _GIVEN
@@ -78,13 +79,14 @@ def _bounded(part: Any, definitions: Mapping[str, _Schema], done: dict[int, Any]
 
 
 def _member(choice: Any) -> _Schema:
-    """Return the schema of a union's member; a choice may be a pair of the schema and a label."""
+    """Return the schema of a union's member; `choice` may be a pair of the schema and a label."""
     found: _Schema = choice[0] if isinstance(choice, tuple) else choice
     return found
 
 
 def _types(schema: _Schema, definitions: Mapping[str, _Schema]) -> frozenset[str] | None:
-    """Return the values that a union's member allows for `type`; None if it requires no `type`."""
+    """Return the values that a union's member allows for `type`; None if the member does not
+    require a `type`."""
     while schema.get("type") not in ("typed-dict", "model-fields"):
         if schema.get("type") == "definition-ref":
             schema = definitions[schema["schema_ref"]]
@@ -102,9 +104,9 @@ def _types(schema: _Schema, definitions: Mapping[str, _Schema]) -> frozenset[str
 
 
 def _tagged(union: _Schema, types: Sequence[frozenset[str] | None]) -> _Schema:
-    """Return a union that tries only the members with the value's `type`, and the members that
-    require no `type`. If no member has it, all are tried, so that the errors name the known
-    types."""
+    """Return a union that tries only the members with the value's `type`, and the members that do
+    not require a `type`. If no member has the value's `type`, all members are tried, so that the
+    errors name the known types."""
     known = frozenset[str]().union(*(each for each in types if each is not None))
     if len(known) < _FEW:
         return union
@@ -112,7 +114,7 @@ def _tagged(union: _Schema, types: Sequence[frozenset[str] | None]) -> _Schema:
     def of(tag: str | None) -> _Schema:
         pairs = zip(union["choices"], types, strict=True)
         fitting = [member for member, own in pairs if own is None or tag in own]
-        return {**union, "choices": fitting or union["choices"][:1]}  # the first refuses it
+        return {**union, "choices": fitting or union["choices"][:1]}  # the first refuses the value
 
     choices = {f"{_NONE}{tag}": of(tag) for tag in known}
     choices |= {_NONE: of(None), _OTHER: dict(union)}

@@ -13,7 +13,7 @@ from types import ModuleType
 from turnwise.internals import internal
 
 run_exit_functions: Callable[[], None] = internal(atexit, "_run_exitfuncs")
-"""Runs what was registered with `atexit`, without the rest of the interpreter's end."""
+"""Runs the functions registered with `atexit`, without the other steps of Python's shutdown."""
 _server = internal(forkserver, "_forkserver")
 _bootstrap = internal(importlib, "_bootstrap")
 _find_and_load = internal(_bootstrap, "_find_and_load", "name", "import_")
@@ -24,9 +24,10 @@ _set_handler = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
 
 
 def knows_fork_server() -> bool:
-    """Return whether multiprocessing's fork server has forked this process; if so, use that server.
+    """Return whether multiprocessing's fork server has forked this process; if so, make this
+    process use that server.
 
-    Otherwise this process would start a second server, which has imported nothing.
+    Otherwise this process would start a second server, which has not imported any modules.
     """
     if _server._forkserver_address is None:
         return False
@@ -35,14 +36,15 @@ def knows_fork_server() -> bool:
 
 
 def use_fork_server(address: str, alive: int) -> None:
-    """Let multiprocessing fork from a running server, which ends when the pipe `alive` closes."""
+    """Let multiprocessing fork from a running server; the server ends when the pipe `alive` is
+    closed."""
     _server._forkserver_address, _server._forkserver_alive_fd = address, alive
     _server.ensure_running = lambda: None
 
 
 def serve_forks(listener: int, alive: int) -> None:
-    """Make this process a multiprocessing fork server that has imported its modules already."""
-    # An engine unfreezes and collects all garbage at its end, which would copy its shared memory.
+    """Make this process a multiprocessing fork server that has already imported its modules."""
+    # At its end, an engine unfreezes the heap and collects garbage, which would copy shared memory.
     setattr(gc, "unfreeze", lambda: None)  # noqa: B010
     forkserver.main(listener, alive, [])
 
@@ -58,7 +60,7 @@ def surround_first_imports(begin: Callable[[], None], end: Callable[[], None]) -
         finally:
             end()
 
-    # With importlib's file name, tracebacks omit this function, and warnings name the importer.
+    # If the code has importlib's file name, tracebacks omit it, and warnings name the importer.
     find.__code__ = find.__code__.replace(co_filename=_find_and_load.__code__.co_filename)
     _bootstrap._find_and_load = find
 

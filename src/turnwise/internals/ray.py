@@ -15,16 +15,17 @@ _start_dashboard = internal(Node, "start_api_server", "self", "include_dashboard
 _get_node = internal(services, "get_node", "gcs_address", "node_id")
 internal(worker, "print_to_stdstream", "data", "ignore_prefix")
 _NODE_SECONDS = 180.0
-"""Time in which a node that Ray has started must report itself. Ray itself allows 30 s, which is
-not always enough on a busy machine; `get_node` raises RuntimeError until the node has reported."""
+"""Seconds in which a node that Ray has started must report itself. Ray itself allows 30 s, which is
+not always enough on a busy machine. Until the node has reported, `get_node` raises RuntimeError."""
 
 
 @contextmanager
 def lean_ray(client: str | None) -> Iterator[None]:
     """Make `ray.init` in a `with` block start fewer processes, and wait longer for its node.
 
-    It starts no dashboard, autoscaler or log collector: each would import Ray. It starts workers
-    with the script `client`, if given, instead of Ray's script, which imports Ray too.
+    It does not start a dashboard, autoscaler or log collector, because each of them would import
+    Ray. If `client` is given, workers start with this script instead of Ray's own script, which
+    also imports Ray.
     """
 
     def begin(self: Node, ray_params: RayParams, *args: object, **kwargs: object) -> None:
@@ -53,7 +54,7 @@ def lean_ray(client: str | None) -> Iterator[None]:
 
 
 def report_to(log: Callable[[list[str]], None]) -> None:
-    """Give the output lines of Ray's processes to a function; Ray would print them."""
+    """Give the output lines of Ray's processes to a function, instead of printing them."""
 
     def report(data: dict[str, list[str]], ignore_prefix: bool) -> None:
         log(data["lines"])

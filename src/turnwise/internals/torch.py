@@ -18,8 +18,8 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 from turnwise.internals import internal
 
 _FIRST_GROUP = 1_000_000
-"""Number of the first group, far above torch's own: torch names groups by counting them, and a name
-may exist only once in a process."""
+"""Number of the first group, far above the numbers of torch's own groups, because torch names
+groups by counting them, and a name may exist only once in a process."""
 _REGISTRIES = (
     "pg_map",
     "pg_names",
@@ -30,15 +30,16 @@ _REGISTRIES = (
 )
 Groups: TypeAlias = c10d._World  # all process groups of a program
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
-"""gloo's variable: the network interfaces that it uses."""
+"""Environment variable with the network interfaces that gloo uses."""
 _ORTHOGONALISED = "_zeropower_via_newtonschulz"
 HAS_ONEDNN: bool = platform.machine() == "x86_64" and torch._C._has_mkldnn
-"""Whether `multiply` works. On other processors torch itself uses the fastest products."""
+"""Whether `multiply` works. On processors other than x86-64, torch itself uses the fastest matrix
+products."""
 
 
 class OwnGroups(c10d._World):
-    """A registry of process groups, separate from the process's own. A trainer and a vLLM worker in
-    one process need two, because each makes its group the default group."""
+    """A registry of process groups, separate from the process's own registry. A trainer and a vLLM
+    worker in one process need two registries, because each makes its group the default group."""
 
     group_count = _FIRST_GROUP
 
@@ -60,8 +61,8 @@ def use_groups(groups: Groups) -> None:
 
 @contextmanager
 def default_group_apart() -> Iterator[None]:
-    """Hide the default process group in a `with` block, and destroy it afterwards: destroying it
-    first would destroy all groups of the process."""
+    """Hide the default process group in a `with` block, and destroy it afterwards. If it were
+    destroyed before the block, torch would destroy all groups of the process."""
     default = c10d._world.default_pg
     c10d._world.default_pg = None
     try:
@@ -93,7 +94,8 @@ def gloo_options(address: str, limit: timedelta) -> Any:
 
 
 def storage_key(storage: torch.UntypedStorage) -> int:
-    """Return the address of a storage's object: a key even for storages without memory."""
+    """Return the address of a storage's object, which is a unique key even for storages without
+    memory."""
     key: int = storage._cdata
     return key
 
@@ -105,31 +107,33 @@ def changes_of(tensor: torch.Tensor) -> int:
 
 def share_gpu_memory(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Return the fields of a CUDA IPC handle of a tensor's memory. `torch.multiprocessing` passes
-    them only between processes that it has started."""
+    such handles only between processes that it has started."""
     fields: tuple[Any, ...] = tensor.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
     return fields
 
 
 def open_gpu_memory(index: int, fields: list[Any]) -> torch.UntypedStorage:
-    """Open GPU memory by the fields of its handle except the first, which is the GPU's `index`."""
+    """Open GPU memory by the fields of its handle, without the first field; `index` is the GPU's
+    index in this process."""
     return torch.UntypedStorage._new_shared_cuda(index, *fields)
 
 
 def multiply(
     inputs: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return `inputs @ matrix.T + bias` from oneDNN, without a gradient. torch itself multiplies
-    float32 matrices with MKL, except in compiled models."""
+    """Return `inputs @ matrix.T + bias`, computed by oneDNN and without a gradient. torch itself
+    multiplies float32 matrices with MKL, except in compiled models."""
     made: torch.Tensor = torch.ops.mkldnn._linear_pointwise(inputs, matrix, bias, "none", [], "")
     return made
 
 
 @contextmanager
 def whole_matrices() -> Iterator[None]:
-    """Let torch's Muon orthogonalise whole matrices, although each rank holds only rows (FSDP2).
+    """Let torch's Muon orthogonalise whole matrices, although each rank holds only some of the rows
+    (FSDP2).
 
-    torch would multiply the shards and add up the parts in bfloat16, so a step would depend on the
-    number of ranks.
+    torch itself would multiply the shards and add up the products in bfloat16, so that a step would
+    depend on the number of ranks.
     """
     from torch.distributed.tensor import DTensor, distribute_tensor  # engines do not need them
 
@@ -140,7 +144,7 @@ def whole_matrices() -> Iterator[None]:
             return cast("torch.Tensor", of_shards(update, *options))
         whole = of_shards(update.full_tensor(), *options)
         mesh, places = update.device_mesh, update.placements
-        return distribute_tensor(whole, mesh, places, src_data_rank=None)  # sends nothing
+        return distribute_tensor(whole, mesh, places, src_data_rank=None)  # without communication
 
     vars(_muon)[_ORTHOGONALISED] = of_whole
     try:
@@ -151,7 +155,7 @@ def whole_matrices() -> Iterator[None]:
 
 for _name in (*_REGISTRIES, "group_count", "default_pg"):
     internal(c10d._World, _name)
-for _name in _REGISTRIES:  # properties, which only class attributes can hide
+for _name in _REGISTRIES:  # they are properties, which only class attributes can hide
     setattr(OwnGroups, _name, None)
 internal(c10d, "_world")
 for _name in ("_cdata", "_share_cuda_", "_new_shared_cuda"):

@@ -1,20 +1,20 @@
 """torchvision: its transforms, where torch is built for CPUs and torchvision for CUDA.
 
-Image processors import torchvision. PyPI has torchvision for CUDA only. With a torch for CPUs its
-import fails, because it refers to two compiled operators that its library cannot load. With both
-operators declared, the import succeeds; the transforms work, because they need neither. The
-declarations must come before the first import of torchvision, and Transformers imports it in many
-places. So torch itself calls this module on its own import, by its entry point for extensions
-(`torch.backends`).
+Image processors import torchvision, but PyPI has only a torchvision for CUDA. Together with a torch
+for CPUs, the import of torchvision fails, because it refers to two compiled operators whose library
+cannot be loaded. If both operators are declared, the import succeeds, and the transforms work,
+because they need neither operator. The declarations must come before the first import of
+torchvision, which Transformers imports in many places. So torch calls this module when torch itself
+is imported, through torch's entry point for extensions (`torch.backends`).
 """
 
 from importlib.metadata import PackageNotFoundError, version
 
-_declared: list[object] = []  # torch removes the declarations when their library is collected
+_declared: list[object] = []  # keeps the library alive, and with it torch's declarations
 
 
 def declare_operators() -> None:
-    """Declare the two operators if torchvision is built for CUDA and torch for CPUs."""
+    """Declare the two operators if torchvision is built for CUDA, and torch is built for CPUs."""
     import torch
 
     if _declared or "+cpu" not in torch.__version__:

@@ -13,15 +13,16 @@ from turnwise.internals import internal
 
 
 def mark_loaded(parameter: Any, loaded: bool) -> None:
-    """Let Transformers leave a parameter as it is (`loaded`), or load it: a rank holds only some of
-    the parameters."""
+    """Let Transformers leave a parameter as it is (if `loaded`), or else load it, because a rank
+    holds only some of the parameters."""
     parameter._is_hf_initialized = loaded
 
 
 def compute_missing(
     model: PreTrainedModel, buffers: set[str], device_map: dict[str, torch.device]
 ) -> None:
-    """Allocate the buffers that no file contains on their device, and initialize them."""
+    """Allocate the buffers that are missing from the model's files, each on its device, and
+    initialize them."""
     model._move_missing_keys_from_meta_to_device(buffers, device_map, None, None)
     model._initialize_missing_keys(False)
 
@@ -47,8 +48,8 @@ def attention_of(model: PreTrainedModel) -> str:
 
 
 def set_text_attention(model: PreTrainedModel, name: str) -> None:
-    """Set the attention implementation of a model's text layers; a part that reads images keeps its
-    own."""
+    """Set the attention implementation of a model's text layers; the part of the model that reads
+    images keeps its own implementation."""
     shape = model.config
     text = shape.get_text_config()
     own = [key for key in shape.sub_configs if getattr(shape, key, None) is text]
@@ -64,9 +65,9 @@ def activate(layers: Iterable[Any], adapters: list[str]) -> None:
 
 
 def kept_as_layers(settings: Any, model: PreTrainedModel) -> set[str]:
-    """Return the names of a LoRA's `target_modules` that PEFT keeps as layers. In a model whose
-    experts Transformers has fused, PEFT takes some names for the experts, also in files that it
-    loads."""
+    """Return the names in a LoRA's `target_modules` that PEFT keeps as layers. In a model whose
+    experts Transformers has fused, PEFT treats some names as names of experts, even in files that
+    it loads."""
     from peft.utils import transformers_weight_conversion as conversion
 
     convert = internal(

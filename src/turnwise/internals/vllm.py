@@ -1,8 +1,8 @@
 """vLLM: the public names that Turnwise uses, and the internals that it uses or replaces.
 
-Only two other files import vLLM: `internals/vllm_cpu.py`, with the patches of engines on a CPU, and
-`internals/vllm_server.py`. All three are checked against vLLM 0.32. Every process of an engine
-imports this file, which applies the patches.
+Apart from this file, only `internals/vllm_cpu.py`, with the patches for engines on a CPU, and
+`internals/vllm_server.py` import vLLM. The three files are checked against vLLM 0.32. Every process
+of an engine imports this file, which applies the patches.
 """
 
 import gc
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 _collecting = gc.isenabled()
-gc.disable()  # the import takes a fifth less time
+gc.disable()  # makes the import a fifth faster
 
 from vllm import SamplingParams
 from vllm.config import VllmConfig
@@ -128,30 +128,30 @@ EngineCoreProc.turnwise_occupancy = _occupancy
 
 
 async def occupancy(llm: AsyncLLM) -> tuple[int, int, float]:
-    """Return the number of running sequences, the number of waiting requests, and the share of the
-    KV cache in use. vLLM itself reports these only with its statistics, which cost time in every
+    """Return the number of running sequences, the number of waiting requests, and the fraction of
+    the KV cache in use. vLLM itself reports them only with its statistics, which cost time in every
     step."""
     answer: tuple[int, int, float] = await llm.engine_core.call_utility_async("turnwise_occupancy")
     return answer
 
 
 async def pause(llm: AsyncLLM, mode: str, clear_cache: bool = True) -> None:
-    """Pause generation. `AsyncLLM.pause_generation` would also sleep for 20 ms at its end, for an
-    order of streams that does not matter here."""
+    """Pause generation. `AsyncLLM.pause_generation` would also sleep for 20 ms at the end, to keep
+    an order of streams that does not matter here."""
     if clear_cache:
         await llm.renderer.clear_mm_cache_async()
     await llm.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)
 
 
 def engine_processes(llm: AsyncLLM) -> list[int]:
-    """Return the ids of the processes that compute; none for an engine in this process."""
+    """Return the ids of the processes that compute; [] if the engine runs in this process."""
     manager = getattr(getattr(llm.engine_core, "resources", None), "engine_manager", None)
     return [process.pid for process in getattr(manager, "processes", ())]
 
 
 def weight_versions_so_far(llm: AsyncLLM, request_id: str) -> list[WeightVersionSpan]:
-    """Return the weight versions of a running request's tokens; vLLM's outputs have them only at
-    the request's end."""
+    """Return the weight versions of a running request's tokens. vLLM's outputs contain them only at
+    the end of the request."""
     processor = llm.output_processor
     (internal_id,) = processor.external_req_ids[request_id]
     spans: list[WeightVersionSpan] = processor.request_states[internal_id]._weight_version_spans()
@@ -162,8 +162,8 @@ def divert_outputs(
     llm: AsyncLLM, receive: Callable[..., object], fail: Callable[[Exception], None]
 ) -> tuple[Callable[..., OutputProcessorOutput], Callable[[Exception], None]]:
     """Give the outputs and errors of the engine's process to `receive` and `fail`, because a
-    request for token ids alone needs no detokenizer. Return vLLM's own two functions, to which
-    `receive` and `fail` can pass on the rest."""
+    request for token ids alone does not need the detokenizer. Return the two functions of vLLM that
+    are replaced, to which `receive` and `fail` can pass on the rest."""
     processor = llm.output_processor
     own = processor.process_outputs, processor.propagate_error
     processor.process_outputs, processor.propagate_error = receive, fail
@@ -173,9 +173,9 @@ def divert_outputs(
 def allowed_bits(
     manager: StructuredOutputManager, made: EngineCoreRequest, token_ids: Sequence[int]
 ) -> Iterator[bytes]:
-    """Yield, for each id of a completion, the bits of the ids that the request's grammar allows
-    there, in the form that the scheduler gives to the sampler. Yield nothing without a grammar. The
-    grammar is compiled once; each id then takes some microseconds."""
+    """Yield, for each position of a completion, the ids that the request's grammar allows there, as
+    the bit mask that the scheduler gives to the sampler. Without a grammar, yield nothing. The
+    grammar is compiled once; after that, each position takes some microseconds."""
     request = Request.from_engine_core_request(made, None)
     grammar = request.structured_output_request
     if grammar is None:
@@ -204,10 +204,10 @@ def read_outputs(llm: AsyncLLM) -> None:
 
 _parameters = ("self", "req_state", "engine_core_output")
 count_output = internal(OutputProcessor, "_update_stats_from_output", *_parameters)
-"""Counts an output of a request in vLLM's statistics; a method of `OutputProcessor`."""
+"""Method of `OutputProcessor` that counts an output of a request in vLLM's statistics."""
 _parameters = ("self", "req_state", "finish_reason")
 count_end = internal(OutputProcessor, "_update_stats_from_finished", *_parameters)
-"""Counts the end of a request in vLLM's statistics; a method of `OutputProcessor`."""
+"""Method of `OutputProcessor` that counts the end of a request in vLLM's statistics."""
 
 
 def beam_search(
@@ -219,7 +219,7 @@ def beam_search(
     max_tokens: int,
     ignore_eos: bool,
 ) -> AsyncGenerator[RequestOutput, None]:
-    """Search with the algorithm of vLLM's server, with `generate` in place of its engine's method;
+    """Search with the algorithm of vLLM's server, with `generate` in place of the engine's method;
     answers include EOS."""
     search = BeamSearchOnlineMixin()
     watermarking = SimpleNamespace(resolve_watermarking=lambda params: False)
@@ -238,8 +238,9 @@ def use_process_context(context: BaseContext) -> None:
 
 
 async def process_image(llm: AsyncLLM, picture: object, name: str) -> MultiModalInput:
-    """Return the input that vLLM's processor makes of a prompt of one image. `name` is the image's
-    key in vLLM's caches. The processor runs in the thread in which vLLM processes all prompts."""
+    """Return the input that vLLM's processor makes from a prompt that is one image. `name` is the
+    image's key in vLLM's caches. The processor runs in the thread in which vLLM processes all
+    prompts."""
     processor = llm.renderer.get_mm_processor().info.get_hf_processor()
     prompt = TokensPrompt(
         prompt_token_ids=[processor.tokenizer.convert_tokens_to_ids(processor.image_token)],
@@ -288,14 +289,14 @@ def check_experts_of(slots: "LoRAModelManager", lora: LoRAModel) -> None:
 
 
 def forget_update(worker: "Worker") -> None:
-    """Let a worker begin an update although the previous update was interrupted."""
+    """Let a worker begin an update even if the previous update was interrupted."""
     internal(worker, "_weight_update_active")
     worker._weight_update_active = False
 
 
 def add_transfer_engine(name: str, kind: type[WeightTransferEngine]) -> None:
-    """Register a transfer engine of weights, unless it is registered already: vLLM refuses a second
-    registration."""
+    """Register a weight transfer engine, unless it is registered already, because vLLM refuses a
+    second registration."""
     if name not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(name, kind)
 
@@ -309,12 +310,12 @@ internal(WeightTransferEngineFactory, "_registry")
 internal(KVCacheConfig, "needs_kv_cache_zeroing")
 KVCacheConfig.needs_kv_cache_zeroing = True
 """Let every engine clear blocks of its KV cache before a request gets them. vLLM does this only for
-models that read blocks before they are written. But attention also reads the unused end of a
-request's last block, with probability 0, and 0 times NaN is NaN. So the NaNs of one adapter whose
-training has diverged would end the requests of other adapters."""
+models that read blocks before writing them. But attention also reads the unused end of a request's
+last block, with probability 0, and 0 times NaN is NaN. So if the training of one adapter has
+diverged, its NaNs would end the requests of other adapters."""
 
 URGENT = -1
-"""Priority of a request that waits for no other one, such as the check of a weight update."""
+"""Priority of a request that does not wait for others, such as the check of a weight update."""
 _add_request = internal(Scheduler, "add_request", "self", "request")
 _schedule = internal(Scheduler, "schedule", "self")
 internal(Scheduler, "_preempt_request", "self", "request", "timestamp")
@@ -328,9 +329,9 @@ def _add_noted(self: Scheduler, request: Request) -> None:
 
 
 def _schedule_urgent_first(self: Scheduler, *arguments: object, **more: object) -> object:
-    """Begin an urgent request in the next step, whatever the policy and the queue. If there is no
-    room for it, preempt the last running requests, as vLLM does when its cache is full; they
-    continue later."""
+    """Begin an urgent request in the next step, whatever the scheduling policy and the queue are.
+    If there is no room for the request, preempt the last running requests, as vLLM does when its
+    cache is full; the preempted requests continue later."""
     if getattr(self, "urgent", None) and self._pause_state == PauseState.UNPAUSED:
         self.urgent = [each for each in self.urgent if each.status == RequestStatus.WAITING]
         for request in self.urgent:
@@ -360,12 +361,13 @@ Scheduler.add_request = _add_noted
 Scheduler.schedule = _schedule_urgent_first
 
 TIMES = "turnwise_times"
-"""Key in `kv_transfer_params` of collected outputs: the time of each step, in seconds of the
-engine's monotonic clock."""
+"""Key in `kv_transfer_params` of collected outputs. Its value is a list with the time of each step,
+in seconds of the engine's monotonic clock."""
 _PLAIN = {"request_id", "new_token_ids", "new_logprobs", "stop_reason", "num_nans_in_logits"}
 _UNHELD = tuple(name for name in EngineCoreOutput.__struct_fields__ if name not in _PLAIN)
-"""Fields that are None in an output of tokens and their log-probs alone, such as `prefill_stats`,
-which comes with the first token. An output in which any of these fields is set is sent at once."""
+"""Fields that are None if an output has only tokens and their log-probs. An example is
+`prefill_stats`, which is set with the first token. An output in which any of these fields is set is
+sent at once."""
 
 
 STREAM_SECONDS = 0.025
@@ -375,33 +377,33 @@ STREAM_SECONDS = 0.025
 class TokenBatches:
     """The tokens that one engine's process has not sent yet.
 
-    vLLM's engine sends each token of each request by itself, with three arrays for its log-prob,
-    and the frontend collects `stream_interval` tokens. Here the engine's process collects them,
-    which saves most of the work in both processes: with the streams of `engine.vllm_requests`, a
-    chat of 24 tokens takes 1.5 ms of the server's processor time instead of 2.75 ms. A request's
-    first token and its end are sent at once. With an interval of 1, tokens are collected for
-    `STREAM_SECONDS`; with an interval of None, they are not collected.
+    vLLM's engine sends each token of each request separately, with three arrays for the log-prob,
+    and the frontend collects `stream_interval` tokens. Here the engine's process collects the
+    tokens, which saves most of the work in both processes. With the streams of
+    `engine.vllm_requests`, a chat of 24 tokens takes 1.5 ms of the server's processor time instead
+    of 2.75 ms. A request's first token and its end are sent at once. With an interval of 1, tokens
+    are collected for `STREAM_SECONDS`; with an interval of None, they are not collected.
 
     All collected tokens are sent before the process handles any message except a new request. So
-    they keep the version of the weights that sampled them across a pause, an abort or an update.
+    across a pause, an abort or an update, tokens keep the version of the weights that sampled them.
 
     Args:
         requests: The scheduler's requests, by id.
-        timed: Whether vLLM's statistics are collected; joined outputs then have the tokens' times.
+        timed: Whether vLLM's statistics are collected; if so, outputs contain their tokens' times.
     """
 
     def __init__(self, requests: Mapping[str, Request], timed: bool = False) -> None:
         self._requests = requests
         self._timed = timed
         self._held: dict[str, tuple[int, list[EngineCoreOutput], list[float]]] = {}
-        """Number of the client, outputs, and the time of each output, by request id."""
+        """By request id: index of the client, held outputs, and the time of each output."""
         self._version: str | None = None  # version of the weights that sampled all held tokens
         self._sent = WeakKeyDictionary[Request, float]()
-        """Time at which a request's tokens were last sent."""
+        """Time at which tokens of each request were last sent."""
 
     def collect(self, step: dict[int, EngineCoreOutputs]) -> None:
-        """Remove the tokens that can wait from a step's outputs, which are by client, and add the
-        collected tokens that are due."""
+        """Remove from a step's outputs (by client) the tokens that can wait, and add the collected
+        tokens that are due."""
         for client, outputs in list(step.items()):
             self._version = outputs.weight_version
             due = []
@@ -436,7 +438,7 @@ class TokenBatches:
                 del step[client]
 
     def release(self, send: Callable[[tuple[int, EngineCoreOutputs]], None]) -> None:
-        """Send all held tokens, as one output of each request to its client."""
+        """Send all held tokens: for each request, one output to the request's client."""
         for request_id, (client, _, _) in list(self._held.items()):
             outputs = [self._take(request_id)]
             send((client, EngineCoreOutputs(outputs=outputs, weight_version=self._version)))
@@ -448,7 +450,7 @@ class TokenBatches:
         if len(held) > 1:
             logprobs = None
             if rows := [each.new_logprobs for each in held if each.new_logprobs is not None]:
-                # A step's rows all have the width of its request with the most log-probs.
+                # All rows of a step are as wide as the row of the request with the most log-probs.
                 width = min(each.logprobs.shape[1] for each in rows)
                 cut = ((each[0][:, :width], each[1][:, :width], each[2]) for each in rows)
                 columns = zip(*cut, strict=True)
@@ -465,7 +467,7 @@ _handle = internal(EngineCoreProc, "_handle_client_request", "self", "request_ty
 
 
 def _attach_weight_version(self: EngineCoreProc, outputs: dict[int, EngineCoreOutputs]) -> None:
-    """Let every engine's process send several tokens of a request together."""
+    """Make an engine's process send several tokens of a request together."""
     _attach(self, outputs)
     if not hasattr(self, "token_batches"):
         self.token_batches = TokenBatches(self.scheduler.requests, timed=self.log_stats)
@@ -506,9 +508,9 @@ def _gather_both(
     given: dict[int, list[int]],
     sampled: torch.Tensor,
 ) -> LogprobsTensors | None:
-    """Let one step return the log-probs of given tokens to some requests and of the likeliest
-    tokens to others. If one request of a step asks for given tokens, vLLM's sampler returns only
-    given tokens to all requests of the step."""
+    """Let one step return the log-probs of given tokens to some requests, and the log-probs of the
+    likeliest tokens to the other requests. vLLM's sampler returns only given tokens to all requests
+    of a step if one of the requests asks for given tokens."""
     own: LogprobsTensors | None = _gather(self, logprobs, given, sampled)
     if own is None or not self.likeliest:
         return own
@@ -530,8 +532,8 @@ internal(scheduler_output, "strip_covered_mm_data", "mm_features", "num_computed
 
 def _keep_images(features: list[object], *_: object, **__: object) -> list[object]:
     """Send a worker all images of a request, including images in the prefix cache. vLLM leaves
-    those out, and its engine dies if it has to compute one again: a request that is preempted, or
-    kept in a weight update, loses its part of the cache."""
+    cached images out, and its engine dies if it has to compute such an image again. This happens
+    when a request is preempted, or kept during a weight update, and so loses its cached blocks."""
     return features
 
 

@@ -35,24 +35,24 @@ _LOOK_MS = 100
 
 
 class _Waiting(shm_broadcast.SpinCondition):  # type: ignore[misc]
-    """Wait of an engine's shards for their next step.
+    """The wait of an engine's shards for their next step.
 
     vLLM's own wait polls shared memory for a second after each step, on cores that other shards
-    need. On two cores, the tests of shards take 38 s with this patch and the next one, and 71 s
-    without them.
+    need. On two cores, the tests of shards take 38 s with this class, and 71 s with vLLM's.
     """
 
     def __init__(self, is_reader: bool, context: object, notify_address: str) -> None:
         super().__init__(is_reader, context, notify_address, busy_loop_s=_BUSY_SECONDS)
 
     def wait(self, timeout_ms: int | None = None) -> None:
-        # A notification before the subscription is lost, so read the memory again after a while.
+        # A notification that comes before the subscription is lost, so also read the memory after
+        # a while.
         super().wait(_LOOK_MS if timeout_ms is None else min(timeout_ms, _LOOK_MS))
 
 
 def _checked_experts(self: VllmConfig, check: Callable[[VllmConfig], None]) -> None:
     """Run vLLM's check of a configuration that returns experts, but allow model runner V1, because
-    CPUs have no other."""
+    on a CPU vLLM does not have a newer one."""
     current_platform.is_out_of_tree = lambda: True
     try:
         check(self)
@@ -63,8 +63,8 @@ def _checked_experts(self: VllmConfig, check: Callable[[VllmConfig], None]) -> N
 def capture_experts(runner: "CPUModelRunner") -> None:
     """Let a CPU's model runner return the routed experts of each request with its tokens.
 
-    On a CPU vLLM returns no routed experts. This connects vLLM's own recorder, which relies on
-    synchronous scheduling. Call it before the runner's first request.
+    On a CPU, vLLM does not return routed experts. This function connects vLLM's own recorder, which
+    relies on synchronous scheduling. Call the function before the runner's first request.
     """
     from vllm.distributed.aux_output_connector import worker
 
@@ -109,7 +109,7 @@ def clear_every_layer() -> None:
     def clear(self: CPUModelRunner, block_ids: list[int]) -> None:
         count = self.kv_cache_config.num_blocks
         caches = {each.data_ptr(): each for each in self.kv_caches}
-        for cache in caches.values():  # a block is one or several of the kernel's blocks
+        for cache in caches.values():  # one block may be several blocks of the kernel
             cache.unflatten(0, (count, -1))[block_ids] = 0
 
     internal(CPUModelRunner, "_zero_block_ids", "self", "block_ids")
@@ -117,7 +117,7 @@ def clear_every_layer() -> None:
 
 
 def pack_experts_again(module: torch.nn.Module) -> None:
-    """Pad and pack a CPU's experts after every load; vLLM does it only after the first load."""
+    """Pad and pack a CPU's experts after every load. vLLM does this only after the first load."""
     method = getattr(module, "quant_method", None)
     kernel = getattr(method, "moe_kernel", None)
     if method is None or kernel is None or "process_weights_after_loading" in vars(method):
@@ -134,20 +134,21 @@ def pack_experts_again(module: torch.nn.Module) -> None:
 class PackingThreads:
     """Threads in which oneDNN packs the weights of an update's layers while the next layers load.
 
-    vLLM's engine on a CPU computes in one thread, and oneDNN packs a matrix in the time of four
-    copies of it. No request runs during an update. The layers must not be used before `finish`.
+    vLLM's engine on a CPU computes in one thread, and oneDNN needs as much time to pack a matrix as
+    for four copies of the matrix. No request runs during an update. The layers must not be used
+    before `finish`.
     """
 
     def __init__(self) -> None:
         self.loading = False
-        """Whether an update is loading, so that `create` may pack later; otherwise it packs at
-        once."""
+        """Whether an update is loading, so that `create` packs in the threads; otherwise it packs
+        at once."""
         self._pool: ThreadPoolExecutor | None = None
         self._packing: deque[Future[None]] = deque()
 
     def create(self, weight: torch.Tensor, *cache_size: int) -> _custom_ops.CPUDNNLGEMMHandler:
-        """Return the handle of a packed matrix (K, N), as vLLM's function does. During an update
-        the matrix may not be packed yet."""
+        """Return the handle of a packed matrix (K, N), as vLLM's function does. During an update,
+        the matrix may be packed only later."""
         if not self.loading:
             return _pack(weight, *cache_size)
         handle = _custom_ops.CPUDNNLGEMMHandler()
@@ -159,7 +160,7 @@ class PackingThreads:
 
         threads = len(os.sched_getaffinity(0))
         self._pool = self._pool or ThreadPoolExecutor(threads, "packing")
-        while len(self._packing) > threads:  # limits memory: each holds an unpacked matrix
+        while len(self._packing) > threads:  # limits memory, as each task holds a matrix
             self._packing.popleft().result()
         self._packing.append(self._pool.submit(pack))
         return handle
@@ -180,9 +181,9 @@ _pack_embedding = internal(_method, "process_weights_after_loading", "self", "la
 
 
 def _pack_if_head(self: object, layer: Any) -> None:
-    """Pack an embedding matrix at once if it is an output head, otherwise when logits are first
-    computed with it. vLLM also packs matrices that only look up tokens. That doubles their memory,
-    and takes as long in each update as the head."""
+    """Pack an embedding matrix at once if it is an output head; otherwise pack it when logits are
+    first computed with it. vLLM also packs matrices that are only used to look up tokens. That
+    doubles their memory, and in each update takes as long as packing the head."""
 
     def compute(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         _pack_embedding(self, layer)
@@ -207,11 +208,11 @@ def _divide(
     """Divide a step's N tokens among its A adapters.
 
     Returns:
-        The adapters' numbers; the tokens of each adapter; the same tokens padded to one length,
-        [A, M], or None if padding more than doubles them; and each token's place among the padded
-        tokens, or else among the concatenated parts, [N].
+        The adapters' numbers; the indices of each adapter's tokens; the same indices padded to one
+        length, [A, M], or None if padding would more than double their number; and each token's
+        position among the padded tokens, or else among the concatenated parts, [N].
     """
-    adapters = adapters or (0,)  # a step may have no token
+    adapters = adapters or (0,)  # a step may have no tokens
     counts = dict(sorted(Counter(adapters).items()))
     sizes, order = [*counts.values()], torch.tensor(adapters).argsort()
     parts, places = torch.split(order, sizes), torch.arange(len(order))
@@ -225,16 +226,16 @@ def _divide(
 def _by_adapter(
     inputs: torch.Tensor, weights: torch.Tensor, adapters: torch.Tensor
 ) -> torch.Tensor:
-    """Multiply each token by the matrix of its adapter; the result is 0 for adapter -1, which is
-    none. vLLM's functions for CPUs copy a matrix for every token, and use the last adapter for
-    -1."""
+    """Multiply each token by the matrix of its adapter. Adapter -1 means that the token has no
+    adapter; its result is 0. vLLM's functions for CPUs copy a matrix for every token, and use the
+    last adapter for -1."""
     weights = (weights.squeeze(1) if weights.dim() == 4 else weights).mT
     numbers, parts, padded, places = _divide(tuple(adapters.tolist()))
     first, last = numbers[0], numbers[-1]
     if first == last >= 0:
         return inputs @ weights[first].to(inputs.dtype)
     if padded is not None:
-        adjacent = first >= 0 and last - first < len(numbers)  # a slice of these needs no copy
+        adjacent = first >= 0 and last - first < len(numbers)  # if so, a slice avoids a copy
         chosen = weights[first : last + 1] if adjacent else weights[numbers]
         made = torch.bmm(inputs[padded], chosen.to(inputs.dtype))
         if first < 0:
@@ -293,8 +294,8 @@ _supports_adapter = internal(
 
 
 def _no_experts(module_name: str, module: torch.nn.Module, supported: list[str]) -> bool:
-    """Return whether a layer may have adapters. Experts may not: on a CPU they would need Triton,
-    even in requests without an adapter."""
+    """Return whether a layer may have adapters. Experts may not, because on a CPU they would need
+    Triton, even in requests without an adapter."""
     experts = isinstance(module, internal(model_manager, "MoERunner"))
     return not experts and bool(_supports_adapter(module_name, module, supported))
 
@@ -305,7 +306,7 @@ _select_experts = internal(
 
 
 def _plain_experts(moe_config: Any) -> object:
-    """Choose the experts' backend of an engine without adapters."""
+    """Choose the same backend for experts as in an engine without adapters."""
     internal(moe_config, "is_lora_enabled")
     moe_config.is_lora_enabled = False
     chosen: object = _select_experts(moe_config)
@@ -328,7 +329,7 @@ if current_platform.is_cpu():
     for _module, _name in (
         (sampler, "batched_count_greater_than"),
         (vocab_parallel_embedding, "get_masked_input_and_mask"),
-    ):  # torch would compile them in each engine's first request: seconds, without a gain
+    ):  # torch would compile them in each engine's first request, which takes seconds for no gain
         _function = internal(_module, _name)
         setattr(_module, _name, getattr(_function, "__wrapped__", _function))
     _wait_parameters = ("self", "is_reader", "context", "notify_address", "busy_loop_s")

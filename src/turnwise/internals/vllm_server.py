@@ -1,6 +1,6 @@
 """vLLM's HTTP server: the public names and the internals that our OpenAI server uses.
 
-Checked against vLLM 0.32. If vLLM moves them, only this file has to change.
+Checked against vLLM 0.32. If vLLM moves these names, only this file has to change.
 """
 
 import logging
@@ -86,13 +86,13 @@ if TYPE_CHECKING:
     from vllm.tokenizers import TokenizerLike
 
 SamplingRequest: TypeAlias = ChatCompletionRequest | CompletionRequest | ResponsesRequest
-"""A request that samples. Anthropic's requests are converted to chat completions before."""
+"""A request that samples. Anthropic's requests are first converted to chat completions."""
 
 
 def template_variables(
     chat: OpenAIServingChat, request: ChatCompletionRequest
 ) -> dict[str, object]:
-    """Return the variables that a request gives the chat template, with the server's defaults."""
+    """Return the chat template's variables for a request, including the server's defaults."""
     variables: dict[str, object] = chat._effective_chat_template_kwargs(request)
     return variables
 
@@ -144,17 +144,17 @@ def truncated(chat: OpenAIServingChat, request: Any, token_ids: list[int]) -> li
 
 
 def choose_adapters(serving: OpenAIServingCompletion, choose: Callable[..., object]) -> None:
-    """Let a function choose the adapter of each request; vLLM chooses it by the model's name
-    only."""
+    """Let a function choose the adapter of each request. vLLM itself chooses it only by the model's
+    name."""
     serving._maybe_get_adapters = choose
 
 
 def keep_requests_out_of_the_log() -> None:
     """Keep tracebacks of refused requests, and bodies of Messages, out of the log.
 
-    The client gets the reason of a refusal, and a client that repeats its mistake would fill the
-    log. vLLM logs bodies of Messages at debug level; a body with half a character (a lone
-    surrogate) would fail there.
+    The client gets the reason for a refusal, and a client that repeats its mistake would fill the
+    log. vLLM logs the bodies of Messages requests at debug level, which would fail for a body with
+    half a character (a lone surrogate).
     """
 
     def is_ours(record: logging.LogRecord) -> bool:

@@ -1,4 +1,4 @@
-"""Alarms: one sentence, once in a run, when its metrics pass a threshold of section `alarms`."""
+"""Alarms: one sentence, once in a run, for each metric that passes its threshold in `alarms`."""
 
 import json
 import shlex
@@ -13,8 +13,8 @@ from turnwise.config.base import NEEDED_KEYS
 from turnwise.core.json_types import JsonObject
 from turnwise.core.untrusted_files import open_untrusted
 
-_MEAN = "<mean>"  # place of the mean in a sentence
-_RUN = "<run>"  # place of the run's folder in a command
+_MEAN = "<mean>"  # placeholder for the mean in a sentence
+_RUN = "<run>"  # placeholder for the run's folder in a command
 _NEGLIGIBLE_DIFF = 1e-3  # log-prob difference below which growth does not matter
 
 
@@ -32,7 +32,7 @@ class Share(NamedTuple):
 
     limit: float | None  # the threshold; None disables the alarm
     value: float
-    sentence: str  # the alarm's, with `_MEAN` for the mean over the last steps
+    sentence: str  # of the alarm; `_MEAN` is replaced by the mean over the last steps
 
 
 def find_alarms(rows: Iterable[JsonObject], config: Config, run: Path | None = None) -> list[Alarm]:
@@ -42,7 +42,7 @@ def find_alarms(rows: Iterable[JsonObject], config: Config, run: Path | None = N
 
 
 def alarms_of_run(run: Path) -> list[Alarm]:
-    """Return the alarms of a run folder; none for a run without steps."""
+    """Return the alarms of a run folder; an empty list for a run without steps."""
     path = run / "metrics.jsonl"
     if not path.exists():
         return []
@@ -88,8 +88,8 @@ def alarm_finder(config: Config, run: Path | None = None) -> Callable[[JsonObjec
 
 
 def _shares(row: JsonObject, config: Config) -> Iterator[tuple[str, Share]]:
-    """Yield the shares of a step, each with its key in the section `alarms`; the name of an
-    environment follows if the share is of this environment alone."""
+    """Yield the shares of a step, each with its key in the section `alarms`. If a share is of one
+    environment alone, the environment's name follows the key."""
     alarms, training = config.alarms, config.training
     said = f"{_MEAN} of the groups have no signal: all their rewards are equal"
     if not config.algorithm.dynamic_sampling:
@@ -114,7 +114,7 @@ def _shares(row: JsonObject, config: Config) -> Iterator[tuple[str, Share]]:
         f"called with `turnwise show {_RUN}`, and the tools' tracebacks in errors.log"
     )
     yield "tool_errors", Share(alarms.tool_errors, _share(sum(failed.values()), called), said)
-    counts = {k: n for k, n in row.get("dropped", {}).items() if k != "no_reward"}  # no failure
+    counts = {k: n for k, n in row.get("dropped", {}).items() if k != "no_reward"}  # not a failure
     lost = sum(counts.values())
     reasons = f" (in the last step {_listed(counts)})" if counts else ""
     said = (
@@ -234,8 +234,9 @@ def slow_worker(rows: Sequence[JsonObject], config: Config) -> str:
 def _first_and_last(
     rows: Sequence[JsonObject], config: Config, name: str
 ) -> tuple[float, list[float]]:
-    """Return the mean of a metric over the first `alarms.steps` steps that have it, and its values
-    at the last `alarms.steps` of them; zeros while the two overlap."""
+    """Return the mean of a metric over the first `alarms.steps` steps that have it, and the
+    metric's values at the last `alarms.steps` of these steps. Return zeros while the first and the
+    last steps overlap."""
     values = [row[name] for row in rows if row.get(name) is not None]
     steps = config.alarms.steps
     if len(values) < 2 * steps:
@@ -255,5 +256,5 @@ _TRENDS: dict[str, Callable[[Sequence[JsonObject], Config], str]] = {
     check.__name__: check
     for check in (logprob_growth, entropy_left, reward_left, flat_steps, slow_worker)
 }
-"""Checks of the trends of a run, by their keys in the section `alarms`: each gets the lines of all
-steps so far, and returns its alarm's sentence, or "" without an alarm."""
+"""Checks of the trends of a run, by their keys in the section `alarms`: each check gets the lines
+of all steps so far, and returns the sentence of its alarm, or "" if there is no alarm."""

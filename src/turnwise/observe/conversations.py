@@ -20,14 +20,15 @@ from turnwise.trajectory import Trajectory, read_jsonl
 
 _STYLES = {"system": "dim", "user": "cyan", "assistant": "green", "tool": "magenta"}
 _INDENT = " " * 11
-_MAX_SHOWN = 20  # trajectories shown at once, and images of each
+_MAX_SHOWN = 20  # maximum of trajectories shown, and of images of each
 _TOOL = "tool_"  # beginning of the events that are outcomes of tool calls
 NO_TRAJECTORY = (TrajectoryError, ValueError, LookupError, TypeError, AttributeError)
 """Errors of a line that is not a trajectory."""
 
 
 def trajectory_file(source: Path, step: int | None = None, heldout: bool = False) -> Path:
-    """Return a run's file of trajectories, by default the newest step's; return a file itself."""
+    """Return a run's file of trajectories, by default of the newest step. If `source` is a file,
+    return it."""
     if source.is_file():
         return source
     folder, kind = source / "trajectories", "eval" if heldout else "step"
@@ -177,7 +178,8 @@ class Overview:
 
     @classmethod
     def of(cls, trajectories: Iterable[Trajectory], best: int = 1, worst: int = 1) -> "Overview":
-        """Return the overview of trajectories; the groups of a sequence need not be adjacent."""
+        """Return the overview of trajectories; in a sequence, the trajectories of a group need not
+        be adjacent."""
         overview = cls(best, worst)
         if isinstance(trajectories, Sequence):
             trajectories = sorted(trajectories, key=lambda trajectory: trajectory.problem_id)

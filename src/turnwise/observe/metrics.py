@@ -1,7 +1,7 @@
 """The metrics of a step: one typed record, which `MetricsLog` writes as a line of metrics.jsonl.
 
-Each metric is declared once, in `StepMetrics`. Trackers use its name, Prometheus the series that
-its field declares, and the documentation its docstring.
+Each metric is declared once, in `StepMetrics`. Trackers use its name, Prometheus uses the series
+that its field declares, and the documentation uses its docstring.
 """
 
 import ast
@@ -56,7 +56,7 @@ class StepMetrics:
     """Mean reward of the step's trajectories; at step 0, of the held-out trajectories. None in
     supervised training."""
     reward_std: float | None = None
-    """Standard deviation of these rewards (divided by n - 1); None with fewer than two rewards."""
+    """Standard deviation of the rewards (divided by n - 1); None with fewer than two rewards."""
     reward_parts: dict[str, float] | None = None
     """Mean of each part of the reward, by name, before weighting."""
     reward_parts_std: dict[str, float] | None = None
@@ -78,10 +78,10 @@ class StepMetrics:
     trajectories: Annotated[int, Series("turnwise_trajectories_total")] = 0
     """Number of trajectories."""
     trajectories_discarded: int | None = None
-    """Finished trajectories of groups that are not trained on; None if there are none."""
+    """Finished trajectories of groups that are not trained on; None without such trajectories."""
     dropped: Annotated[Counts, Series("turnwise_dropped_total", "reason")] = None
-    """Trajectories whose last attempt failed, by reason, also in groups that are not trained on; in
-    supervised training, refused rows."""
+    """Trajectories whose last attempt failed, by reason, including those of groups that are not
+    trained on; in supervised training, refused rows."""
     retried: Annotated[Counts, Series("turnwise_retried_total", "reason")] = None
     """Failed attempts that were retried, by reason."""
     groups_discarded: Annotated[Counts, Series("turnwise_groups_discarded_total", "reason")] = None
@@ -92,23 +92,23 @@ class StepMetrics:
     events: Annotated[Counts, Series("turnwise_tool_calls_total", "outcome", _tool_calls)] = None
     """Events of the trajectories, such as tool errors, by kind."""
     judges: Annotated[Counts, Series("turnwise_judges_total", "kind")] = None
-    """Work of judges, also for dropped trajectories and the step's evaluation: requests, retries,
-    cached (equal requests that were not sent again), prompt_tokens and completion_tokens; None
-    without judges."""
+    """Work of judges, including work for dropped trajectories and the step's evaluation: requests,
+    retries, cached (equal requests that were not sent again), prompt_tokens and completion_tokens;
+    None without judges."""
     turns_mean: float | None = None
     """Mean number of turns of a trajectory."""
     sampled_tokens: Annotated[int | None, Series("turnwise_sampled_tokens_total")] = None
     """Tokens sampled by the step's trajectories."""
     completion_tokens: dict[str, float] | None = None
-    """Sampled tokens of a trajectory: mean, min and max; and the same over trajectories with status
-    completed (ended_mean, ended_min, ended_max; missing if there are none)."""
+    """Sampled tokens of a trajectory: mean, min and max; and the same values over trajectories with
+    status completed (ended_mean, ended_min, ended_max; missing without such trajectories)."""
     rollout_seconds: float | None = None
     """Seconds from the first group's start, or the previous batch, to the last group's end."""
     rollout_tokens_per_s: Annotated[float | None, Series("turnwise_rollout_tokens_per_second")] = (
         None
     )
-    """Sampled tokens per second of rollout; 0 if all groups were ready before, as in a resumed run
-    or in one that is far ahead."""
+    """Sampled tokens per second of rollout; 0 if all groups were ready before the step, as in a
+    resumed run or if rollouts are far ahead."""
     worker_tokens_per_s: dict[str, float] | None = None
     """Sampled tokens per second of turns, by worker. The time in vLLM's queue does not count, if it
     is known."""
@@ -138,11 +138,11 @@ class StepMetrics:
     mean weight of vespo; divergence, the mean divergence of dppo; and the metrics of your own
     loss."""
     policy_loss: float | None = None
-    """The loss without the entropy bonus; None without one."""
+    """The loss without the entropy bonus; None if the loss has no bonus."""
     entropy_coef: float | None = None
-    """Weight of the entropy bonus after the last update; None without one."""
+    """Weight of the entropy bonus after the last update; None without a bonus."""
     value_loss: float | None = None
-    """Loss of the value model per trained token; None without one."""
+    """Loss of the value model per trained token; None without a value model."""
     grad_norm: Annotated[float | None, Series("turnwise_grad_norm")] = None
     """Norm of the policy's gradient before clipping, averaged over updates."""
     learning_rate: float | None = None
@@ -171,7 +171,7 @@ class StepMetrics:
     """Mean weight of algorithm.correction."""
     correction_below: float | None = None
     """Share of trained tokens that algorithm.correction masks because their ratio, or their
-    sequence's, is below its bounds; None if it masks none for this."""
+    sequence's, is below its bounds; None if the correction has no lower bound."""
     correction_above: float | None = None
     """Share of trained tokens that algorithm.correction masks, or whose weight it truncates,
     because their ratio, or their sequence's, is above its bounds; None without a correction."""
@@ -182,14 +182,15 @@ class StepMetrics:
     tokens without a teacher count as 0; None without teachers."""
     logprob_diff_mean: Annotated[float | None, Series("turnwise_logprob_diff_mean")] = None
     """Mean difference between the engine's and the trainer's log-prob of a token before the first
-    update; at step 0, on the canary prompt; null if nothing was trained."""
+    update; at step 0, on the canary (the fixed prompt that engines score after each weight update);
+    null if nothing was trained."""
     logprob_diff_max: Annotated[float | None, Series("turnwise_logprob_diff_max")] = None
-    """Largest difference of the same kind; null if nothing was trained."""
+    """Largest of the differences averaged in logprob_diff_mean; null if nothing was trained."""
     staleness: Annotated[
         Counts, Series("turnwise_trained_tokens_by_staleness_total", "staleness")
     ] = None
     """Trained tokens by staleness: the number of optimizer steps between the weights that sampled
-    them and those at the start of the training step."""
+    them and the weights at the start of the training step."""
     staleness_max: Annotated[int, Series("turnwise_staleness")] = 0
     """Largest staleness of a trained token; 0 if nothing was trained."""
     layouts: Counts = None
@@ -249,8 +250,8 @@ class StepMetrics:
     ] = None
     """Seconds by phase: the phases of the loop (idle, train, write, weights, evaluate, save), and
     the waiting times of all trajectories together (generate, tools, reward, agent, teacher). A
-    checkpoint is saved after its step's line is written, so `save` is the time of the step
-    before."""
+    checkpoint is saved after its step's line is written, so `save` is the time to save the previous
+    step."""
 
     def add_rollouts(self, batch: "Batch", dropped: Counter[str]) -> None:
         groups = batch.groups

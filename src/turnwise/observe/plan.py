@@ -1,7 +1,7 @@
 """`turnwise plan`: memory of each device of a run, computed without loading weights.
 
-A rank's memory is that of `training.memory`; the other figures are sums of sizes. Left out are the
-context of a GPU's driver (about half a GiB) and fragmentation.
+A rank's memory is estimated by `training.memory`; the other figures are sums of sizes. The figures
+leave out the context of a GPU's driver (about half a GiB) and fragmentation.
 """
 
 import math
@@ -51,8 +51,8 @@ class Holding(NamedTuple):
     """Largest number of bytes that one process holds, by part."""
 
     parts: dict[str, int]
-    lasting: frozenset[str]  # parts that stay between steps; of the others, one at a time exists
-    expected: dict[str, int]  # expected bytes of parts, where these are smaller
+    lasting: frozenset[str]  # parts that stay between steps; other parts exist one at a time
+    expected: dict[str, int]  # expected bytes of parts, where smaller than the maximum
 
     @property
     def between(self) -> int:
@@ -101,7 +101,8 @@ class Plan(NamedTuple):
     asks: list[Ask]
 
     def fits(self, figure: Literal["minimum", "expected", "bytes"] = "bytes") -> bool:
-        """Return whether a figure of each device fits, and a full context in the KV cache."""
+        """Return whether a figure of each device fits, and whether a full context fits in the KV
+        cache."""
         each = ((getattr(load, figure), load.limit) for load in self.loads)
         return self.contexts >= 1 and all(size <= limit for size, limit in each)
 
@@ -138,7 +139,7 @@ def make_plan(config: Config, machine: Machine, prompt_tokens: int | None = None
     if not machine.gpus:
         workers = config.serving.max_workers * config.engine.devices
         copies = 0
-        if config.weights.delta:  # of the trainer and engines' workers; deltas in shared memory
+        if config.weights.delta:  # of trainer and workers; deltas in shared memory
             copies = 1 + workers + 2 * (config.weights.transport == "shm")
         beside = workers * engine.peak
         beside += copies * model_size(config.model).parameters * dtype_of(config.model).itemsize
@@ -190,8 +191,8 @@ def changes_that_fit(config: Config, machine: Machine) -> list[str] | None:
             except InputError:
                 break
             if plan.excess >= before.excess:
-                break  # it does not help
-            changes.pop(key, None)  # a milder one
+                break  # the change does not help
+            changes.pop(key, None)  # a milder value
             config, changes[key] = changed, text
             if plan.fits():
                 return [f"{key}={text}" for key, text in changes.items()]
@@ -285,7 +286,7 @@ def _engine(config: Config, machine: Machine, share: float) -> tuple[Holding, in
 
 
 def actors(config: Config, share: float) -> Iterator[Ask]:
-    """Yield the resources that a run's actors request from Ray; each device has this share of a
+    """Yield the resources that a run's actors request from Ray; each device gets a `share` of a
     GPU."""
     training, size = config.training, config.engine.devices
     yield Ask("trainer rank", training.ranks, CPU_SHARE, share, training.resources)
@@ -303,7 +304,8 @@ def actors(config: Config, share: float) -> Iterator[Ask]:
 
 
 def print_plan(config: Config, gpus: int | None, gpu_memory: float | None) -> None:
-    """Print the plan of a run; if it does not fit, also print changes with which it would."""
+    """Print the plan of a run; if the run does not fit, also print changes with which it would
+    fit."""
     here = Machine.here()
     count = here.gpus if gpus is None else gpus
     if gpu_memory is None and count and not here.gpus:

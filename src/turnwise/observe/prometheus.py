@@ -33,8 +33,8 @@ _ENGINE_SECONDS = 5.0  # deadline for the engines' metrics: below Prometheus' 10
 
 
 def step_families(rows: Sequence[JsonObject], skipped: int = 0) -> Callable[[], Iterator[Metric]]:
-    """Return a function that yields the metrics of a run's completed steps, `rows`, without the
-    first `skipped` rows. A metric that no step has had yet has no value."""
+    """Return a function that yields the metrics of a run's completed steps, `rows`, except the
+    first `skipped` rows. A metric that no step has reported yet has no value."""
     values: dict[str, dict[str, float]] = {}
     counted, lock = list(rows[:skipped]), threading.Lock()
 
@@ -44,7 +44,7 @@ def step_families(rows: Sequence[JsonObject], skipped: int = 0) -> Callable[[], 
             if not each.sums:
                 if newest and isinstance(value, int | float):
                     values[each.name] = {"": value}
-            elif row.get("step"):  # not the model before training: its trajectories are held-out
+            elif row.get("step"):  # step 0 has only held-out trajectories
                 sums = values.setdefault(each.name, {})
                 labelled = value if isinstance(value, dict) else {}
                 parts: JsonObject = labelled if each.label else {"": value}

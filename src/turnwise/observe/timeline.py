@@ -1,8 +1,9 @@
 """Times of turns in a run folder, and their export for trace viewers (`turnwise trace timeline`).
 
-The export has Chrome's trace events. One process has a row for each trajectory: queue, wait for the
-first token, sampling, tools, and the rest of the time between two turns. The other process has the
-turns of each worker, in as many rows as there are overlapping turns.
+The export consists of Chrome's trace events, in two processes of the trace. The first process has a
+row for each trajectory, with the times of queue, wait for the first token, sampling, tools, and the
+rest of the time between two turns. The second process shows the turns of each worker, in as many
+rows as turns overlap.
 """
 
 import json
@@ -17,7 +18,7 @@ from turnwise.observe.conversations import read_trajectories, trajectory_file
 from turnwise.trajectory import Trajectory
 
 TIMELINE = "timeline"
-"""Folder of the files of `write_times`, which are named as the files of trajectories."""
+"""Folder of the files of `write_times`; they have the same names as the files of trajectories."""
 _TRAJECTORIES, _WORKERS = 1, 2  # ids of the two processes
 _MICROSECONDS = 1e6
 

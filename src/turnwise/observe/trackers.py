@@ -74,7 +74,7 @@ class MetricsLog:
             except OSError as error:
                 why = f"{self._path} cannot be resumed from: {error.strerror}"
                 raise InputError(why) from error
-        self._calling = threading.Lock()  # an evaluation may come with a step's samples
+        self._calling = threading.Lock()  # an evaluation may coincide with a step's samples
         self._trackers: dict[str, Tracker] = {}
         if SummaryWriter is None:
             logger.info("no TensorBoard files: pip install 'turnwise[tensorboard]'")
@@ -92,7 +92,7 @@ class MetricsLog:
 
     def write(self, metrics: JsonObject) -> None:
         """Write one step's metrics to metrics.jsonl, where NaN and infinity become null. Trackers
-        get only numbers; they get nested ones as `key/name`."""
+        get only numbers; nested numbers are named `key/name`."""
         metrics = _plain(metrics)
         self.rows.append(metrics)
         with translate_unwritable(self._path), self._path.open("a", encoding="utf-8") as file:
@@ -172,7 +172,7 @@ def _tensorboard(folder: Path, after_step: int | None) -> Tracker:
 
 def _logged(package: ModuleType, run: Any) -> Tracker:
     """Write to a run of Weights & Biases, or of Trackio, which has the same methods. If a step is
-    written twice, W&B keeps the first values, Trackio both."""
+    written twice, W&B keeps the first values, while Trackio keeps both."""
 
     def write_samples(step: int, rows: list[JsonObject]) -> None:
         data = [[row[name] for name in _COLUMNS] for row in rows]

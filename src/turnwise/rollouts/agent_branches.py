@@ -1,7 +1,7 @@
-"""The branches of an agent's session that are trained: `rollout.agent_branches`.
+"""The choice of the branches of an agent's session that are trained: `rollout.agent_branches`.
 
-Harnesses also ask the model for things outside the task, such as a title or a summary. With the
-rule `all`, the branch of such a request is trained with the task's reward.
+Agents also ask the model for things outside the task, such as a title or a summary. With the rule
+`all`, the branch of such a request is trained too, with the task's reward.
 """
 
 from dataclasses import replace
@@ -11,11 +11,12 @@ from turnwise.core.user_code import call_user_code, user_errors
 from turnwise.trajectory import Branch, Trajectory
 
 LEFT_OUT = "left_out_branch"
-"""`Turn.untrained` of turns that are on no trained branch, and event of branches not trained."""
+"""`Turn.untrained` of turns that are not on a trained branch, and the event that counts branches
+that are not trained."""
 
 
 async def leave_out_branches(trajectory: Trajectory, rule: str, seconds: float) -> None:
-    """Exclude from training all turns that are on no branch that the rule keeps.
+    """Exclude a turn from training if the rule keeps none of the branches that contain it.
 
     Raises:
         TrajectoryError: when the user's function fails, or does not return a bool for each branch.

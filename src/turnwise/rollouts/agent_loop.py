@@ -1,4 +1,4 @@
-"""Agent loops: a loop is a coroutine that makes one trajectory, using a context."""
+"""Agent loops: a loop is a coroutine that makes one trajectory with the help of a context."""
 
 import hashlib
 import time
@@ -29,11 +29,11 @@ from turnwise.trajectory.chat_template import Tools
 from turnwise.trajectory.left_out import check_tools
 
 _BOUNDED = ("generate", "tools", "environment")
-"""Phases with their own deadlines: `engine.request_timeout`, `rollout.tool_timeout` and
+"""Phases that have their own deadlines: `engine.request_timeout`, `rollout.tool_timeout` and
 `rollout.environment_timeout`."""
 
 _WITHOUT_ENGINES = ("tools", "environment", "agent")
-_BETWEEN = ("tools", "environment")  # phases whose seconds belong to the turn before them
+_BETWEEN = ("tools", "environment")  # phases whose seconds count for the turn before them
 
 
 @dataclass(slots=True)
@@ -78,19 +78,20 @@ class RolloutContext:
     episode: Episode
     """The environment in use."""
     route: Route = field(default_factory=Route)
-    """Names of the trajectory and its group, by which the scheduler picks an engine; None leaves
-    the choice free."""
+    """Names of the trajectory and its group; the scheduler uses them to keep the requests of a
+    trajectory, or of a group, on one engine."""
     seed: int | None = None
-    """Seed from which each turn's seed is derived; None unless the run is deterministic."""
+    """Seed from which each turn's seed is derived; None if the run is not deterministic."""
     files: RunFiles | None = None
-    """Files of the run, with the log of errors; None keeps no log."""
+    """Files of the run, with the log of errors; None means that no log is kept."""
     clock: StallClock = field(default_factory=lambda: StallClock(NO_DEADLINE))
-    """Clock that fails a trajectory without progress; held during turns and tools, which have
-    their own deadlines."""
+    """Clock that fails the trajectory if it makes no progress. The clock is held during turns and
+    tools, because they have their own deadlines."""
     place: Place = field(default_factory=Place)
-    """Place among the trajectories at work, idle during tools, environment and agents."""
+    """The trajectory's place among the admitted trajectories; the place is idle while tools,
+    environment or agents work."""
     fork_reason: str | None = None
-    """Reason why the latest prompt does not continue the turn before it; None if it does."""
+    """Reason why the latest prompt does not continue the previous turn; None if it does."""
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Seconds by phase; the trajectories of a group share one dictionary."""
     calls: list[TurnTimes] = field(default_factory=list)
@@ -98,12 +99,12 @@ class RolloutContext:
 
     @property
     def problem(self) -> Sequence[Message]:
-        """The environment's messages at the start."""
+        """The messages that the environment gives at the start."""
         return self.episode.problem
 
     @property
     def toolbox(self) -> Toolbox:
-        """The environment's tools."""
+        """The tools of the environment and of `rollout.tools`."""
         return self.episode.toolbox
 
     async def step(self, message: Message) -> list[Message] | None:
@@ -122,7 +123,7 @@ class RolloutContext:
 
     @contextmanager
     def timed(self, phase: str) -> Iterator[None]:
-        """Add the seconds of a `with` block to `seconds[phase]`: generate, tools, reward ..."""
+        """Add the seconds of a `with` block to `seconds[phase]`, such as generate or reward."""
         started = time.perf_counter()
         bounded = self.clock.held() if phase in _BOUNDED else nullcontext()
         at_work: AbstractContextManager[None] = nullcontext()
@@ -147,10 +148,10 @@ class RolloutContext:
         """Return the prompt of a new conversation, with generation prompt.
 
         Args:
-            tools: Left out if `rollout.tools_in_prompt` is false.
+            tools: Descriptions of tools; ignored if `rollout.tools_in_prompt` is false.
 
         Raises:
-            InputError: when the model lacks a chat template, or its template leaves out the tools.
+            InputError: when the model has no chat template, or its template leaves out the tools.
         """
         shown = tools if self.rollout.tools_in_prompt else None
 
@@ -172,16 +173,17 @@ class RolloutContext:
     ) -> Prompt:
         """Return the prompt that continues a turn with `new_messages`.
 
-        If no bridge is exact (or `rollout.history` is `template` and the template changed the
-        history), the whole conversation is rendered and the next turn begins a branch.
+        If the new messages cannot be appended exactly as the template renders them (or if
+        `rollout.history` is `template` and the template changed the history), the whole
+        conversation is rendered and the next turn begins a branch.
 
         Args:
-            new_messages: The messages after the turn's answer, which end the conversation.
+            new_messages: The messages after the turn's answer, up to the conversation's end.
             conversation: All messages; None means `trajectory.messages`.
 
         Raises:
-            InputError: when the model lacks a chat template.
-            TrajectoryError: when the template raises or leaves out a message.
+            InputError: when the model has no chat template.
+            TrajectoryError: when the template raises an error or leaves out a message.
         """
         if self.template.missing:
             raise InputError(self.template.missing)
@@ -215,14 +217,14 @@ class RolloutContext:
 
         Args:
             stop: Strings at which to stop, in addition to `sampling.stop`.
-            messages: The messages that led to the turn, for display, if the trajectory has more
-                than one conversation.
-            policy: One of `rollout.policies`, or `base`, which is not trained; "" in a run with one
-                policy.
+            messages: The messages that led to the turn, for display; needed only if the trajectory
+                has more than one conversation.
+            policy: One of `rollout.policies`, or `base`, which is not trained; "" if the run has
+                one policy.
 
         Returns:
-            None, with status `context_full`, if the model's context or
-            `rollout.max_response_tokens` has no room for another token.
+            The completion. If the model's context or `rollout.max_response_tokens` has no room for
+            a token, None, and the trajectory's status is set to `context_full`.
 
         Raises:
             TrajectoryError: when the prompt has too many images, or the engine aborted the request.
@@ -268,8 +270,14 @@ class RolloutContext:
         messages: Sequence[Message] = (),
         policy: str = "",
     ) -> None:
-        """Record the completion of a request as a turn. The request began and ended at `times`; for
-        `tools` see `TurnTimes.tools`, for `messages` and `policy` see `sample`."""
+        """Record the completion of a request as a turn.
+
+        Args:
+            times: Beginning and end of the request, in seconds since the epoch.
+            tools: Seconds as in `TurnTimes.tools`.
+            messages: Messages as in `sample`.
+            policy: Name as in `sample`.
+        """
         self.trajectory.add_turn(
             prompt,
             **completion.as_turn,
@@ -292,15 +300,15 @@ class RolloutContext:
 class AgentLoop(Protocol):
     """Interface of agent loops: record turns in `context.trajectory`, and set its status.
 
-    `rollout.loop` names it by a short name or as `package.module:Class`. The class is built
-    without arguments, once for all trajectories. All trajectories share one event loop, so call
-    blocking functions with `asyncio.to_thread`, which here has a thread for each call.
+    `rollout.loop` gives a loop's short name, or its class as `package.module:Class`. The class is
+    built without arguments, once for all trajectories. All trajectories share one event loop, so
+    call blocking functions with `asyncio.to_thread`, which has a thread for each call here.
 
-    A class may also have these. `load(config)` is called in a thread before anything is started,
-    and raises `InputError` if the configuration cannot be used. `opened(config, generator,
-    admission)` is an async context manager around all trajectories of a process, such as a server
-    for agents; the terminal shows its start under the name in the attribute `front`. `by_requests`
-    is True if others, such as agents, make the requests.
+    A class may also have these members. `load(config)` is called in a thread before the run starts
+    anything; it raises `InputError` if the configuration cannot be used. `opened(config, generator,
+    admission)` is an async context manager around all trajectories of a process, for example a
+    server for agents; the terminal shows its start under the text in the attribute `front`.
+    `by_requests` is True if agents, or similar programs, make the requests in place of the loop.
 
     Example:
         class SingleTurn:
@@ -321,6 +329,6 @@ class AgentLoop(Protocol):
 
 
 def stable_seed(*parts: object) -> int:
-    """Return a 63-bit seed that depends only on its parts."""
+    """Return a 63-bit seed that depends only on `parts`."""
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

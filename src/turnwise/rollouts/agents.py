@@ -1,12 +1,12 @@
 """Agents: programs that get a base URL and a problem, and whose requests become the turns.
 
-An agent needs no code of Turnwise, and cannot reach another's trajectory, because the URL has a
-secret random name. An agent is one of:
+An agent needs no code of Turnwise. It cannot reach the trajectory of another agent, because each
+URL contains a secret random name. An agent is one of:
 
 - a function `package.module:name(base_url, problem)`;
 - a command: one process for each trajectory;
-- a worker: one long-lived process that plays any number of trajectories at once
-  (`turnwise.agent_worker`), and is started again after it has ended;
+- a worker: one long-lived process that runs any number of trajectories at once
+  (`turnwise.agent_worker`), and is started again if it ends;
 - an HTTP endpoint that gets one POST for each trajectory.
 """
 
@@ -58,7 +58,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ERROR_CHARS = 500  # maximum length of an agent's error or last output in an error message
-_END_SECONDS = 5.0  # for an agent's last output, and for a worker to end after its input is closed
+_END_SECONDS = 5.0  # time for an agent's last output, and for a worker to end once input is closed
 _MAX_ROW_BYTES = 65_536  # maximum size of a row in an environment variable; Linux allows 128 KiB
 _TASKS_SECONDS = 600.0
 _TASKS_BYTES = 256 << 20
@@ -73,19 +73,21 @@ _INHERITED = re.compile(
 """Variables that an agent's process inherits; none is likely to be a secret."""
 _FUNCTION = re.compile(r"[\w.]+:\w+")
 _BEGINNING = re.compile(rb'\s*\{\s*"id"\s*:\s*(\d{1,18})\s*[,}]')
-"""Beginning of an unreadable answer: the id of its request, which would otherwise wait forever."""
+"""Matches the request's id at the beginning of an answer. It is used if the rest is unreadable,
+because the request would otherwise wait forever."""
 _started: set[str] = set()  # commands that this process has started
 
 _Name = Annotated[str, Field(max_length=_NAME_CHARS)]
 
 
 class AgentReport(TypedDict, total=False):
-    """The report of an endpoint or a worker about one trajectory; other keys are ignored."""
+    """The report of an endpoint or a worker about one trajectory; unknown keys are ignored."""
 
     reward: Annotated[Number, Field(ge=-MAX_REWARD, le=MAX_REWARD)] | None
     metrics: Annotated[dict[_Name, Number], Field(max_length=100)] | None
     sessions: Annotated[list[str], Field(max_length=1_001)] | None
-    """Names or ids of the sessions that the agent opened: its own, and sessions under its own."""
+    """Names or ids of the sessions that the agent used: its own session, and sessions that it
+    opened below that session."""
     error: object
 
 
@@ -106,7 +108,8 @@ _ANYTHING: TypeAdapter[object] = TypeAdapter(object)
 
 
 def read_report(value: object, who: str) -> AgentReport:
-    """Read a report of an agent, which error messages call `who`; fails as `agent_reply`."""
+    """Read a report of an agent, which error messages call `who`; raise TrajectoryError
+    `agent_reply` if the report has a wrong form."""
     try:
         report: AgentReport = checked(value, _REPORT) or {}
     except AnswerError as error:
@@ -117,7 +120,7 @@ def read_report(value: object, who: str) -> AgentReport:
 
 
 def apply_report(report: AgentReport, session: Session, who: str) -> None:
-    """Add a report to the trajectory of a session; a reported error fails the trajectory."""
+    """Add a report to the trajectory of a session; raise TrajectoryError if it reports an error."""
     if error := report.get("error"):
         raise TrajectoryError("agent_error", f"{who}: {error}")
     own = {session.id, *session.children, *(child.id for child in session.children.values())}
@@ -140,7 +143,8 @@ def apply_report(report: AgentReport, session: Session, who: str) -> None:
 
 
 def clean_environment(more: Sequence[str], **own: str) -> dict[str, str]:
-    """Return the environment variables of an agent's process; `more` is `rollout.agent_env`."""
+    """Return the environment variables for an agent's process: inherited variables, the variables
+    named in `more` (`rollout.agent_env`), and `own`."""
     for name in more:
         if name not in os.environ:
             raise InputError(f"rollout.agent_env names {name}, which is not set: export it")
@@ -193,7 +197,7 @@ class AgentWorker:
         self.name = f"the agent worker {command}"
 
     async def run(self, request: JsonObject) -> AgentReport:
-        """Have the worker play a task, and return its report; cancelling this cancels the task."""
+        """Let the worker run a task, and return its report; cancelling this cancels the task."""
         async with self._starting:
             if self._life is None or self._life.ended:
                 lines = ForeignLines(logger, self.name)
@@ -212,7 +216,7 @@ class _Life:
     def __init__(self, child: Child, lines: ForeignLines, name: str) -> None:
         self._child, self._lines, self._name = child, lines, name
         self._requests = Requests[object]()
-        self.ended = False  # True once it answers nothing more
+        self.ended = False  # True once the process no longer answers
         self._reading = asyncio.create_task(self._read())
 
     async def ask(self, request: JsonObject) -> object:
@@ -222,18 +226,18 @@ class _Life:
             self._child.stdin.write(json.dumps({"id": number, **message}).encode() + b"\n")
 
         try:
-            with suppress(ConnectionError):  # it has ended: `_read` raises the reason
+            with suppress(ConnectionError):  # it has ended, and `_read` reports why
                 write(request)
                 await self._child.stdin.drain()
             return await answer
         except asyncio.CancelledError:
-            if self._requests.resolve(number, None):  # False if it has ended or answered
+            if self._requests.resolve(number, None):  # False if it was answered or failed
                 with suppress(ConnectionError):
                     write({"method": "cancel"})
             raise
 
     async def _read(self) -> None:
-        """Pass answers on until the process ends; then fail the waiting requests."""
+        """Pass answers on until the process ends; then fail the requests that still wait."""
 
         wrong_output = ""
 
@@ -254,7 +258,7 @@ class _Life:
                     if "error" in answer:
                         why = f"{self._name}: {str(answer['error'])[:_ERROR_CHARS]}"
                         result = TrajectoryError("agent_error", why)
-                    self._requests.resolve(answer["id"], result)  # nobody may wait any more
+                    self._requests.resolve(answer["id"], result)  # does nothing if nobody waits
             except (AnswerError, OSError) as error:
                 wrong_output = str(error)
             finally:
@@ -263,7 +267,7 @@ class _Life:
         passing = asyncio.create_task(pass_on())
         exiting = asyncio.create_task(self._child.exited())
         try:
-            # A descendant that left the process group may hold the output open.
+            # A descendant that left the process group may keep the output open.
             await asyncio.wait([passing, exiting], return_when=asyncio.FIRST_COMPLETED)
             await asyncio.wait([passing], timeout=_END_SECONDS)
             self.ended = True
@@ -322,7 +326,7 @@ def worker_tasks(command: str, agent_env: Sequence[str] = ()) -> list[JsonObject
 
 
 async def run_endpoint(url: str, request: JsonObject) -> AgentReport:
-    from turnwise.core.http_client import (  # late: it is needed for endpoints only
+    from turnwise.core.http_client import (  # late, as only endpoints need it
         HttpClient,
         HttpError,
         Unreachable,
@@ -330,7 +334,7 @@ async def run_endpoint(url: str, request: JsonObject) -> AgentReport:
 
     who = f"the agent {url}"
     try:
-        # The trajectory's own deadlines limit the answer.
+        # The trajectory's own deadlines limit the time of the answer.
         async with HttpClient(connect_seconds=_CONNECT_SECONDS) as client:
             answer = await client.request("POST", url, json=request, largest=_REPLY_BYTES)
     except InputError as error:

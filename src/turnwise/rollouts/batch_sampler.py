@@ -1,8 +1,9 @@
 """Batch samplers: user code `(llm, prompts, sampling_params) -> outputs` that samples many prompts.
 
-The ids that a sampler returns are compared with the record of `LLM`: an id is trained if a call
-sampled it after exactly the ids before it, and is context otherwise. So a sampler may cut answers,
-add tool results, ask again and choose, and only sampled ids are trained.
+The token ids that a sampler returns are compared with the calls that `LLM` recorded. An id is
+trained if a call sampled this id after exactly the ids that precede it; otherwise it is context. So
+a sampler may cut answers, add tool results, ask again, and choose among answers: only sampled ids
+are trained.
 """
 
 import asyncio
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
     from turnwise.internals.vllm import RequestOutput, SamplingParams
 
 QUIET_SECONDS = 0.1
-"""Time without another item after which a batch that is not full begins."""
-_UNUSED = "sampler_unused_call"  # event: a call whose tokens are in no answer
+"""Seconds without a new item after which a batch begins although it is not full."""
+_UNUSED = "sampler_unused_call"  # event: a call whose tokens no answer contains
 
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
@@ -42,25 +43,27 @@ _Result = TypeVar("_Result")
 class RolloutSampler(Protocol):
     """Interface of batch samplers; `rollout.sampler` names one as `package.module:name`.
 
-    It names a function, an object, or a class that is built once without arguments. An object with
-    a method `generate(prompts, llm, sampling_params)`, such as an environment written for TRL's
-    or verifiers' first versions, is a sampler too. A sampler is called in threads, for several
-    batches at once.
+    The name refers to a function, an object, or a class that is built once without arguments. An
+    object with a method `generate(prompts, llm, sampling_params)` is also a sampler, for example an
+    environment written for the first versions of TRL or verifiers. A sampler is called in threads,
+    for several batches at once.
 
     Args:
         llm: The run's engines, with the methods of vLLM's `LLM`.
-        prompts: Conversations, each a list of messages: all of a step, or of the groups that wait
-            at the same time; in deterministic runs a single one. A problem is in the list once for
-            each of its `sampling.n` answers; `sampling_params.n` is 1.
-        sampling_params: vLLM's own, as configured. `max_tokens`, `stop`, `stop_token_ids` and
-            parameters that concern only the text may be changed in a copy; the trainer assumes the
-            others.
+        prompts: Conversations, each a list of messages: all conversations of a step, or of the
+            groups that wait at the same time; in deterministic runs, a single conversation. A
+            problem is in the list once for each of its `sampling.n` answers; `sampling_params.n`
+            is 1.
+        sampling_params: vLLM's `SamplingParams`, as configured. In a copy, a sampler may change
+            `max_tokens`, `stop`, `stop_token_ids` and parameters that affect only the text. The
+            trainer assumes that all other parameters keep their values.
 
     Returns:
-        An answer for each prompt, in their order: vLLM's `RequestOutput`, whose prompt and output
-        ids together are the sequence; or the ids after the prompt; or a dictionary with lists
-        `ids`, and perhaps `messages` (those after the prompt) and `mask` (0 on ids that shall not
-        be trained).
+        An answer for each prompt, in the order of the prompts. An answer is vLLM's `RequestOutput`,
+        whose prompt ids and output ids together are the sequence, or a list of the ids after the
+        prompt. A sampler may instead return a dictionary with a list `ids` of such answers, and
+        optional lists `messages` (for each answer, the messages after the prompt) and `mask` (for
+        each answer, 0 for ids that must not be trained).
 
     Example:
         class AskTwice(RolloutSampler):
@@ -85,22 +88,23 @@ class _Answer:
     """A sampler's answer to one prompt."""
 
     ids: list[int]
-    """The whole sequence, or, unless `whole`, the ids after the prompt."""
+    """The whole sequence if `whole`, otherwise only the ids after the prompt."""
     whole: bool
     name: str = ""
-    """Name of the request whose output this is; "" for ids alone."""
+    """Name of the request whose output this is; "" if the sampler returned only ids."""
     messages: list[Message] | None = None
     mask: list[bool] = field(default_factory=list)
-    """Mask of the last ids: False on ids that shall not be trained."""
+    """Mask of the last ids: False for ids that must not be trained."""
     calls: list[tuple[SampledCall, int]] = field(default_factory=list)
-    """The calls that sampled the answer, in order, each with the number of its tokens in it."""
+    """The calls that sampled the answer, in order, each with the number of the call's tokens that
+    are in the answer."""
 
 
 class OneCall(Generic[_Item, _Result]):
     """Items that one call answers together; items may join until the call begins.
 
     Args:
-        work: Waits for the items by `complete`, and returns their answers in order.
+        work: Waits for the items with `complete`, and returns an answer for each item, in order.
         size: Maximum number of items.
     """
 
@@ -111,7 +115,7 @@ class OneCall(Generic[_Item, _Result]):
     ) -> None:
         self.is_open = True
         self._size = size
-        self._items: dict[object, _Item] = {}  # by keys of their own, because items may be equal
+        self._items: dict[object, _Item] = {}  # each has a unique key, as items may be equal
         self._keys: list[object] = []
         """Keys of the items that the call answers."""
         self._joined = asyncio.Event()
@@ -122,7 +126,7 @@ class OneCall(Generic[_Item, _Result]):
         return next(iter(self._items.values()))
 
     async def complete(self) -> list[_Item]:
-        """Wait until the batch is full, or no item comes for `QUIET_SECONDS`; return the items."""
+        """Wait until the batch is full, or no item joins for `QUIET_SECONDS`; return the items."""
         while self.is_open:
             self._joined.clear()
             if not await set_within(self._joined, QUIET_SECONDS):
@@ -131,7 +135,7 @@ class OneCall(Generic[_Item, _Result]):
         return list(self._items.values())
 
     async def answer(self, item: _Item) -> _Result:
-        """Add an item, and return its answer. When nobody waits any more, cancel the work."""
+        """Add an item, and return its answer. If no caller waits for an answer, cancel the work."""
         key = object()
         self._items[key] = item
         self.is_open = len(self._items) < self._size
@@ -147,7 +151,7 @@ class OneCall(Generic[_Item, _Result]):
 
 
 class SamplerLoop:
-    """Samples trajectories by `rollout.sampler`, in batches: all trajectories of a step, or those
+    """Samples trajectories with `rollout.sampler`, in batches: all trajectories of a step, or all
     that wait at the same time."""
 
     def __init__(self) -> None:
@@ -165,7 +169,8 @@ class SamplerLoop:
         batch = self._batch
         if batch is None or not batch.is_open or kind(batch.first) != kind(context):
             size = context.rollout.prompts_per_step * context.sampling.n
-            # In deterministic runs nothing may depend on the order of arrival: batches of one.
+            # In deterministic runs nothing may depend on the order of arrival, so each batch has
+            # one item.
             batch = self._batch = OneCall(self._sample, size if context.seed is None else 1)
         with context.timed("agent"), waiting(context.request_id, "sampler"):
             answer = await batch.answer(context)
@@ -227,8 +232,8 @@ class SamplerLoop:
 
 
 def load_sampler(path: str) -> Foreign:
-    """Return the callable (llm, prompts, sampling_params) of `rollout.sampler`; InputError when
-    there is none. Runs user code."""
+    """Return the callable (llm, prompts, sampling_params) that `rollout.sampler` names; raise
+    InputError if the name does not lead to one. Runs user code."""
     found: Foreign = load_object(path, KEY)
     try:
         found = found() if isinstance(found, type) else found
@@ -242,13 +247,14 @@ def load_sampler(path: str) -> Foreign:
             "whose method generate takes these"
         )
     names = ("llm", "prompts", "sampling_params")
-    if {*names} <= inspect.signature(sampler).parameters.keys():  # in whatever order
+    if {*names} <= inspect.signature(sampler).parameters.keys():  # in any order
         return lambda *given: sampler(**dict(zip(names, given, strict=True)))
     return sampler
 
 
 def _read(returned: Foreign, count: int, path: str) -> list[_Answer]:
-    """Read the answers that a sampler returned for `count` prompts. Runs user code."""
+    """Return the answers that a sampler returned for `count` prompts; raise InputError if they
+    have an unsupported form. Runs user code."""
     answers = []
     more: Mapping[str, Foreign] = returned if isinstance(returned, Mapping) else {"ids": returned}
     try:
@@ -279,9 +285,9 @@ def _find_calls(
     contexts: Sequence[RolloutContext],
     calls: Sequence[SampledCall],
 ) -> None:
-    """Find the calls that sampled each answer, and its messages, for display and rewards."""
-    # Equal ids may stand for different images. An answer that names a call has that call's images;
-    # otherwise its calls' images must begin with the images of its problem.
+    """Set the `calls` that sampled each answer, and its `messages`, for display and rewards."""
+    # Equal ids may be placeholders of different images. An answer that names a call has that call's
+    # images. Otherwise the images of the answer's calls must begin with the images of its problem.
     provenance, used = Provenance(images=False), set[int]()
     for call in calls:
         provenance.add(call.prompt, call.completion.token_ids)
@@ -311,7 +317,7 @@ def _find_calls(
 def _fits(
     images: Sequence[list[Image]], first: list[Image], shown: list[Image] | None, number: int
 ) -> bool:
-    """Return whether call `number` can have sampled an answer to the images `shown`; if these are
-    not known (None), to images that begin with the `first`."""
+    """Return whether call `number` can have sampled an answer to the images `shown`. If these are
+    not known (None), return whether the images of the call begin with the images `first`."""
     own = images[number]
     return own[: len(first)] == first if shown is None else shown[: len(own)] == own

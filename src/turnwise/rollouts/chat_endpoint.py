@@ -1,4 +1,4 @@
-"""Chat Completions of another model behind a URL, such as a judge or a simulated user."""
+"""Chat Completions of a second model behind a URL, such as a judge or a simulated user."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -12,7 +12,7 @@ from turnwise.core.optional import Foreign
 from turnwise.core.untrusted import AnswerError, read_answer
 from turnwise.trajectory.prefix import without_reasoning
 
-_MAX_TOKENS = 1 << 40  # a larger claim of a server is ignored: it fits no metric
+_MAX_TOKENS = 1 << 40  # a larger number from a server is ignored as wrong
 
 
 class _Choice(TypedDict):
@@ -34,9 +34,9 @@ async def complete(
     spent: Counter[str],
     check: Callable[[str], object] = bool,
 ) -> tuple[str, str | None]:
-    """Return the text of a model's answer without reasoning, and its finish_reason. `check` may
-    refuse a text with an AnswerError; retries and errors are as in `Endpoint.post`. Adds the
-    requests, retries and tokens to `spent`."""
+    """Return the text of a model's answer without reasoning, and the finish_reason. `check` may
+    reject a text by raising AnswerError; retries and errors are as in `Endpoint.post`. The numbers
+    of requests, retries and tokens are added to `spent`."""
 
     async def read(answer: bytes) -> tuple[str, str | None]:
         completion = read_answer(answer, _COMPLETION)

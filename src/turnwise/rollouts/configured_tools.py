@@ -1,4 +1,5 @@
-"""The tools of `rollout.tools`: each entry becomes a source, which makes a trajectory's tool."""
+"""The tools of `rollout.tools`: each entry becomes a `ToolSource`, a function that returns the tool
+or toolset for one trajectory."""
 
 import inspect
 from collections.abc import Sequence
@@ -17,7 +18,8 @@ from turnwise.tools.tool import is_toolset, is_toolset_factory
 
 
 def load_tools(entries: Sequence[ToolConfig]) -> list[ToolSource]:
-    """Return a source for each entry of `rollout.tools`; each is loaded once, when a run starts."""
+    """Return a source for each entry of `rollout.tools`; an entry is loaded once, when a run
+    starts."""
     sources: list[ToolSource] = []
     for entry in entries:
         if entry.use is not None:

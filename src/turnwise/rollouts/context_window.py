@@ -1,9 +1,10 @@
 """The part of a conversation that the model sees, shortened according to `rollout.context`.
 
 Sampled turns stay in the trajectory unchanged. A shortened conversation begins a branch with the
-fork reason `COMPACTED`. Turns that it takes over are context there, with their sampled ids, and
-are trained in the branch where they were sampled. A summary is the last turn of the branch before
-it, so it is trained with the trajectory's advantage (as in CompactionRL, arXiv 2607.05378).
+fork reason `COMPACTED`. Earlier turns that stay in the conversation are context in the new branch,
+with their sampled ids; they are trained in the branch where they were sampled. A summary is the
+last turn of the previous branch, so it is trained with the trajectory's advantage (as in
+CompactionRL, arXiv 2607.05378).
 """
 
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ from turnwise.trajectory.prefix import without_reasoning
 
 _KEY = "rollout.context.compact"
 COMPACTED = "compacted"
-"""Fork reason of a turn whose conversation was shortened, and event that counts such turns."""
+"""Fork reason of a turn whose conversation was shortened, and the event that counts such turns."""
 REQUEST = (
     "The conversation will be cut off here. Write down what you need to go on: what you have found "
     "out, what you have done, and what is left to do. You will see only the task and this summary."
@@ -33,33 +34,34 @@ REQUEST = (
 SUMMARY = "Summary of the conversation so far:\n{}"
 """Message that shows the model its summary, after the problem."""
 LEFT_OUT = "[left out to save room]"
-"""Content of a tool's result that is no longer shown."""
+"""Content that replaces a tool's result that is no longer shown."""
 
 
 class _Step(NamedTuple):
-    token_ids: list[int]  # what the model sampled
-    answer: Message  # the same, for people
+    token_ids: list[int]  # the ids that the model sampled
+    answer: Message  # the same answer as a message
     replies: list[Message]
 
 
 class ContextWindow:
-    """The conversation of one trajectory of `ToolCallingLoop`. It makes the prompts and samples the
-    turns; `tools` are described to the model."""
+    """The conversation of one trajectory of `ToolCallingLoop`. This class makes the prompts and
+    samples the turns; prompts describe `tools` to the model."""
 
     def __init__(self, context: RolloutContext, tools: Tools) -> None:
         self._context, self._tools = context, tools
         self._opening = [dict(message) for message in context.problem]
         self._steps: list[_Step] = []
-        self._new: Sequence[Message] = self._opening  # after the turn that the prompt continues
+        self._new: Sequence[Message] = self._opening  # since the turn that the prompt continues
         self.turns = 0
-        """Number of turns so far, summaries included."""
+        """Number of turns so far, including summaries."""
 
     async def first_prompt(self) -> Prompt:
-        """Return the prompt of the problem; raises as `RolloutContext.first_prompt` does."""
+        """Return the prompt of the problem; raise the errors of `RolloutContext.first_prompt`."""
         return await self._context.first_prompt(self._opening, tools=self._tools)
 
     async def sample(self, prompt: Prompt) -> Completion | None:
-        """Sample a turn; None, with the trajectory's status `context_full`, if there is no room."""
+        """Sample a turn. If there is no room for a turn, return None, and set the trajectory's
+        status to `context_full`."""
         shortens = self._context.rollout.context.compact is not None  # so several conversations
         completion = await self._context.sample(prompt, messages=self._new if shortens else ())
         self.turns += completion is not None
@@ -72,21 +74,21 @@ class ContextWindow:
         answer: Message,
         replies: Sequence[Message],
     ) -> Prompt | None:
-        """Return the prompt after a turn; above the limit, the prompt of a shortened conversation.
+        """Return the prompt after a turn, of a shortened conversation if it would exceed the limit.
 
         Args:
             prompt: The turn's prompt.
-            token_ids: What the turn sampled.
-            answer: The same as a message, for people and for prompts that have to be rendered.
-            replies: The messages that follow.
+            token_ids: The ids that the turn sampled.
+            answer: The turn as a message, for display and for prompts that must be rendered.
+            replies: The messages that follow the turn.
 
         Returns:
-            None if the trajectory ends with a summary that was cut off or had no room; its status
-            is set.
+            The prompt. If the trajectory ends with a summary that was cut off or had no room, None,
+            and the trajectory's status is set.
 
         Raises:
-            TrajectoryError: as `RolloutContext.next_prompt`; or `compaction_error`, when the user's
-                function fails or does not return messages.
+            TrajectoryError: as by `RolloutContext.next_prompt`; or with the reason
+                `compaction_error`, when the user's function fails or does not return messages.
         """
         context = self._context
         self._steps.append(_Step(token_ids, answer, list(replies)))
@@ -109,13 +111,14 @@ class ContextWindow:
         return following if shorter == conversation else await self._restart(shorter, [])
 
     async def _summarise(self, following: Prompt) -> Prompt | None:
-        """Ask for a summary, and continue with it; return `following` if there is no room for one.
+        """Ask for a summary, and return the prompt of a conversation that continues with it. If
+        there is no room for a summary, return `following`.
 
         If the last turn's results leave too little room for a summary, the summary does not cover
         that turn: the turn and its results follow it.
         """
         context, steps = self._context, self._steps
-        if context.rollout.max_turns - self.turns < 2:  # the last turn is for the answer
+        if context.rollout.max_turns - self.turns < 2:  # keep the last turn for the answer
             return following
         reason = context.fork_reason
         for kept in (steps[:0], steps[-1:])[: len(steps)]:
@@ -138,7 +141,8 @@ class ContextWindow:
         context.count(SUMMARISED)
         said = without_reasoning(context.template.decode(completion.token_ids))
         summary = SUMMARY.format(said.strip())
-        # As a user message: rewards look for answers in the model's, and a summary is no answer.
+        # This is a user message, because rewards look for answers in the model's messages, and a
+        # summary is not an answer.
         context.trajectory.messages.append({"role": "user", "content": summary})
         return await self._restart(_and_said(context.problem, summary), kept)
 
@@ -197,8 +201,8 @@ def _without_results(step: _Step) -> _Step:
 
 
 def _and_said(messages: Sequence[Message], text: str) -> list[Message]:
-    """Return messages with a text of the user at the end: in the last message if that is the
-    user's, because many templates refuse two user messages in a row."""
+    """Return messages with a text of the user at the end. If the last message is the user's, add
+    the text to it, because many templates refuse two user messages in a row."""
     *before, last = messages
     content, more = last.get("content"), f"\n\n{text}"
     if last["role"] == "user" and isinstance(content, str | list):

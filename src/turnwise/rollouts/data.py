@@ -1,8 +1,8 @@
 """Rows of data, from a JSON Lines, CSV or Parquet file, or a dataset on disk or on the Hub.
 
 A row is a dictionary of plain values. Rows of Parquet files, datasets and large JSON Lines and CSV
-files are made on access, so that a million rows take no more memory than a thousand; smaller files
-are read whole at the start.
+files are made on access, so that a million rows take no more memory than a thousand rows. Smaller
+files are read completely at the start.
 """
 
 import codecs
@@ -49,11 +49,11 @@ from turnwise.rollouts.row_images import holds_images, with_own_paths, with_urls
 from turnwise.rollouts.table_rows import is_of_table, own_keys
 
 _SAVED = ("state.json", "dataset_dict.json")
-"""Files that `save_to_disk` writes: for one split, or for several."""
+"""Files that `save_to_disk` writes: the first for one split, the second for several splits."""
 _EAGER_ROWS = 10_000
-"""Maximum number of rows that are all read at the start; more rows are read on access."""
-_EAGER_BYTES = 2**22  # maximum size of a file that is read at once
-_UNPACKED_BYTES = 2**20  # unpacked at a time
+"""Maximum number of rows to read at the start; if there are more, rows are read on access."""
+_EAGER_BYTES = 2**22  # maximum size of a file that is read at the start
+_UNPACKED_BYTES = 2**20  # number of bytes unpacked at a time
 
 
 def load_rows(
@@ -69,18 +69,18 @@ def load_rows(
     rows that meet it.
 
     Args:
-        path: A .jsonl or .json (one object a line, or one array), .csv, .tsv or .parquet file,
-            also compressed by gzip (.jsonl.gz), or a pattern of several (data/*.jsonl); a folder
-            that a dataset's `save_to_disk` wrote; a folder of data files or a dataset's name on the
-            Hub; a run folder, for the trajectories of its steps; or `worker: COMMAND`, for the
-            tasks that an agent's worker lists.
-        split: Split of a dataset that has several, or a slice, such as `train[:10%]`.
+        path: A .jsonl or .json (one object on each line, or one array), .csv, .tsv or .parquet
+            file, which may be compressed by gzip (.jsonl.gz); or a pattern that matches several
+            files (data/*.jsonl); a folder that a dataset's `save_to_disk` wrote; a folder of data
+            files; a dataset's name on the Hub; a run folder, for the trajectories of its steps; or
+            `worker: COMMAND`, for the tasks that an agent's worker lists.
+        split: Split of a dataset that has several splits, or a slice, such as `train[:10%]`.
         subset: Configuration name of a dataset on the Hub.
         agent_env: `rollout.agent_env`, for an agent's worker.
 
     Raises:
-        InputError: naming the file, dataset, split or line that cannot be used. A row that is read
-            only on access raises it then.
+        InputError: names the file, dataset, split or line that cannot be used. If rows are read on
+            access, the error about a row is raised on access.
     """
     if path == ENVIRONMENT:
         raise InputError("rows that an environment makes are read by load_training(config)")
@@ -105,15 +105,16 @@ def load_rows(
 def _first(
     rows: Sequence[Row], limit: int | None, read: Callable[[int], Row], condition: str | None
 ) -> Sequence[Row]:
-    """Return the first rows: a list, which finds mistakes early, unless they are many or have
-    images. With a condition, rows are read until enough of them meet it."""
+    """Return the first rows: as a list, so that mistakes are found early, or read on access if
+    there are many rows or the first one has images. With a condition, rows are read until enough
+    of them meet it."""
     if condition is not None:
-        # Trusted: the user's own code, like the classes that a configuration names.
+        # This is trusted like the user's own code, such as the classes that a configuration names.
         code = compile(condition, "data.filter", "eval")
 
         def meets(number: int) -> bool:
             fields = dict(read(number))
-            with suppress(Exception):  # such as for None >= 1
+            with suppress(Exception):  # such as the TypeError of None >= 1
                 return bool(eval(code, fields))
             return False
 
@@ -134,7 +135,8 @@ def load_training(
     config: Config, environment: EnvironmentType | None = None, split: str = "train"
 ) -> Problems | JoinedProblems:
     """Return the problems of data.path, joined if the run has several `environments`. If the path
-    is `environment`, the rows are made by `environment` (None: the configured one)."""
+    is the word `environment`, the argument `environment` makes the rows (None: the configured
+    environment makes them)."""
     parts = {}
     for name, part in config.parts().items():
         sets = part.data.eval_sets if split == "eval" else {}
@@ -157,16 +159,16 @@ def load_training(
 
 
 load_heldout = partial(load_training, split="eval")
-"""Return the problems of data.eval_path, or of all data.eval_sets, joined; if neither is set, the
-problems of data.path."""
+"""Return the problems of data.eval_path, or the joined problems of all data.eval_sets; if neither
+is set, the problems of data.path."""
 
 
 def _rows_of(
     data: DataConfig, rollout: RolloutConfig, make: Callable[[], EnvironmentType], split: str
 ) -> tuple[str, Sequence[Row], Callable[[Row], Row] | None]:
-    """Return the path and rows of one environment, which `make` returns, and a function to apply
-    to each row on access, or None. If the environment makes the rows itself, the split stands for
-    the path."""
+    """Return the path and the rows of one environment, and a function to apply to each row on
+    access (None if there is nothing to apply). `make` returns the environment. If the environment
+    makes the rows itself, the returned path is the name of the split."""
     if split == "eval" and data.eval_path is not None:
         path, part, limit = data.eval_path, data.eval_split, data.eval_limit
     elif data.path is not None:
@@ -188,15 +190,15 @@ def _rows_of(
     )
     if not data.allow_urls:
         return path, rows, None
-    # Images are fetched on each access to a row, in half of the time limit of reading it.
+    # Images are fetched on each access to a row, within half of the time limit for reading the row.
     return path, rows, partial(with_urls, seconds=rollout.environment_timeout / 2)
 
 
 def checked_rows(
     rows: Sequence[Row], name: str, limit: int | None, condition: str | None = None
 ) -> Sequence[Row]:
-    """Return the first rows that a program gave; each must be a dictionary. Errors call the rows
-    `name`."""
+    """Return the first `limit` of the rows that user code gave; each must be a dictionary. Errors
+    call the rows `name`."""
     if not len(rows):
         raise InputError(f"{name} has no rows")
 
@@ -220,7 +222,7 @@ def _naming_file(path: Path) -> Iterator[None]:
 
 
 def _read_file(path: Path, limit: int | None) -> Sequence[Row]:
-    """Return the first rows of a data file; a gzip file is unpacked to a temporary file."""
+    """Return the first `limit` rows of a data file; a gzip file is unpacked to a temporary file."""
     with _naming_file(path):
         read = _READERS[data_suffix(path)]
         if path.suffix != PACKED:
@@ -233,11 +235,11 @@ def _read_file(path: Path, limit: int | None) -> Sequence[Row]:
             except (EOFError, zlib.error) as error:
                 raise InputError(f"the data file {path} cannot be unpacked: {error}") from error
             unpacked.flush()
-            return read(path, limit, Path(unpacked.name))  # the rows keep it open
+            return read(path, limit, Path(unpacked.name))  # rows keep the file open
 
 
 def _read_json(path: Path, limit: int | None, own: Path) -> Sequence[Row]:
-    """Read one array of rows, or else JSON Lines."""
+    """Read a file that holds one JSON array of rows, or JSON Lines."""
     with own.open("rb") as file:
         if not file.read(64).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
             return _read_jsonl(path, limit, own)
@@ -283,9 +285,9 @@ def _read_jsonl(path: Path, limit: int | None, own: Path) -> Sequence[Row]:
 
 
 def _read_csv(path: Path, limit: int | None, own: Path) -> Sequence[Row]:
-    """Read rows whose fields the first line names; every value is text. All rows are checked at
-    once. If the first line of a .csv has no comma, the separator is a semicolon, as in many
-    countries' spreadsheets, or a tab."""
+    """Read rows whose fields the first line names; every value is text. All rows are checked now,
+    before any access. If the first line of a .csv file has no comma, the separator is a semicolon
+    (as spreadsheets write it in many countries) or a tab."""
     csv.field_size_limit(sys.maxsize)
     with own.open(encoding="utf-8-sig") as file:
         header, marks = file.readline(), "\t" if data_suffix(path) == ".tsv" else ",;\t"
@@ -337,12 +339,12 @@ def _rows_at(
     places: Iterable[tuple[int, int, int]],
     parse: Callable[[int, bytes], Row],
 ) -> Sequence[Row]:
-    """Return the rows at places: line number, first byte, and the byte after the last. Rows of a
-    large file are parsed on access.
+    """Return the rows at `places`, each a line number, the position of the row's first byte, and
+    the position after its last byte. Rows of a large file are parsed on access.
 
     Args:
-        path: The data file, for errors.
-        own: The file to read: the same, or the temporary file to which it was unpacked.
+        path: The data file, named in errors.
+        own: The file to read: the data file, or the temporary file to which it was unpacked.
     """
     found = array("Q")
     for place in places:
@@ -368,7 +370,7 @@ def _read_parquet(path: Path, limit: int | None, own: Path) -> Sequence[Row]:
     parquet = optional("pyarrow.parquet", "data", f"the Parquet file {path}")
 
     def mapped(file: Foreign) -> Foreign:
-        """Unpack the file to a temporary one, and map that into memory."""
+        """Write the file's rows to a temporary Arrow file, and map that file into memory."""
         with tempfile.NamedTemporaryFile(suffix=".arrow") as unpacked:
             with (
                 arrow.OSFile(unpacked.name, "wb") as out,
@@ -430,7 +432,7 @@ def _read_dataset(path: str, split: str, subset: str | None) -> Sequence[Row]:
 
 
 def _selected(splits: Mapping[str, Foreign], split: str, path: str) -> Foreign:
-    """Return a split, or the rows of a slice such as `test[:10%]`, as `load_dataset` does."""
+    """Return the rows of a split, or of a slice such as `test[:10%]`, as `load_dataset` does."""
     datasets = optional("datasets", "data", f"the dataset {path}")
     sizes = {name: len(dataset) for name, dataset in splits.items()}
     try:
@@ -444,10 +446,11 @@ def _selected(splits: Mapping[str, Foreign], split: str, path: str) -> Foreign:
 
 
 def given_rows(rows: Iterable[Row]) -> Iterable[Row]:
-    """Return the rows that a program gave; a Hugging Face dataset's as `load_rows` returns them."""
+    """Return the rows that a program gave; rows of a Hugging Face dataset are returned as
+    `load_rows` returns them."""
     if type(rows).__module__.partition(".")[0] != "datasets" or isinstance(rows, Mapping):
         return rows
     if not isinstance(rows, Sized):
-        return map(own_keys, rows)  # streamed
+        return map(own_keys, rows)  # a streamed dataset
     dataset = cast("Sequence[Row]", rows)  # indexed like a sequence
     return Lazy(len(dataset), lambda index: own_keys(dataset[index]))

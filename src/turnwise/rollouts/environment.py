@@ -1,8 +1,8 @@
 """Environments: the problem of a row of data, the tools to solve it with, and the reward.
 
 `Environment` is what users write against. The functions after it load an environment and read its
-attributes. An environment is user code of any class, so these functions turn a mistake in it into
-one sentence that names the row. `episode` plays an environment.
+attributes. An environment is user code of any class, so these functions turn a mistake in its code
+into one sentence that names the row. The module `episode` runs one episode in an environment.
 """
 
 import inspect
@@ -38,8 +38,8 @@ BEYOND_LIMIT = f"beyond the limit of ±{MAX_REWARD:g}; scale it down"
 Reply = str | Sequence[Message] | None
 """An environment's answer to the model: a text (one message of the user), messages, or None."""
 Move = Mapping[str, str | Sequence[Message]]
-"""In a game: `{player: reply}`, the player who moves next and the reply that this player reads
-first; an empty reply adds nothing."""
+"""In a game, `{player: reply}`: the player who moves next, and the reply that this player reads
+first. An empty reply adds no message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +54,14 @@ class Rewards:
     final: float = 0.0
     """Reward of the whole trajectory, earned at its end."""
     turns: Sequence[float] = ()
-    """Reward of each turn of the model, in the order of `trajectory.turns`; missing ones are 0. If
-    some turns are summaries (`rollout.context`), give a reward for every turn, or for none."""
+    """Reward of each turn of the model, in the order of `trajectory.turns`; missing rewards at the
+    end count as 0. If some turns are summaries (`rollout.context`), give a reward for every turn,
+    or give none at all."""
     parts: Mapping[str, float] = field(default_factory=dict)
-    """Further rewards of the whole trajectory, by name; metrics show their means."""
+    """Further rewards of the whole trajectory, by name; metrics show the mean of each."""
     players: Mapping[str, float] = field(default_factory=dict)
-    """With `Environment.players`: each player's own reward, added to `final` and `parts`, which
-    are common to all, and to the player's own `turns`."""
+    """With `Environment.players`: each player's own reward. It is added to `final` and `parts`,
+    which all players share, and to the rewards of the player's own `turns`."""
 
     @property
     def total(self) -> float:
@@ -71,24 +72,24 @@ class Rewards:
 class Environment:
     """A problem, the tools to solve it with, and its reward; one instance for each trajectory.
 
-    Only `__init__` and `problem` are required, and a class of this shape need not inherit from
-    this one. Every method may be plain or `async`: plain ones run in threads, coroutines on one
-    event loop that all user code shares. `rollout.stall_timeout` limits a call of `reward`, and
-    `rollout.environment_timeout` each other call.
+    Only `__init__` and `problem` are required. A class with these methods and attributes need not
+    inherit from `Environment`. Every method may be plain or `async`: plain methods run in threads,
+    and coroutines run on one event loop that all user code shares. `rollout.stall_timeout` limits
+    each call of `reward`, and `rollout.environment_timeout` limits each call of another method.
 
     Attributes:
-        problem: The messages that the model answers; a string is one message of the user. Read
+        problem: The messages that the model answers; a string becomes one user message. Read
             after `setup`.
         tools: Functions, `Tool` objects, toolsets, tools of other frameworks, or descriptions in
-            OpenAI's format, which `call_tool` answers. Read after `setup`.
+            OpenAI's format of tools that `call_tool` runs. Read after `setup`.
         players: For the loop `self_play`, where the policy plays all sides of a game: the opening
             messages of each player by name, in place of `problem`. The first player begins.
         policies: In a run with several policies (`rollout.policies`): the policy of each player, by
             the player's name. `base` is the model without an adapter, which is not trained. A
             player whose name is also a policy's name needs no entry.
         done: Set to True, for example by a tool, to end the trajectory after the turn's tool calls.
-        current_turn: Index of the model's latest turn, which tool calls and `step` answer; -1
-            before the first. Loops set it; use it to reward turns.
+        current_turn: Index of the model's latest turn, to which tool calls and `step` respond; -1
+            before the first turn. Loops set it; use it to reward turns.
 
     Example:
         class Weather(turnwise.Environment):
@@ -121,18 +122,19 @@ class Environment:
 
     @classmethod
     def prompt(cls, row: Row) -> Reply:
-        """Return the problem of a row, if it depends on the row alone; None if it does not.
+        """Return the problem of a row if it depends only on the row, otherwise None.
 
-        With this method, rows whose prompt is too long are left out before an environment is built.
+        If this returns the problem, a row whose prompt is too long is left out before its
+        environment is built.
         """
         return None
 
     @classmethod
     def rows(cls, split: str) -> Sequence[Row]:
-        """Return rows that the environment makes itself: `data.path: environment`.
+        """Return rows that the environment makes itself; used with `data.path: environment`.
 
         Args:
-            split: `train` for data.path, `eval` for data.eval_path: held-out rows.
+            split: `train` for data.path, or `eval` for data.eval_path (held-out rows).
         """
         raise NotImplementedError(f"{cls.__name__} makes no rows")
 
@@ -150,10 +152,11 @@ class Environment:
     def step(self, message: Message) -> Reply | Move | Awaitable[Reply | Move]:
         """Answer a turn of the model that called no tool; None ends the trajectory.
 
-        With `players`, the message's `name` is the player who wrote it, and the answer is
+        With `players`, the message's `name` is the player who wrote the message, and the answer is
         `{player: reply}`: the player who moves next, and the reply that this player reads first.
 
-        Called by the loop `tool_calling`, also after the last turn that `rollout.max_turns` allows.
+        The loop `tool_calling` calls this method also after the last turn that
+        `rollout.max_turns` allows.
         Without this method, a turn that calls no tool ends the trajectory.
         """
         return None
@@ -161,7 +164,7 @@ class Environment:
     def reward(self, trajectory: Trajectory) -> float | Rewards | Awaitable[float | Rewards]:
         """Return the reward of the finished trajectory.
 
-        Not needed if `rollout.rewards` lists other rewards only.
+        Not needed if `rollout.rewards` lists only other kinds of rewards.
         """
         raise NotImplementedError(f"{type(self).__name__} has no reward")
 
@@ -174,13 +177,13 @@ class Environment:
     def close(self) -> Awaitable[None] | None:
         """Release what `setup` opened; called once for each environment that was built.
 
-        It is also called after a failure, a timeout or Ctrl-C. A plain method that missed its
-        deadline may then still be running in its thread.
+        This is also called after a failure, a timeout or Ctrl-C. If a plain method missed its
+        deadline, it may still be running in its thread during `close`.
         """
         return None
 
     def _plain_text(self, trajectory: Trajectory) -> str | None:
-        """For adapters: return the whole text of a trajectory that is no chat."""
+        """For adapters: return the whole text of a trajectory that is not a chat."""
         return None
 
     def _group_ended(self) -> None:
@@ -190,8 +193,8 @@ class Environment:
 class AgentTask(Environment):
     """A row that only the agent understands, such as the number of one of its tasks.
 
-    The agent reports the reward, so `rollout.agent_rewards` must be true. The row's field `prompt`,
-    if there is one, is the problem in logs and pictures.
+    The agent reports the reward, so `rollout.agent_rewards` must be true. If the row has a field
+    `prompt`, logs and pictures show it as the problem.
 
     Example:
         environment: turnwise:AgentTask
@@ -222,8 +225,8 @@ ADAPTERS = {
     "trl": "turnwise.compat.trl.environment:load_trl",
     "verifiers": "turnwise.compat.verifiers:VerifiersEnvironments",
 }
-"""Environments of other systems, `NAME:ADDRESS`: by name, the path of the function that returns the
-environment of an address."""
+"""Environments of other systems, written `NAME:ADDRESS` in the configuration. For each NAME: the
+path of the function that returns the environment at an ADDRESS."""
 
 
 def load_environment(path: str | None) -> EnvironmentType:
@@ -238,7 +241,8 @@ def load_environment(path: str | None) -> EnvironmentType:
 def with_arguments(
     environment: EnvironmentType, arguments: Mapping[str, object]
 ) -> EnvironmentType:
-    """Return an environment type with `environment_args`; InputError if it does not take them."""
+    """Return an environment type with `environment_args` bound to it; raise InputError that names
+    an argument which the type does not take."""
     if not arguments:
         return environment
     taken = _keywords_of(environment)
@@ -272,8 +276,8 @@ def _keywords_of(function: Callable[..., object]) -> list[str] | None:
 
 
 def make_rows(factory: EnvironmentType, split: str) -> Sequence[Row]:
-    """Return the rows that an environment makes itself for a split, `train` or `eval`. Its `rows`
-    gets only those `environment_args` that it takes. Runs user code."""
+    """Return the rows that an environment makes itself for a split, `train` or `eval`. Its method
+    `rows` gets only the `environment_args` that the method takes. Runs user code."""
     kind, name = type_of(factory), name_of(factory)
     rows = own_method(kind, "rows")
     if rows is None:
@@ -311,12 +315,13 @@ def naming_row(where: str, row: Row, passing: tuple[type[Exception], ...] = ()) 
         failure = ordinary_error(error)
         message = f"{where}: the environment failed: {describe_error(failure)}"
         if isinstance(error, KeyError) and error.args and error.args[0] not in row:
-            message += f"; the row has: {', '.join(map(str, row))}"  # perhaps it lacks this one
+            message += f"; the row has: {', '.join(map(str, row))}"  # it may lack this field
         raise InputError(message) from failure
 
 
 def own_method(environment: object, name: str) -> Callable[..., Foreign] | None:
-    """Return a method that an environment, or its class, defines; None for `Environment`'s own."""
+    """Return a method that an environment or its class defines; None if the method is missing or is
+    the default of `Environment`."""
     method: Callable[..., Foreign] | None = getattr(environment, name, None)
     default = getattr(Environment, name)
     plain, default = (getattr(each, "__func__", each) for each in (method, default))
@@ -325,7 +330,7 @@ def own_method(environment: object, name: str) -> Callable[..., Foreign] | None:
 
 def read_problem(environment: object) -> tuple[list[Message], dict[str, list[Message]]]:
     """Return an environment's problem and, if it is a game, the opening messages of each player;
-    the first player's opening messages are then the problem."""
+    in a game, the first player's opening messages are the problem."""
     kind = type(environment).__name__
     given = _attribute(environment, "players")
     if not given:
@@ -340,7 +345,7 @@ def read_problem(environment: object) -> tuple[list[Message], dict[str, list[Mes
 
 
 def read_policies(environment: object) -> dict[str, str]:
-    """Return the policies that a game names, by player."""
+    """Return the name of the policy that a game gives each player, by the player's name."""
     given = _attribute(environment, "policies") or {}
     named = isinstance(given, Mapping) and all(isinstance(n, str) for n in given.values())
     if not named:
@@ -364,7 +369,7 @@ def read_move(move: object, players: Collection[str], what: str) -> tuple[str, l
 
 
 def read_messages(value: object, what: str) -> list[Message]:
-    """Return a text or messages of user code as messages; `what` names the value in errors."""
+    """Return a text or messages from user code as messages; errors call the value `what`."""
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     given = value if is_list(value) else []
@@ -379,7 +384,7 @@ def read_messages(value: object, what: str) -> list[Message]:
 
 
 def read_tools(environment: object) -> tuple[list[ToolFunction | Tool], list[Toolset]]:
-    """Return an environment's tools, and its toolsets, which are not open yet."""
+    """Return an environment's tools, and its toolsets, which the caller must open."""
     owner, given = type(environment).__name__, _attribute(environment, "tools")
     if given is None:
         return [], []
@@ -391,7 +396,7 @@ def read_tools(environment: object) -> tuple[list[ToolFunction | Tool], list[Too
         if not isinstance(tool, type) and is_toolset_factory(tool):
             made: object = tool.toolset()
         else:
-            made = adopted(tool, environment)  # of other frameworks
+            made = adopted(tool, environment)  # converts tools of other frameworks
         if not isinstance(made, type) and is_toolset(made):
             toolsets.append(made)
         elif isinstance(made, Tool):
@@ -427,7 +432,7 @@ def read_tools(environment: object) -> tuple[list[ToolFunction | Tool], list[Too
 
 
 def _attribute(environment: object, name: str) -> object:
-    """Return an attribute, None if it is missing; an error inside a property is raised."""
+    """Return an attribute, or None if it is missing; an error inside a property is raised."""
     try:
         return getattr(environment, name)
     except AttributeError as error:
@@ -446,7 +451,7 @@ def read_rewards(value: object, who: str, trajectory: Trajectory) -> Rewards:
         return Rewards(read_reward(value, who))
     given, turns = len(value.turns), len(trajectory.turns)
     summaries = trajectory.events[SUMMARISED]
-    if given > turns or (given < turns and given and summaries):  # summaries shift turns
+    if given > turns or (given < turns and given and summaries):  # they shift the turns
         why = f"{who} gave {given} turn rewards for {turns} turns"
         if summaries:
             why += f", {summaries} of them summaries: give one for each, by its `current_turn`"
@@ -460,8 +465,8 @@ def read_rewards(value: object, who: str, trajectory: Trajectory) -> Rewards:
 
 
 def read_reward(value: object, who: str) -> float:
-    """Return a number of any kind (bool, NumPy's, a tensor of one) as a float; fail as
-    `reward_error` when it is not a finite number, or is beyond `MAX_REWARD`."""
+    """Return a number of any type (bool, NumPy number, tensor of one value) as a float. Raise
+    TrajectoryError `reward_error` if it is not finite, or its size is above `MAX_REWARD`."""
     number = finite_number(value)
     if number is not None and abs(number) <= MAX_REWARD:
         return number
@@ -481,10 +486,10 @@ def read_metrics(values: object, what: str) -> dict[str, float]:
 
 
 def finite_number(value: object) -> float | None:
-    """Return a number of any kind as a float; None if it is not finite, or no number."""
+    """Return a number of any type as a float; None if it is not finite, or not a number."""
     number = math.nan
     if isinstance(value, SupportsFloat | SupportsIndex):  # not text, which float() would read
-        # An integer may be too large for a float; a tensor of many raises RuntimeError.
+        # An integer may be too large for a float; a tensor of many values raises RuntimeError.
         with suppress(TypeError, ValueError, OverflowError, RuntimeError):
             number = float(value)
     return number if math.isfinite(number) else None

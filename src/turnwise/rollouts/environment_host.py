@@ -1,9 +1,9 @@
 """The process of one environment, forked for each episode (`rollout.environment_process`).
 
 `python -m turnwise.rollouts.environment_host LISTENER ALIVE FILE` imports the environment's module
-once, and is forked for each episode. The fork plays an `Episode` for its driver, a `RemoteEpisode`.
-The problem and the requests are pickles, which only the driver writes. Answers are JSON, because a
-model's code may run here; images in answers are data: URLs.
+once, and is forked for each episode. The fork runs an `Episode` for a `RemoteEpisode` in the driver
+process. The problem and the requests are pickles, which only the driver writes. Answers are JSON
+and not pickles, because code of the model may run here; images in answers are data: URLs.
 """
 
 import asyncio
@@ -36,19 +36,19 @@ if TYPE_CHECKING:
     from turnwise.rollouts.environment import EnvironmentType
     from turnwise.trajectory import Message, Trajectory
 
-_FLUSH_SECONDS = 2.0  # time to send the spans of the environment's own code at its end
-_ERROR_CHARS = 20_000  # number of characters of an error, and of its traceback, that are sent
+_FLUSH_SECONDS = 2.0  # time to send the trace spans of the environment's code at the end
+_ERROR_CHARS = 20_000  # maximum number of characters sent of an error, and of its traceback
 
 
 def main() -> None:
     """Import the environment, then fork for each episode until the driver ends."""
     listener, alive = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])
     factory, rollout = pickle.loads(Path(sys.argv[3]).read_bytes())
-    make_toolbox([main], rollout)  # describing a first tool imports modules, for all forks
+    make_toolbox([main], rollout)  # its first use imports modules: once, for all forks
     spans.import_opentelemetry()
     gc.freeze()
     received = serve(listener, alive, end_groups=True)
-    if received is not None:  # in a fork
+    if received is not None:  # this process is a fork
         *standard, descriptor = received[1]
         for number in standard:
             os.close(number)
@@ -60,7 +60,7 @@ async def _answer_all(
     connection: socket.socket, factory: "EnvironmentType", rollout: RolloutConfig
 ) -> None:
     """Read the problem, then answer requests concurrently until the driver disconnects."""
-    os.setsid()  # processes that the environment starts end with it
+    os.setsid()  # processes of the environment end with this one
     draw_anew()
     connection.setblocking(False)
     reader, writer = await asyncio.open_connection(sock=connection)
@@ -82,7 +82,7 @@ async def _answer_all(
         player = _Player(Episode(factory, await received(), rollout), rollout)
         while True:
             request = await received()
-            if request[1] == "close":  # nothing that still runs may see a closed environment
+            if request[1] == "close":  # no running call may see a closed environment
                 for task in tasks:
                     task.cancel()
             tasks.add(task := asyncio.create_task(answer(*request)))
@@ -99,7 +99,7 @@ class _Player:
         """Return the value of a method of this class or of the episode, or its error, as JSON."""
         try:
             if method != "close":
-                self.episode.turn_ended(turn)  # may run code of the environment
+                self.episode.turn_ended(turn)  # may run the environment's code
             own = getattr(self, method, None)
             value = await (own or getattr(self.episode, method))(*arguments)
             json.dumps(value, allow_nan=False, default=data_url)
@@ -124,7 +124,7 @@ class _Player:
         return self._known()
 
     def _known(self) -> JsonObject:
-        """Return the part of the episode that the driver must know (`remote_episode.Opened`)."""
+        """Return the attributes of the episode that the driver needs (`remote_episode.Opened`)."""
         names = "name", "problem", "players", "policies", "steps", "measures", "rewards"
         known = {name: getattr(self.episode, name) for name in names}
         return known | {"schemas": self.episode.toolbox.schemas}

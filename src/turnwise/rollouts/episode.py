@@ -1,11 +1,12 @@
-"""An episode: one environment from its making to its close, all of it outside the run's event loop.
+"""An episode: the use of one environment, from build to close, outside the run's event loop.
 
     build -> setup -> problem and tools -> step ... -> reward -> metrics -> close
 
 All plain methods of one environment run in the same thread, which only this episode uses. Each call
-has the deadline `rollout.environment_timeout`, and the reward `rollout.stall_timeout`. A failed
-call fails the trajectory with a `TrajectoryError` that names the row: `environment_error` or
-`environment_timeout`, or `reward_error` for the reward. A failed `close` is only counted.
+has the deadline `rollout.environment_timeout`, except that `reward` has `rollout.stall_timeout`. A
+failed call fails the trajectory with a `TrajectoryError` that names the row. Its reason is
+`environment_error` or `environment_timeout`, or `reward_error` for the reward. A failed `close` is
+only counted.
 """
 
 import asyncio
@@ -61,20 +62,21 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 PREVIEW_CALLS = 3
-"""Number of calls in a preview, each with the deadline: one builds the environment and sets it up,
-one reads it, and one closes it."""
-STALL_KEY = "rollout.stall_timeout"  # key of the deadline of a reward
+"""Number of calls in a preview, each with its own deadline: one call builds the environment and
+sets it up, one call reads its attributes, and one call closes it."""
+STALL_KEY = "rollout.stall_timeout"  # configuration key of the deadline for a reward
 ToolSource = Callable[[], ToolFunction | Tool | Toolset]
-"""Returns the tool or toolset of an entry of `rollout.tools` for one episode. The episode opens and
-closes a toolset, or never opens it. May be user code."""
+"""Function that returns the tool or toolset of one entry of `rollout.tools` for one episode. It may
+be user code. The episode opens and closes a toolset, or never opens it."""
 Report = Callable[[str, Exception], Awaitable[None]]
-"""Receives the reason and the error of a call whose failure does not end the trajectory."""
+"""Function that gets the reason and the error of a failed call that does not end a trajectory."""
 
 
 class Episode:
-    """One environment in use, in threads of this process; `playing` opens and closes it.
+    """One environment in use, in threads of this process; `playing` opens and closes the episode.
 
-    `RemoteEpisode` overrides the methods that touch the environment; `rollout.tools` stay here.
+    `RemoteEpisode` overrides the methods that use the environment; the tools of `rollout.tools`
+    run in this process in both cases.
     """
 
     def __init__(
@@ -87,22 +89,23 @@ class Episode:
         self.where = problem.id  # name of the row, for messages
         self.name = "the environment"  # name of the environment's class, once it is open
         self.environment: Foreign = None
-        """The environment as agent loops get it; None until it is open."""
+        """The environment that agent loops get; None until it is built."""
         self.problem: list[Message] = []
         self.players: dict[str, list[Message]] = {}
-        """Opening messages of each player of a game; the first player's are also the problem."""
+        """Opening messages for each player of a game; the first player's messages also serve as the
+        problem."""
         self.policies: dict[str, str] = {}
-        """Policies that the environment names, by player."""
+        """Name of the policy that the environment gives each player, by player."""
         self.toolbox = make_toolbox([], rollout)
-        """The environment's tools, and those of `rollout.tools`."""
-        self.rewards = True  # whether the environment has its own reward, once known
+        """The environment's tools, and the tools of `rollout.tools`."""
+        self.rewards = True  # whether the environment has its own reward; True until known
         self.steps = False  # whether the environment answers turns that call no tool
-        self.measures = False  # whether the environment has metrics of its own
+        self.measures = False  # whether the environment has its own metrics
         self._factory = factory
         self._row = problem.row
         self._rollout = rollout
         self._sources = tools
-        self._thread = UserThread()  # of the environment's plain calls
+        self._thread = UserThread()  # runs the environment's plain methods
         self._own: Sequence[ToolFunction | Tool] = ()  # the environment's own tools
         self._tools: list[ToolFunction | Tool] = []
         self._toolsets: list[Toolset] = []
@@ -115,12 +118,13 @@ class Episode:
         await self._open_toolsets()
 
     async def preview(self, *, set_up: bool) -> bool:
-        """Open the environment without toolsets, and close it; return whether this showed its
-        problem and all its tools. Unless `set_up`, an environment with a `setup` is only built.
+        """Open the environment without toolsets, and close it; return whether its problem and all
+        its tools are now known. If not `set_up`, an environment with a `setup` is only built.
 
         Raises:
-            InputError: naming the row of an environment that cannot be used, or misses a deadline.
-            TrajectoryError: that the environment itself raises, such as for a server that is away.
+            InputError: when the environment cannot be used, or misses a deadline; names the row.
+            TrajectoryError: when the environment itself raises this error, for example because a
+                server cannot be reached.
         """
 
         async def report(_: str, error: Exception) -> None:
@@ -137,11 +141,12 @@ class Episode:
         return known and not unopened
 
     async def _begin(self, *, set_up: bool = True) -> bool:
-        """Build the environment, set it up, and read its problem and tools; return whether they
-        were read. Unless `set_up`, an environment with a `setup` is only built."""
+        """Build the environment, set it up, and read its problem and tools; return whether problem
+        and tools were read. If not `set_up`, an environment with a `setup` is only built."""
 
         def begin() -> Awaitable[object] | None:
-            """Build the environment, and read it unless its `setup` is async: then return that."""
+            """Build the environment. If its `setup` is async, return the awaitable, otherwise read
+            problem and tools."""
             self.environment = self._factory(self._row)
             self._find_methods()  # so that `close` runs even if `setup` fails
             setup = own_method(self.environment, "setup")
@@ -160,7 +165,7 @@ class Episode:
         return bool(self.problem)
 
     def prompt(self) -> list[Message] | None:
-        """Return the messages that the class knows from the row alone; None if it knows none. Call
+        """Return the messages that the class makes from the row alone, or None if it cannot. Call
         this in a thread."""
         if (prompt := own_method(type_of(self._factory), "prompt")) is None:
             return None
@@ -170,7 +175,7 @@ class Episode:
             return None if reply is None else read_messages(reply, what)
 
     def _learn(self) -> None:
-        self._find_methods()  # `setup` may have set them
+        self._find_methods()  # again, because `setup` may have set some
         try:
             problem, self.players = read_problem(self.environment)
             self.policies = read_policies(self.environment)
@@ -182,7 +187,7 @@ class Episode:
         self.problem = problem
 
     def _find_methods(self) -> None:
-        """Find the environment's own methods; looking one up may be user code."""
+        """Find the environment's own methods; looking up a method may run user code."""
         self.name = type(self.environment).__name__
         self.steps = own_method(self.environment, "step") is not None
         self.measures = own_method(self.environment, "metrics") is not None
@@ -192,7 +197,8 @@ class Episode:
     def _offer(
         self, tools: Sequence[ToolFunction | Tool], toolsets: Sequence[Toolset] = ()
     ) -> None:
-        """Offer an environment's tools and those of `rollout.tools`; toolsets are opened later."""
+        """Offer an environment's tools and the tools of `rollout.tools`; toolsets are opened
+        later."""
         self._own, self._tools, self._toolsets = tools, [*tools], [*toolsets]
         for source in self._sources:
             if is_toolset(tool := source()):
@@ -223,8 +229,8 @@ class Episode:
     async def step(
         self, message: Message, *, game: bool = False
     ) -> tuple[str, list[Message]] | None:
-        """Return the player who moves next ("" if it is no game), and the messages that the model
-        reads first; None ends the trajectory. In a game, `message` has the player's `name`."""
+        """Return the player who moves next ("" if it is not a game), and the messages that the
+        model reads next; None ends the trajectory. In a game, `message` has the player's `name`."""
         reply = await self._call("step", self.environment.step, message) if self.steps else None
         if reply is None:
             return None
@@ -232,11 +238,11 @@ class Episode:
         if game:
             return await self._read("step", lambda: read_move(reply, self.players, what))
         if isinstance(reply, str):
-            return "", read_messages(reply, what)  # runs no user code
+            return "", read_messages(reply, what)  # not in a thread: this runs no user code
         return "", await self._read("step", lambda: read_messages(reply, what))
 
     async def done(self) -> bool:
-        known = inspect.getattr_static(self.environment, "done", None)  # runs no user code
+        known = inspect.getattr_static(self.environment, "done", None)  # without user code
         if isinstance(known, bool):
             return known
         return bool(
@@ -244,10 +250,11 @@ class Episode:
         )
 
     async def reward(self, trajectory: Trajectory) -> Rewards:
-        """Return the environment's reward of a finished trajectory; fails as `reward_error`."""
+        """Return the environment's reward of a finished trajectory; raise TrajectoryError
+        `reward_error` if it fails."""
         seconds, name = self._rollout.stall_timeout, "the environment's reward"
         who, where = "the environment", ""
-        if self.name != who:  # it is open
+        if self.name != who:  # the environment was built
             who = f"{who} {self.name}"
             where = defined_at(inspect.getattr_static(self.environment, "reward", None))
         async with user_errors("reward_error", f"{who} gave no reward: ", (TrajectoryError,)):
@@ -268,14 +275,15 @@ class Episode:
         return await self._read("metrics", lambda: read_metrics(values, f"{self.name}.metrics"))
 
     def read(self, trajectory: Trajectory) -> Sequence[Message] | str:
-        """Return the messages of a trajectory, or its whole text if it is no chat, for reward
-        models and judges to read."""
+        """Return the messages of a trajectory, or its whole text if it is not a chat; reward models
+        and judges read this."""
         environment = self.environment
         own = isinstance(environment, Environment) and environment._plain_text(trajectory)
         return own or trajectory.messages
 
     def release(self) -> None:
-        """Release what the environment shares, now that its whole group has been rewarded."""
+        """Release what the environment shares with its group; call this when the whole group has
+        been rewarded."""
         if isinstance(self.environment, Environment):
             self.environment._group_ended()
 
@@ -298,7 +306,7 @@ class Episode:
     async def _call(
         self, what: str, function: Callable[..., Foreign], *arguments: object, own: bool = True
     ) -> Foreign:
-        """Call a function as `_ask` does; whatever it raises fails the trajectory."""
+        """Call a function as `_ask` does; any error that it raises fails the trajectory."""
         async with self._failing(what):
             value = await self._ask(what, function, *arguments, own=own)
         return value
@@ -306,7 +314,7 @@ class Episode:
     async def _ask(
         self, what: str, function: Callable[..., Foreign], *arguments: object, own: bool = True
     ) -> Foreign:
-        """Call a function: the environment's `own`, in its thread if plain, or a toolset's."""
+        """Call a function of the environment (`own`; in its thread if plain), or of a toolset."""
         return await call_user_code(
             function,
             *arguments,
@@ -331,7 +339,7 @@ class Episode:
             raise TrajectoryError("environment_error", message) from error
 
     async def _read(self, what: str, read: Callable[[], _T]) -> _T:
-        """Read what the environment gave, which may run its code; an error names the row."""
+        """Read a value that the environment gave, which may run its code; errors name the row."""
         value: _T = await self._call(what, self._named(read))
         return value
 
@@ -344,8 +352,8 @@ class Episode:
 
 
 async def rewards_of(value: object, who: str, trajectory: Trajectory, seconds: float) -> Rewards:
-    """Return a reward of any type with plain numbers, as `read_rewards` does. Reading types other
-    than Python's numbers may run user code, for at most `seconds`."""
+    """Return a reward of any type as `Rewards` with plain numbers. Unless its type is one of
+    Python's numbers, reading it may run user code, for at most `seconds`."""
     if type(value) in (bool, int, float):
         return Rewards(read_reward(value, who))
     try:
@@ -358,7 +366,7 @@ async def rewards_of(value: object, who: str, trajectory: Trajectory, seconds: f
 
 @asynccontextmanager
 async def playing(episode: Episode, clock: StallClock, report: Report) -> AsyncIterator[Episode]:
-    """Open an episode for the length of an `async with` block; it is always closed."""
+    """Open an episode for an `async with` block, and always close it at the end."""
     try:
         with waiting(episode.where, "environment"), clock.held():
             await episode.open()
@@ -366,7 +374,7 @@ async def playing(episode: Episode, clock: StallClock, report: Report) -> AsyncI
     finally:
         with clock.held():
             closing, cancelled = asyncio.ensure_future(episode.close(report)), False
-            while not closing.done():  # this task's cancellation must not end it
+            while not closing.done():  # cancelling this task must not stop it
                 try:
                     await asyncio.shield(closing)
                 except asyncio.CancelledError:

@@ -1,8 +1,8 @@
 """Results of an evaluation: accuracy, pass@k and mean@k.
 
-A trajectory is correct if its reward is at least `eval.success_reward`, up to rounding; dropped
-ones count as wrong. If rewards are not 0 or 1, set that key to the reward of an answer that counts
-as correct; `reward_mean` does not depend on it.
+A trajectory is correct if its reward is at least `eval.success_reward`, up to rounding; a dropped
+trajectory counts as wrong. If rewards are not 0 or 1, set `eval.success_reward` to the lowest
+reward of a correct answer; `reward_mean` does not depend on this key.
 """
 
 import asyncio
@@ -35,8 +35,9 @@ logger = logging.getLogger(__name__)
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Return the probability that `k` of `n` attempts, without replacement, include one of `c`
-    correct ones: the unbiased estimator of Chen et al., arXiv 2107.03374, equation 1."""
+    """Return the probability that `k` of `n` attempts, drawn without replacement, include at least
+    one of the `c` correct attempts: the unbiased estimator of Chen et al., arXiv 2107.03374,
+    equation 1."""
     assert 0 <= c <= n
     assert 1 <= k <= n
     return 1.0 - comb(n - c, k) / comb(n, k)
@@ -48,9 +49,9 @@ def mean_at_k(right: Sequence[bool], k: int) -> float:
 
 
 class Scores:
-    """Means over groups of `n` attempts each, which are added one by one.
+    """Means over groups of `n` attempts each; groups are added one by one.
 
-    Attempts to which no reward applies are left out; failed attempts count as wrong.
+    An attempt to which no reward applies is left out; a failed attempt counts as wrong.
     """
 
     def __init__(self, n: int, success_reward: float) -> None:
@@ -81,10 +82,10 @@ class Scores:
             self._at_k[f"mean@{k}"] += mean_at_k(right, k)
 
     def summary(self) -> dict[str, float]:
-        """Return `accuracy` over all attempts, `reward_mean` over those that were not dropped, and
-        `pass@k` and `mean@k` over the groups with at least k attempts. k is each power of two below
-        `n`, and `n` itself, except those above every group's attempts. `accuracy` and `reward_mean`
-        are 0 without attempts."""
+        """Return `accuracy` over all attempts, `reward_mean` over the attempts that were not
+        dropped, and `pass@k` and `mean@k` over the groups with at least k attempts. k is each power
+        of two below `n`, and `n` itself; a k for which no group has enough attempts is left out.
+        `accuracy` and `reward_mean` are 0 if there are no attempts."""
         groups = {name: self._groups[int(name.partition("@")[2])] for name in self._at_k}
         at_k = {name: self._at_k[name] / count for name, count in groups.items() if count}
         return {
@@ -99,8 +100,8 @@ class Evaluation:
     """The results of the model on held-out problems."""
 
     trajectories: Sequence[Trajectory]
-    """The finished trajectories, in the problems' order; if they are in a file, each is read on
-    access."""
+    """The finished trajectories, in the order of the problems; if a file holds them, each is read
+    on access."""
     finished: int
     dropped: Counter[str]  # number of dropped trajectories, by reason
     sampled_tokens: int  # number of sampled tokens of the finished trajectories
@@ -108,13 +109,13 @@ class Evaluation:
     summary: dict[str, float]  # results as `Scores.summary` returns them
     env: dict[str, float] = field(default_factory=dict)
     """Mean of each number that the environments' `metrics` return, over the finished trajectories
-    that return it."""
+    for which it was returned."""
     environments: dict[str, dict[str, float]] = field(default_factory=dict)
-    """The summary of each environment by name, in a run with several; otherwise empty."""
+    """Summary of each environment by name if the run has several environments, otherwise empty."""
     sets: dict[str, dict[str, float]] = field(default_factory=dict)
-    """The summary of each held-out set by name, if there are several; otherwise empty."""
+    """Summary of each held-out set by name if there are several sets, otherwise empty."""
     judging: Counter[str] = field(default_factory=Counter, kw_only=True)
-    """Work of judges: requests, retries, cached, prompt_tokens, completion_tokens."""
+    """Counts of the judges' work: requests, retries, cached, prompt_tokens, completion_tokens."""
 
     @property
     def accuracy(self) -> float:
@@ -126,7 +127,8 @@ class Evaluation:
 
 
 class GroupLog:
-    """Keeps groups in a file, so that none is lost if the run ends early, or in memory.
+    """Keeps groups in a file, so that no group is lost if the run ends early; without a path, keeps
+    them in memory.
 
     Existing files are replaced when the first group is kept. `times` is the file for the times of
     turns.
@@ -143,7 +145,8 @@ class GroupLog:
 
     @property
     def trajectories(self) -> Sequence[Trajectory]:
-        """The trajectories so far, in the problems' order; from a file, each is read on access."""
+        """The trajectories so far, in the order of the problems; if a file holds them, each is read
+        on access."""
         if (path := self._path) is None:
             return [t for _, group in sorted(self._groups.items()) for t in group.trajectories]
         order = np.argsort(np.array(self._places), kind="stable")
@@ -160,8 +163,8 @@ class GroupLog:
         return Lazy(sum(self._counts), read)
 
     async def keep(self, place: int, group: Group) -> None:
-        """Keep a finished group, even if the caller is cancelled meanwhile; TurnwiseError if it
-        cannot be written."""
+        """Keep a finished group of the problem with index `place`, even if the caller is cancelled
+        meanwhile; raise TurnwiseError if the group cannot be written."""
         if self._path is None:
             self._groups[place] = group
             return
@@ -205,10 +208,11 @@ async def run_groups(
     at_once: int = 64,
     row_seconds: float = 120.0,
 ) -> Outcomes:
-    """Run the groups of all problems, `at_once` at a time; each row is read when its turn comes.
+    """Run the groups of all problems, `at_once` at a time; read a row just before its group runs.
 
-    `keep` gets each group that was run, with its problem's index. `on_group` gets every group, also
-    those left out for a too long prompt. InputError if all were left out, or a row cannot be used.
+    `keep` gets each group that was run, with the index of its problem. `on_group` also gets the
+    groups that are left out because their prompt is too long. Raises InputError if all groups are
+    left out, or a row cannot be used.
     """
     outcomes, left_out, why = Outcomes(), 0, ""
 
@@ -234,8 +238,8 @@ async def run_groups(
 
 
 def groups_at_once(config: Config, n: int) -> int:
-    """Return how many groups of `n` keep the engines of a run busy, also while a row is read or a
-    group is written: enough for the maximum number of open trajectories."""
+    """Return how many groups of `n` trajectories keep the engines of a run busy, also while a row
+    is read or a group is written: enough groups for the maximum number of open trajectories."""
     limits = limits_of(config, config.serving.max_workers)
     return max(2, math.ceil(OPEN * limits.at_once / n))
 
@@ -251,7 +255,7 @@ async def evaluate(
     kept: GroupLog | None = None,
 ) -> Evaluation:
     """Evaluate the model on problems, with the groups of `at_once` problems in progress;
-    `run_group` runs a group with `eval.sampling`. StepError when more than
+    `run_group` runs a group with `eval.sampling`. Raise StepError when more than
     `rollout.max_failed_fraction` of the trajectories fail."""
     n, right, kept = held_out.sampling.n, held_out.success_reward, kept or GroupLog()
     scores, tokens, started = Scores(n, right), 0, time.perf_counter()

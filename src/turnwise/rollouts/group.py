@@ -1,4 +1,4 @@
-"""A group: the trajectories of one problem, and reasons of failures."""
+"""A group: the trajectories of one problem, and the reasons why trajectories failed."""
 
 import json
 from collections import Counter, defaultdict
@@ -14,19 +14,19 @@ from turnwise.rollouts.problems import Problem
 from turnwise.trajectory import FORCED, Trajectory
 
 TOO_LONG = "prompt_too_long"  # reason of a trajectory, and of a group
-OTHER_WEIGHTS = "other_weights"  # reason of a trajectory of an evaluation
+OTHER_WEIGHTS = "other_weights"  # reason: unexpected versions of the weights sampled tokens
 ENOUGH = 20
-"""Minimum number of an environment's trajectories for a check of the share that failed."""
-_MAX_CAUSES, _SHOWN_CAUSES = 100, 2  # maximum number of a reason's causes: counted, and shown
+"""Minimum number of an environment's trajectories to check which fraction of them failed."""
+_MAX_CAUSES, _SHOWN_CAUSES = 100, 2  # maximum number of causes that a reason counts, and shows
 _OTHERS = "(others)"
 _COUNTERS = ("dropped", "retried", "dropped_tokens", "judging")
 NO_REWARD = "no_reward"
-"""Reason of a trajectory to which no reward applies (all are None); this is no failure."""
+"""Reason of a trajectory to which no reward applies (all are None); this is not a failure."""
 
 
 @dataclass(slots=True)
 class Group:
-    """The finished trajectories of one problem, and counts of those that failed, by reason."""
+    """The finished trajectories of one problem, and counts of failed trajectories by reason."""
 
     problem_id: str
     trajectories: list[Trajectory] = field(default_factory=list)
@@ -37,10 +37,10 @@ class Group:
     dropped_tokens: Counter[str] = field(default_factory=Counter)
     """Number of tokens sampled in all failed attempts, by reason."""
     failures: dict[str, Counter[str]] = field(default_factory=dict)
-    """Messages of failed attempts, and how often each came, by reason."""
+    """Messages of failed attempts by reason, with the number of times that each occurred."""
     judging: Counter[str] = field(default_factory=Counter)
-    """Work of judges, also for trajectories that failed: requests, retries, cached, prompt_tokens,
-    completion_tokens."""
+    """Counts of the judges' work, also for trajectories that failed: requests, retries, cached,
+    prompt_tokens, completion_tokens."""
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Seconds by phase, summed over the trajectories: generate, tools, reward, agent,
     teacher."""
@@ -48,13 +48,13 @@ class Group:
     """Seconds from the group's start to its end, including the wait for a free slot."""
     calls: dict[int, list[TurnTimes]] = field(default_factory=dict)
     """Times of the turns of each trajectory, by its `sample_index`."""
-    prompt: str | None = None  # text of a prompt that was given as token ids, otherwise None
+    prompt: str | None = None  # text of a prompt given as token ids, else None
     appended: list[tuple[str, str]] = field(default_factory=list)
     """Names of files in the run folder, each with a text that the driver appends to the file."""
     environment: str = ""
     """Name of the environment in `environments`; "" if the run has one environment."""
     left_out: str = ""
-    """Reason why the problem cannot be used and is left out from now on, a key of `failures`."""
+    """Reason why the problem is left out from now on (a key of `failures`); "" if it is used."""
 
     @classmethod
     def of(cls, problem: Problem) -> "Group":
@@ -75,7 +75,7 @@ class Group:
         return len(self.trajectories) + self.dropped[NO_REWARD]
 
     def drop(self, trajectories: Sequence[Trajectory], reason: str, cause: str) -> None:
-        """Take out finished trajectories, and count them as failed."""
+        """Remove finished trajectories, and count them as failed."""
         if trajectories:
             self.dropped[reason] += len(trajectories)
             self.dropped_tokens[reason] += sum(t.sampled_tokens for t in trajectories)
@@ -84,7 +84,8 @@ class Group:
             self.trajectories = [t for t in self.trajectories if id(t) not in gone]
 
     def pin(self, version: int) -> None:
-        """Drop the trajectories with tokens that other versions of the weights have sampled."""
+        """Drop the trajectories with tokens that were sampled by a different version of the weights
+        than `version`."""
         own = {version, FORCED}
         others = [
             t for t in self.trajectories if any({*one.weight_versions} - own for one in t.turns)
@@ -110,13 +111,13 @@ class Group:
         older = {reason: {cause: 1} for reason, cause in made.pop("causes", {}).items()}
         failures = made.get("failures", older).items()
         made["failures"] = {reason: Counter(messages) for reason, messages in failures}
-        calls = tree.get("calls", {}).items()  # JSON has no numbers as keys
+        calls = tree.get("calls", {}).items()  # JSON keys are strings
         made["calls"] = {int(index): [TurnTimes(*one) for one in of] for index, of in calls}
         return cls(**made)
 
 
 def is_right(reward: float, success_reward: float) -> bool:
-    """Return whether a reward counts as correct, up to rounding (`eval.success_reward`)."""
+    """Return whether a reward is at least `success_reward`, up to rounding."""
     return reward >= success_reward or isclose(reward, success_reward)
 
 
@@ -133,7 +134,7 @@ def write_times(path: Path, calls: Iterable[Sequence[TurnTimes]], *, new: bool =
 
 
 class Causes:
-    """Counts of failures by their causes: messages that are equal except for numbers and ids."""
+    """Counts of failures by cause. Messages that differ only in numbers and ids have one cause."""
 
     def __init__(self) -> None:
         self._counts: dict[str, Counter[str]] = {}  # by reason
@@ -147,7 +148,7 @@ class Causes:
         self._said.setdefault(cause, message)
 
     def __getitem__(self, reason: str) -> str:
-        """Return the most frequent causes of a reason, with their numbers if there are several."""
+        """Return the most frequent causes of a reason, each with its count if there are several."""
         counts = self._counts.get(reason, Counter[str]())
         shown = counts.most_common(_SHOWN_CAUSES)
         if len(counts) < 2:
@@ -160,15 +161,15 @@ class Causes:
 
 @dataclass(slots=True)
 class Outcomes:
-    """The number of finished trajectories of many groups, and of dropped ones by reason."""
+    """The number of finished trajectories of many groups, and of dropped trajectories by reason."""
 
     finished: int = 0
     dropped: Counter[str] = field(default_factory=Counter)
     causes: Causes = field(default_factory=Causes)
     judging: Counter[str] = field(default_factory=Counter)
-    """Work of judges for all groups."""
+    """Counts of the judges' work for all groups, as in `Group.judging`."""
     environments: "dict[str, Outcomes]" = field(default_factory=dict)
-    """Outcomes of each environment by name, in a run with several."""
+    """Outcomes of each environment by name, if the run has several environments."""
 
     @property
     def failed(self) -> int:
@@ -206,9 +207,12 @@ class Outcomes:
 
 
 def check_failures(groups: Sequence[Group], max_failed_fraction: float, who: str) -> Counter[str]:
-    """Return the number of dropped trajectories by reason. Raise StepError when more than
-    `max_failed_fraction` of all trajectories failed, or of the trajectories of one of several
-    environments with at least `ENOUGH` of them. Its message begins with `who`."""
+    """Return the number of dropped trajectories by reason.
+
+    Raise StepError when more than `max_failed_fraction` of all trajectories failed. In a run with
+    several environments, raise it also when this holds for the trajectories of one environment that
+    has at least `ENOUGH` of them. The error message begins with `who`.
+    """
     outcomes = Outcomes()
     for group in groups:
         outcomes.add(group)

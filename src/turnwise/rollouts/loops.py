@@ -1,4 +1,5 @@
-"""The built-in agent loops, by name. The loop whose turns an agent requests is in `agents`."""
+"""The built-in agent loops, by name. The loop `agent`, in which an external agent requests the
+turns, is in the module `agents`."""
 
 import json
 from collections.abc import Awaitable, Callable, Sequence
@@ -46,9 +47,9 @@ class SingleTurnLoop:
 
 
 class ToolCallingLoop:
-    """Alternates between the model's turns and the results of its tool calls, until the environment
-    is `done`, or its `step` does not answer a turn without a call. Shortens the conversation
-    according to `rollout.context`."""
+    """Alternates between the model's turns and the results of its tool calls. It ends when the
+    environment is `done`, or when `step` returns no answer to a turn without a tool call. It
+    shortens the conversation according to `rollout.context`."""
 
     async def run(self, environment: Environment, context: RolloutContext) -> None:
         trajectory, template, tools = context.trajectory, context.template, context.toolbox.schemas
@@ -75,15 +76,16 @@ class ToolCallingLoop:
                 return
             if window.turns < max_turns:
                 prompt = await window.next_prompt(prompt, completion.token_ids, answer, replies)
-        if prompt is not None:  # else a summary has ended it
+        if prompt is not None:  # None: a summary has ended the trajectory
             trajectory.status = "max_turns"
 
 
 class SelfPlayLoop:
-    """Plays `environment.players`: each has a conversation, hence a branch of the trajectory.
+    """Plays all `environment.players`. Each player has its own conversation, which is a branch of
+    the trajectory.
 
-    A turn that calls tools is followed by another of the same player; any other turn goes to the
-    environment's `step`.
+    After a turn that calls tools, the same player has the next turn. A turn that calls no tool goes
+    to the environment's `step`.
     """
 
     async def run(self, environment: Environment, context: RolloutContext) -> None:
@@ -96,7 +98,7 @@ class SelfPlayLoop:
         trajectory, tools = context.trajectory, context.toolbox.schemas
         policies = {name: _policy_of(name, context) for name in players}
         said = {name: [dict(message) for message in opening] for name, opening in players.items()}
-        last: dict[str, tuple[Prompt, list[int]]] = {}  # prompt and completion of a player
+        last: dict[str, tuple[Prompt, list[int]]] = {}  # each player's last prompt and completion
         player, new = next(iter(players)), list[Message]()
         for turn in range(context.rollout.max_turns):
             read = said[player] = [*said[player], *new]
@@ -134,9 +136,9 @@ class SelfPlayLoop:
 
 
 def _policy_of(player: str, context: RolloutContext) -> str:
-    """Return the policy that plays a player; "" in a run with one policy."""
+    """Return the name of a player's policy; "" if the run has one policy."""
     trained, named = context.rollout.policies, context.episode.policies
-    if named and not trained:  # here `base` would be the trained policy, not a frozen one
+    if named and not trained:  # `base` would be the trained policy here, not a frozen one
         raise InputError(
             f"{context.episode.name}.policies names policies, and this run has one: set "
             "rollout.policies"
@@ -152,7 +154,8 @@ def _policy_of(player: str, context: RolloutContext) -> str:
 
 class InterleavedLoop:
     """Runs tools inside one assistant turn: sampling stops at a closing tag and continues after the
-    result. The result's tokens are part of the turn but not sampled, so their response mask is 0.
+    tool's result. The tokens of the result are part of the turn, but their response mask is 0
+    because the model did not sample them.
     """
 
     async def run(self, environment: Environment, context: RolloutContext) -> None:
@@ -193,10 +196,10 @@ class InterleavedLoop:
             if turn + 1 < rollout.max_turns:
                 call = text[max(start, 0) : end + len(close_tag)]
                 parsed = await read(call, tools)
-                if not parsed.calls:  # the closing tag shows that a call was meant
+                if not parsed.calls:  # the closing tag shows that it was to be a call
                     parsed = replace(parsed, malformed=True)
                 results = await answer_calls(parsed, context, turn, advice)
-                if images_in(results):  # no template shows an image inside a turn
+                if images_in(results):  # templates cannot show an image inside a turn
                     context.count("image_left_out")
                 texts = [said(message) for message in results]
                 form = rollout.result_format
@@ -210,9 +213,10 @@ class InterleavedLoop:
 async def answer_calls(
     parsed: ParsedText, context: RolloutContext, turn: int, advice: str | None = None
 ) -> list[Message]:
-    """Run the calls of one turn concurrently; return a tool message for each, in their order. If
-    they cannot be parsed, return one message with `advice` (None: the model format's advice). If
-    the model takes no images, those in results are left out and counted."""
+    """Run the calls of one turn concurrently; return a tool message for each call, in the order of
+    the calls. If the calls cannot be parsed, return one message with `advice` (None: the advice of
+    the model's format). If the model takes no images, images in results are left out and counted.
+    """
     if parsed.malformed:
         context.count("tool_malformed")
         if parsed.late:
@@ -255,7 +259,7 @@ def assistant_message(parsed: ParsedText, turn: int) -> Message:
     calls = []
     for index, call in enumerate(parsed.calls):
         arguments = json.loads(call.arguments)
-        if "\\ud" in call.arguments.lower():  # perhaps half of a surrogate pair: it is replaced
+        if "\\ud" in call.arguments.lower():  # perhaps half a surrogate pair
             arguments = json.loads(encodable(json.dumps(arguments, ensure_ascii=False)))
         function = {"name": call.name, "arguments": arguments}
         calls.append({"type": "function", "id": _call_id(turn, index), "function": function})
@@ -263,15 +267,15 @@ def assistant_message(parsed: ParsedText, turn: int) -> Message:
 
 
 def _call_id(turn: int, index: int) -> str:
-    """Return nine letters and digits, as templates that print the id require."""
+    """Return an id of nine letters and digits, which some templates that print it require."""
     return f"call{turn % 1000:03d}{index % 100:02d}"
 
 
 async def _read_tagged(
     start: str, end: str, tool: str | None, text: str, schemas: Sequence[JsonObject]
 ) -> ParsedText:
-    """Read the call at the end of a text, between the tags: the only argument of `tool`; if `tool`
-    is None, a JSON object, or a call in Python's syntax."""
+    """Read the call between the last tags of a text. The text between the tags is the only argument
+    of `tool`; if `tool` is None, it is a JSON object, or a call in Python's syntax."""
     before, opened, body = text.rpartition(start)
     body = body.removesuffix(end)
     unreadable = ParsedText(text, [], malformed=True)
@@ -304,19 +308,19 @@ async def _read_tagged(
 
 
 def _read_written(text: str, schemas: Sequence[JsonObject]) -> ToolCall | None:
-    """Read a call such as `add(1, b=2)`; its arguments are in the order of the tool's parameters.
-    None if the text is no call, or the arguments do not fit."""
+    """Return a call such as `add(1, b=2)`; positional arguments are in the order of the tool's
+    parameters. Return None if the text is not a call, or the arguments do not fit."""
     if (call := read_call(text)) is None:
         return None
     name, args, kwargs = call
     parameters = {each["function"]["name"]: each["function"]["parameters"] for each in schemas}
-    unknown = {"properties": map(str, range(len(args)))}  # the toolbox answers it
+    unknown = {"properties": map(str, range(len(args)))}  # the toolbox reports it
     names = list(parameters.get(name, unknown)["properties"])[: len(args)]
     try:
         given = dict(zip(names, args, strict=True))
         if given.keys().isdisjoint(kwargs):
             return ToolCall(name, json.dumps(given | kwargs, allow_nan=False))
-    except (ValueError, TypeError):  # too many arguments, or a type that JSON lacks
+    except (ValueError, TypeError):  # too many arguments, or not a JSON type
         pass
     return None
 
@@ -332,7 +336,7 @@ LOOPS: dict[str, type[AgentLoop]] = {
 
 
 def load_loop(name: str) -> AgentLoop:
-    """Build a loop, given by its short name or its class `package.module:Class`."""
+    """Build a loop from its short name, or from the path `package.module:Class` of its class."""
     if name in LOOPS:
         return LOOPS[name]()
     path = f"turnwise.compat.loops:{name}" if name in LOOP_NAMES else name

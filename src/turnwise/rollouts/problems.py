@@ -1,7 +1,7 @@
 """Problems, and the endless order in which they are trained on.
 
-The order depends only on the seed and the number of problems, and with a curriculum also on the
-outcomes of groups, so a restored stream continues exactly where the earlier one stopped.
+The order depends only on the seed, the number of problems and, with a curriculum, the outcomes of
+groups. So a restored stream continues exactly where the earlier stream stopped.
 """
 
 import logging
@@ -30,13 +30,13 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 Row = JsonObject  # one row of the data: plain values by field
 Pool = Literal["mixed", "mastered", "hopeless"]
-"""Outcome of a problem's last group: "mixed" has a signal; "mastered" has none because all its
-trajectories are right, "hopeless" because they are wrong."""
+"""Outcome of a problem's last group: a "mixed" group has a signal; a "mastered" group has no signal
+because all its trajectories are right, and a "hopeless" group because all are wrong."""
 _MAX_SILENT = 32
-"""Number of consecutive groups without signal of an environment after which groups of any
-environment replace its next ones."""
+"""After this number of consecutive groups without signal from one environment, groups of any
+environment may replace its next groups without signal."""
 _SPREAD = 0x9E3779B1
-"""Odd factor that spreads neighbouring numbers over 32 bits (Knuth's multiplicative hash)."""
+"""Odd factor that spreads consecutive numbers over 32 bits (Knuth's multiplicative hash)."""
 
 
 class Lazy(Sequence[_T]):
@@ -75,20 +75,21 @@ class Joined(Lazy[_T]):
 @dataclass(frozen=True, slots=True)
 class Problem:
     id: str
-    """File and number of the row: `train.jsonl:1`, or with several environments
-    `NAME/train.jsonl:1`."""
+    """File and number of the row: `train.jsonl:1`, or `NAME/train.jsonl:1` if the run has several
+    environments."""
     row: Row
     environment: str = ""
-    """Name of its environment in `environments`; "" if the run has one environment."""
+    """Name of the problem's environment in `environments`; "" if the run has one environment."""
 
 
 class Problems(Lazy[Problem]):
-    """A problem for each row, named by environment, held-out set, last part of the data's path, and
-    number.
+    """A problem for each row. Its name consists of environment, held-out set, last part of the
+    data's path, and row number.
 
     Args:
         change: Function that is applied to a row on each access.
-        marked: Whether to mark rows for `ProblemStream.restore`, which reads some of them.
+        marked: Whether to read some rows and keep their digests (marks), which
+            `ProblemStream.restore` compares.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class Problems(Lazy[Problem]):
         read = rows.__getitem__ if change is None else lambda index: change(rows[index])
         super().__init__(len(rows), lambda i: Problem(self.name(i), read(i), environment))
         self._name = "/".join(filter(None, (environment, heldout_set, Path(path).name)))
-        self.in_memory = isinstance(rows, list) and change is None  # reading runs no other code
+        self.in_memory = isinstance(rows, list) and change is None  # reading them runs no code
         self.marks = marks_of(rows) if marked else {}
 
     def name(self, index: int) -> str:
@@ -113,7 +114,7 @@ class Problems(Lazy[Problem]):
 
 
 class JoinedProblems(Joined[Problem]):
-    """The problems of several environments, or held-out sets, by name, one after another."""
+    """The problems of several named parts (environments or held-out sets), one after another."""
 
     def __init__(self, parts: Mapping[str, Problems]) -> None:
         super().__init__(list(parts.values()))
@@ -131,7 +132,7 @@ def first_of_each(problems: Sequence[Problem]) -> list[Problem]:
 
 
 async def problem_at(problems: Sequence[Problem], index: int, seconds: float) -> Problem:
-    """Return a problem, whose row may be read by user code, for at most `seconds`."""
+    """Return a problem. Reading its row may run user code, for at most `seconds`."""
     if getattr(problems, "in_memory", isinstance(problems, list)):
         return problems[index]
     name, key = f"row {index + 1} of the data", "rollout.environment_timeout"
@@ -142,12 +143,13 @@ async def problem_at(problems: Sequence[Problem], index: int, seconds: float) ->
 
 
 class ProblemStream:
-    """All problems in an endless sequence of epochs, each shuffled differently, or all in the order
-    of the data. Problems that are left out, cannot be read, or rest are skipped.
+    """All problems in an endless sequence of epochs. Each epoch is shuffled differently or, without
+    `shuffle`, in the order of the data. Problems that are left out, cannot be read, or rest are
+    skipped.
 
     With a curriculum (`max_rest`), a problem rests after k consecutive groups without signal (all
-    right, or all wrong): it takes part in one of 2^k epochs, at least in one of `max_rest`. Resting
-    problems come back in different epochs, so that no step has many of them.
+    right, or all wrong): it takes part in one of 2^k epochs, and at least in one of `max_rest`
+    epochs. Resting problems come back in different epochs, so that no step has many of them.
 
     Example:
         >>> stream = ProblemStream([Problem("a", {}), Problem("b", {})], seed=0)
@@ -171,9 +173,9 @@ class ProblemStream:
         self._max_rest = max_rest
         count = 0 if max_rest is None else len(problems)
         self._pools = np.zeros(count, dtype=np.uint8)
-        """Outcome of each problem's last group: 0 before the first, else 1 + index in `Pool`."""
+        """Outcome of each problem's last group: 1 + index in `Pool`; 0 before the first group."""
         self._equal = np.zeros(count, dtype=np.int64)
-        """Number of each problem's latest consecutive groups without signal."""
+        """For each problem, the number of groups without signal since a group with one."""
         self._epoch = self._position = 0
         self._order = self._ordered(0)
         self._left_out: set[int] = set()
@@ -183,7 +185,7 @@ class ProblemStream:
             self._marks = problems.marks if isinstance(problems, Problems) else {}
 
     def find(self, name: str) -> Problem:
-        """Return the problem with a name; raises InputError where the data no longer has it."""
+        """Return the problem with a name; raise InputError if the data no longer has it."""
         return self._problems[self._index(name)]
 
     def _index(self, name: str) -> int:
@@ -208,15 +210,16 @@ class ProblemStream:
         return taken
 
     async def take_one(self, seconds: float) -> Problem:
-        """Return the next problem, whose row is read as `problem_at` does; a cancelled call takes
-        none."""
+        """Return the next problem, read as by `problem_at`; a cancelled call does not take a
+        problem."""
         while True:
             with self._taking() as index:
                 return await problem_at(self._problems, index, seconds)
 
     @contextmanager
     def _taking(self) -> Iterator[int]:
-        """Yield the next index that is not skipped; one whose row cannot be read is left out."""
+        """Yield the next index that is not skipped. If the row cannot be read in the `with` block,
+        leave the problem out."""
         while True:
             if self._position == len(self._order):
                 self._epoch, self._position = self._epoch + 1, 0
@@ -245,7 +248,7 @@ class ProblemStream:
         return resting
 
     def leave_out(self, problem: Problem, reason: str) -> None:
-        """Skip a problem from now on; raises the reason as an InputError when none is left."""
+        """Skip a problem from now on; raise InputError with the reason if no problem is left."""
         self._leave_out(self._index(problem.id), reason)
 
     def _leave_out(self, index: int, reason: str) -> None:
@@ -254,10 +257,10 @@ class ProblemStream:
             raise InputError(f"no row of the data can be used; the last one: {reason}")
 
     def learn(self, name: str, pool: Pool, *, replaced: bool = False) -> None:
-        """Note the outcome of a group of the problem with a name, for the curriculum.
+        """Record the outcome of a group of the problem `name`, for the curriculum.
 
         Args:
-            replaced: Whether the group was not trained, and another one takes its place.
+            replaced: Whether the group is not trained, and a different group takes its place.
         """
         if self._max_rest is not None:
             index = self._index(name)
@@ -265,9 +268,9 @@ class ProblemStream:
             self._equal[index] = 0 if pool == "mixed" else self._equal[index] + 1
 
     def pools(self) -> dict[str, dict[str, int]]:
-        """Return, under "", the number of problems by the outcome of their last group ("fresh"
-        before the first), and the number that rest, both without problems that are left out; empty
-        without a curriculum."""
+        """Return, under the key "", the number of problems by the outcome of their last group
+        ("fresh" before the first group), and the number of resting problems. Problems that are
+        left out do not count. Without a curriculum, return an empty dictionary."""
         if self._max_rest is None:
             return {}
         names, left_out = ("fresh", *get_args(Pool)), sorted(self._left_out)
@@ -302,7 +305,7 @@ class ProblemStream:
                 f"the run stopped with {state['problems']} problems and now has "
                 f"{len(self._problems)}; give it the same data to resume"
             )
-        self._check_marks(state.get("marks", {}))  # older checkpoints have none
+        self._check_marks(state.get("marks", {}))  # older checkpoints lack marks
         self._epoch, self._position = state["epoch"], state["position"]
         self._left_out = set(state.get("left_out", ()))
         if self._max_rest is not None:
@@ -313,7 +316,8 @@ class ProblemStream:
         self._order = self._ordered(self._epoch)
 
     def _check_marks(self, before: Mapping[str, str]) -> None:
-        """Refuse data that differ in most marks from a state's; warn if a few rows were edited."""
+        """Raise InputError if most marks (row digests) differ from those of a saved state; warn if
+        a few differ, because these rows were edited."""
         others, compared = changed(before, self._marks)
         if not others:
             return
@@ -337,11 +341,11 @@ class ProblemStream:
 class MixedStream:
     """The streams of several environments, with the methods of `ProblemStream`.
 
-    The next problem comes from the environment that lacks most of its share so far. So each
-    environment has its share of any consecutive groups, to within a group or two. Groups that are
-    replaced because they have no signal do not count, so the shares hold for the groups that
-    are trained. After `_MAX_SILENT` such groups in a row, an environment's next ones do count:
-    otherwise it could keep a step from being full.
+    The next problem comes from the environment that is furthest below its share (its part of the
+    weights) so far. So each environment has its share of any consecutive groups, to within a group
+    or two. Groups that are replaced because they have no signal do not count, so the shares hold
+    for the groups that are trained. After `_MAX_SILENT` replaced groups in a row, an environment's
+    next replaced groups do count, because otherwise a step might never become full.
     """
 
     def __init__(self, streams: Mapping[str, ProblemStream], weights: Mapping[str, float]) -> None:
@@ -349,9 +353,10 @@ class MixedStream:
         total = sum(weights[name] for name in streams)
         self._shares = {name: weights[name] / total for name in streams}
         self._lacking = dict.fromkeys(streams, 0.0)
-        """Number of groups that each environment should have had, minus the number that it had."""
+        """For each environment, the number of groups of its share minus the number of groups that
+        it has received."""
         self._silent = dict.fromkeys(streams, 0)
-        """Number of each environment's latest consecutive groups that were replaced."""
+        """For each environment, the number of replaced groups since its last trained group."""
 
     def find(self, name: str) -> Problem:
         return self._stream_of(name).find(name)
@@ -434,7 +439,8 @@ Stream = ProblemStream | MixedStream
 def make_stream(
     problems: Sequence[Problem], data: DataConfig, seed: int, weights: Mapping[str, float]
 ) -> Stream:
-    """Return the order of a run's rows; `weights` are those of several environments, by name."""
+    """Return the order of a run's rows; `weights` holds the weight of each environment by name, if
+    there are several."""
     max_rest = data.max_rest if data.curriculum else None
     make = partial(ProblemStream, seed=seed, max_rest=max_rest, shuffle=data.shuffle)
     if not isinstance(problems, JoinedProblems):

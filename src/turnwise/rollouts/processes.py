@@ -1,7 +1,7 @@
 """Rollouts in several processes (`rollout.processes`).
 
-Groups are spread over actors (`serving.front_processes`). Each has its own event loop, tools,
-templates and sessions, and samples from the engines directly.
+Groups are spread over actors (`serving.front_processes`). Each actor has its own event loop, tools,
+templates and sessions, and sends its requests to the engines directly.
 """
 
 import asyncio
@@ -34,15 +34,15 @@ from turnwise.serving.seats import engine_admission, limits_of
 logger = logging.getLogger(__name__)
 
 DIED = "rollout_process_died"  # reason of trajectories whose process died
-_MAX_DEATHS = 2  # deaths of processes after which a group fails: it may be the cause
+_MAX_DEATHS = 2  # process deaths after which a group fails, because it may cause them
 
 
 class RolloutProcesses(FrontProcesses):
-    """The rollout processes of a run; `environment` is None for the configured one.
+    """The rollout processes of a run; if `environment` is None, they use the configured one.
 
-    The limits of `admissions`, by name, hold for all processes together. Each process gets a share
-    according to its demand, which changes with the reports. By default there is one admission, for
-    the engines.
+    The limits of each of the `admissions` hold for all processes together. Each process gets a
+    share of a limit according to the demand that it last reported. By default there is one
+    admission, for the engines.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class RolloutProcesses(FrontProcesses):
             open_runner=partial(open_runner, environment),
         )
         self._admissions = admissions or {"engines": engine_admission(limits_of(config), scheduler)}
-        self._shared: list[Limits] = []  # limits that were divided last
+        self._shared: list[Limits] = []  # total limits at the last division
         self._files = RunFiles(config.run_folder)
 
     async def _start(self, process: Process) -> None:
@@ -105,8 +105,9 @@ class RolloutProcesses(FrontProcesses):
         tag: str,
         priority: Priority = Priority.TRAINING,
     ) -> Group:
-        """Run a problem's group in the process with the fewest groups. If that process dies, run it
-        again in another (`Group.retried`); after the second death it fails (`Group.dropped`)."""
+        """Run a problem's group in the process with the fewest groups. If that process dies, run
+        the group again in another process (`Group.retried`); after the second death, the group
+        fails (`Group.dropped`)."""
         causes: list[str] = []
         while len(causes) < _MAX_DEATHS:
             with waiting(f"a rollout process for {tag}", "rollout process"):
@@ -150,7 +151,8 @@ class RolloutProcesses(FrontProcesses):
         name: str,
         priority: Priority,
     ) -> Group | str:
-        """Run a group in one process; if that dies or hangs meanwhile, return the reason."""
+        """Run a group in one process and return it; if the process dies or hangs meanwhile, return
+        the reason."""
         assert process.actor is not None
         lost = process.lost
         try:
@@ -161,7 +163,7 @@ class RolloutProcesses(FrontProcesses):
                 f"{problem.id} cannot be sent to another process (rollout.processes): "
                 f"{describe_error(error)}",
             ) from error
-        # Its process limits the group's time.
+        # No deadline here: the process limits the group's time.
         answer: asyncio.Future[Group] = asyncio.ensure_future(
             get_with_deadline(reply, process.name, "finish a group", NO_DEADLINE, StepError)
         )
@@ -171,7 +173,7 @@ class RolloutProcesses(FrontProcesses):
                 await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
                 if answer.done() and not is_death(answer.exception()):
                     return answer.result()
-                return await asyncio.shield(lost)  # the reports of a dead process end too
+                return await asyncio.shield(lost)  # a death also ends the reports
         finally:
             if not answer.done():
                 answer.cancel()

@@ -1,13 +1,15 @@
 """The producer: keeps as many groups in flight as can still be trained.
 
-A group has a last step that may train it (`GroupProducer._last_step`), which bounds the number of
-groups in flight; `rollout.oversample` adds a few spare ones. Every group is returned once: in a
-step's batch, which takes the ready groups that began first, or in the batch's `discarded`.
+For each group there is a last step that may train it (`GroupProducer._last_step`). This bounds the
+number of groups in flight; `rollout.oversample` adds a few spare groups. Every group is returned
+once: either in a step's batch, which takes the ready groups that began first, or in the batch's
+`discarded`.
 
-When a batch is taken, groups that are left over and too old for the next step are discarded, at
-most as many as are spare. Their problems begin again before new ones. So a step need not wait for
-its slowest groups, and every row is still trained. Outcomes are learned in the order of the groups,
-so the problem that begins next does not depend on which group ended first.
+When a batch is taken, remaining groups that are too old for the next step are discarded, but not
+more than the number of spare groups. Their problems begin again before new problems. So a step need
+not wait for its slowest groups, and every row is still trained. The curriculum learns outcomes in
+the order in which the groups began, so the choice of the next problem does not depend on which
+group ended first.
 """
 
 import asyncio
@@ -35,16 +37,18 @@ RunGroup = Callable[[Problem, str], Awaitable[Group]]
 class Batch:
     groups: list[Group]
     discarded: list[tuple[str, Group]] = field(default_factory=list)
-    """Groups that are not trained on, each with its reason: no_signal, failed, oversampled,
+    """Groups that are not trained on, each with the reason: no_signal, failed, oversampled,
     prompt_too_long."""
     seconds: float = 0.0
-    """Seconds from the first group's start, or from the previous batch, to the last group's end."""
+    """Seconds from the first group's start, or from the previous batch if that was later, to the
+    last group's end."""
     pools: dict[str, dict[str, int]] = field(default_factory=dict)
-    """Number of problems in each pool of the curriculum, by environment; empty without one."""
+    """Number of problems in each pool of the curriculum, by environment; empty if there is no
+    curriculum."""
 
     @property
     def ended(self) -> list[Group]:
-        """All groups whose trajectories may have failed, including discarded groups."""
+        """All groups that count for the share of failed trajectories, including discarded ones."""
         return [*self.groups, *(group for _, group in self.discarded if not group.left_out)]
 
     @property
@@ -56,7 +60,7 @@ class _Started(NamedTuple):
     problem: Problem
     task: asyncio.Task[None]
     after: int
-    """Number of steps that were finished when the group began."""
+    """Number of finished steps when the group began."""
 
 
 class _Ready(NamedTuple):
@@ -68,8 +72,8 @@ class _Ready(NamedTuple):
 
 
 class GroupProducer:
-    """Begins groups and returns them in batches, one for each step; `has_signal` returns whether a
-    group can train anything."""
+    """Begins groups and returns them in batches, one batch for each step; `has_signal` returns
+    whether a group gives the model anything to learn."""
 
     def __init__(
         self,
@@ -90,27 +94,28 @@ class GroupProducer:
         self._on_group = on_group
         self._number = 0
         self._finished = 0
-        """Number of steps that are finished."""
+        """Number of finished steps."""
         self._taken = 0
-        """Number of steps whose batch was taken: those that are finished, and the one in
-        training."""
+        """Number of steps whose batch was taken: the finished steps, and the step in training."""
         self._waiting: list[tuple[int, Problem]] = []
-        """Number and problem of the groups to begin before new ones: groups that were in flight at
-        the checkpoint of a resumed run, groups to begin again, and a group for which there was no
-        room any more once its row had been read."""
+        """Number and problem of each group that begins before new groups: groups that were in
+        flight at the checkpoint of a resumed run, groups to begin again, and a group for which
+        there was no room after its row had been read."""
         self._started: dict[int, _Started] = {}
         self._ready: dict[int, _Ready] = {}
         self._batch: dict[int, _Ready] = {}  # groups taken for the step in training, by number
         self._discarded: list[tuple[str, Group]] = []
         self._recent: dict[str, Outcomes] = {}
-        """Outcomes of each of several environments since its failures were last checked."""
+        """Outcomes of each environment since its failures were last checked; empty in a run with
+        one environment."""
         self._outcomes: dict[int, tuple[str, Pool]] = {}
-        """Problem and outcome, by number, of groups that no batch has taken or discarded yet."""
+        """Problem and outcome of each group whose outcome the stream has not learned yet, by the
+        group's number."""
         self._changed = asyncio.Condition()
         self._last_batch = 0.0
 
     async def run(self) -> None:
-        """Keep groups in flight until cancelled; raises the first error that `run_group` raised."""
+        """Keep groups in flight until cancelled; raise the first error that `run_group` raises."""
         async with task_group() as tasks:
             while True:
                 async with self._changed:
@@ -119,19 +124,18 @@ class GroupProducer:
                     await self._changed.wait_for(self._has_room)
                 if not self._waiting:
                     self._await(await self._stream.take_one(self._row_seconds))
-                    continue  # the room may be gone since the row was read
+                    continue  # reading the row took time: check the room again
                 number, problem = self._waiting.pop(0)
                 work = self._one(number, problem, time.perf_counter(), self._finished)
                 task = tasks.create_task(work)
                 self._started[number] = _Started(problem, task, self._finished)
 
     def _last_step(self, after: int) -> int:
-        """Return the last step that may train a group that began when `after` steps were
-        finished."""
+        """Return the last step that may train a group which began after `after` finished steps."""
         return min(after + self._training.steps_of_group, self._training.steps)
 
     def _has_room(self) -> bool:
-        """Return whether another group may begin: whether the steps that may still train it lack
+        """Return whether a new group may begin: whether the steps that could train it still need
         groups."""
         steps = self._last_step(self._finished) - self._taken
         limit = steps * self._per_step + self._spare if steps > 0 else 0
@@ -170,7 +174,8 @@ class GroupProducer:
             self._changed.notify_all()
 
     async def _judge(self, group: Group) -> tuple[str, Pool | None]:
-        """Return the reason why a group cannot be trained on, "" if it can, and its outcome."""
+        """Return the reason why a group cannot be trained on ("" if it can), and the outcome for
+        the curriculum, if known."""
         if group.left_out:
             return group.left_out, None
         if group.judged < min(2, self._config.sampling.n):
@@ -187,9 +192,9 @@ class GroupProducer:
         return reason, outcome
 
     def _check_environment(self, group: Group) -> None:
-        """Check the share of an environment's trajectories that failed. The check of a batch misses
-        an environment that always fails, whose groups are in no batch, and a small one, which has
-        few trajectories in each step."""
+        """Check which fraction of an environment's trajectories failed. The check of a batch would
+        miss an environment that always fails, because its groups are never in a batch, and an
+        environment that has only a few trajectories in each step."""
         if not (name := group.environment):
             return
         own = self._recent.setdefault(name, Outcomes())
@@ -223,7 +228,7 @@ class GroupProducer:
             ended = max(began, *(ready.ended for ready in taken))
             self._taken += 1
             self._give_back()
-            for number in sorted(self._outcomes.keys() - self._ready.keys()):  # taken or discarded
+            for number in sorted(self._outcomes.keys() - self._ready.keys()):  # no longer ready
                 name, outcome = self._outcomes.pop(number)
                 replaced = outcome != "mixed" and self._config.algorithm.dynamic_sampling
                 self._stream.learn(name, outcome, replaced=replaced)
@@ -232,8 +237,8 @@ class GroupProducer:
             return Batch(groups, discarded, ended - began, self._stream.pools())
 
     def _give_back(self) -> None:
-        """Discard groups that are too old for the next step, at most as many as are spare, and let
-        their problems begin again."""
+        """Discard groups that are too old for the next step, but not more than the number of spare
+        groups, and let their problems begin again."""
         begun = {number: started.after for number, started in self._started.items()}
         begun |= {number: ready.after for number, ready in self._ready.items()}
         old = [n for n, after in sorted(begun.items()) if self._last_step(after) <= self._taken]
@@ -243,22 +248,22 @@ class GroupProducer:
                 problem, group = started.problem, Group.of(started.problem)
             else:
                 problem, group, *_ = self._ready.pop(number)
-                self._outcomes.pop(number, None)  # not learned: it depends on timing
+                self._outcomes.pop(number, None)  # do not learn it: it depends on timing
             self._discarded.append(("oversampled", group))
             self._await(problem)
         self._changed.notify_all()
 
     async def advance(self, step: int) -> None:
-        """Allow the next groups to begin; the training loop calls it when a step is finished, and
-        saved if a checkpoint is due."""
+        """Allow the next groups to begin. The training loop calls this when a step is finished and,
+        if a checkpoint is due, saved."""
         async with self._changed:
             self._finished, self._batch = step, {}
             self._changed.notify_all()
 
     def put_back(self, trained: int) -> None:
-        """After `run` has ended with an error, with step `trained` trained last, let a resumed run
-        begin some groups again: the groups taken for a step that was not trained, and the ready
-        groups in which trajectories failed, because the error may be about these."""
+        """Let a resumed run begin some groups again; call this when `run` has ended with an error
+        and `trained` is the last trained step. These are the groups taken for a step that was not
+        trained, and the ready groups with failed trajectories, which may have caused the error."""
         failed = {number: r for number, r in self._ready.items() if r.group.dropped}
         again = failed if trained > self._finished else failed | self._batch
         self._waiting += [(number, again[number].problem) for number in sorted(again)]
@@ -272,14 +277,15 @@ class GroupProducer:
 
     @property
     def in_flight(self) -> int:
-        """The number of groups in flight; may be read from any thread."""
+        """The number of groups in flight; this may be read from any thread."""
         return len(self._started)
 
     def waiting_for(self) -> list[str]:
         return [started.problem.id for started in self._started.values()]
 
     def state(self) -> JsonObject:
-        """Return plain values for `restore`; groups in flight are kept as problems to begin."""
+        """Return plain values for `restore`. Of a group in flight they hold only the problem, which
+        then begins again."""
         return {
             "stream": self._stream.state(),
             "number": self._number,

@@ -1,10 +1,11 @@
 """Episodes in processes of their own (`rollout.environment_process`): the driver's side.
 
-A crash of the environment's process, or a call that nothing can interrupt, fails one trajectory;
-everything that the process started ends with its process group. Code of the model may run in the
-process and write any answer, so an answer can only fail its own trajectory, under one of a few
-reasons. An `InputError`, which ends a run, comes only from a process that was started for one
-question and has run no code of the model. The other side is `environment_host`.
+A crash of the environment's process, or a call that nothing can interrupt, fails only one
+trajectory; everything that the process started ends together with its process group. The process
+may run code that the model wrote, and this code can write any answer. Therefore an answer can fail
+only its own trajectory, with one of a few reasons. An `InputError`, which ends a run, is accepted
+only from a process that was started for one question and has not run code of the model. The other
+side is `environment_host`.
 """
 
 import asyncio
@@ -64,23 +65,23 @@ from turnwise.trajectory import Message, Trajectory
 _T = TypeVar("_T")
 
 GRACE_SECONDS = 10.0
-"""Time after a call's deadline, which the process itself enforces, until the process is killed."""
-_ENDING_SECONDS = 5.0  # time for a process whose connection is closed to end
-_OPENING_CALLS = 4  # maximum number of calls, each with the deadline, that open an episode
+"""Time from a call's deadline, which the process enforces, until the driver kills the process."""
+_ENDING_SECONDS = 5.0  # time in which a process must end after its connection is closed
+_OPENING_CALLS = 4  # maximum number of calls that open an episode; each has the deadline
 _CUT_CHARS = 100
-"""Maximum number of characters by which a toolbox's note about text left out exceeds the limit."""
+"""Maximum number of characters that a toolbox's note about cut text adds beyond the limit."""
 CRASHED = "environment_crashed"  # reason of a trajectory whose environment's process ended
 _REASONS = {"environment_error", "environment_timeout", "reward_error", "close_error"}
-"""Reasons that a process may give. Any other reason is counted as `environment_error`: an
-environment could give any number of them, and some of a run's reasons do more than fail one
-trajectory."""
+"""Reasons that a process may give. A different reason is counted as `environment_error`, because an
+environment could invent any number of reasons, and some reasons of a run have more effect than to
+fail one trajectory."""
 
 _Name = Annotated[str, Field(max_length=200)]
 _Text = Annotated[str, Field(max_length=100_000)]
 _Numbers = Annotated[dict[_Name, Number], Field(max_length=1_000)]
 
 
-_seen = partial(read_parts, what="a message", files=False)  # its images were sent as data: URLs
+_seen = partial(read_parts, what="a message", files=False)  # images come as data: URLs
 
 
 @with_config(extra="allow")
@@ -106,7 +107,7 @@ class _Schema(TypedDict):
 
 
 class Opened(TypedDict):
-    """The attributes of the episode that the driver must know."""
+    """The attributes of the episode that the driver needs."""
 
     name: _Name
     problem: list[_Message]
@@ -133,7 +134,7 @@ class _Rewarded(TypedDict):
 
 
 class Failure(TypedDict):
-    """An error of the process, with its cause's traceback."""
+    """An error that the process reports, with the traceback of the error's cause."""
 
     input: bool
     reason: _Name
@@ -147,14 +148,14 @@ class _HostReply(TypedDict):
     error: NotRequired[Failure]
 
 
-# A `_Message` is a `Message` that has been checked.
+# A `_Message` is a `Message` whose form was checked.
 PROMPT: TypeAdapter[list[Message] | None] = TypeAdapter(list[_Message] | None)  # type: ignore[arg-type]
 PREVIEW = TypeAdapter(Opened | None)
 OPENED = TypeAdapter(Opened)
 CALLED = TypeAdapter(_Called)
 _Move = Annotated[dict[_Name, list[_Message]], Field(min_length=1, max_length=1)] | None
 MOVED: TypeAdapter[dict[str, list[Message]] | None] = TypeAdapter(_Move)  # type: ignore[arg-type]
-"""The next player's name, "" if it is no game, with the messages that the model reads first."""
+"""The next player's name ("" if it is not a game), and the messages that the model reads first."""
 DONE = TypeAdapter(bool)
 REWARDED = TypeAdapter(_Rewarded)
 METRICS = TypeAdapter(_Numbers)
@@ -163,7 +164,8 @@ _REPLY = TypeAdapter(_HostReply)
 
 
 class EnvironmentProcesses:
-    """Starts a process for each episode, all forked from one that has imported the environment."""
+    """Starts a process for each episode. All are forked from one process that has imported the
+    environment."""
 
     def __init__(self, factory: EnvironmentType, rollout: RolloutConfig) -> None:
         self.factory = factory
@@ -181,7 +183,7 @@ class EnvironmentProcesses:
 
     def start(self) -> tuple[socket.socket, socket.socket]:
         """Start a process; call this in a thread. Return a connection for requests, and one that
-        delivers the exit status; closing the second kills the process with its process group."""
+        delivers the exit status. Closing the second kills the process and its process group."""
         seconds = self._rollout.environment_timeout
         try:
             with ExitStack() as opened:
@@ -199,14 +201,14 @@ class EnvironmentProcesses:
                 control.settimeout(seconds)
                 fork_server.ask(control, {}, its_end.fileno())
                 ends = time.monotonic() + seconds
-                while receive(control, 1, ends) != b"\n":  # its process id
+                while receive(control, 1, ends) != b"\n":  # the line has the id of the new process
                     pass
                 opened.pop_all()
                 its_end.close()
         except (OSError, EOFError) as error:
             code = None
             if self._server is not None and not lacks_resources(error):
-                # A crash closes the connection a moment before the process has ended.
+                # After a crash, the connection closes a moment before the process has ended.
                 with suppress(subprocess.TimeoutExpired):
                     code = self._server.process.wait(_ENDING_SECONDS)
             if isinstance(error, TimeoutError):
@@ -221,7 +223,7 @@ class EnvironmentProcesses:
 
 
 class RemoteEpisode(Episode):
-    """An episode whose environment is in a process of its own: each use of it is a request."""
+    """An episode whose environment is in its own process: each use of it is a request."""
 
     def __init__(
         self,
@@ -231,13 +233,14 @@ class RemoteEpisode(Episode):
         tools: Sequence[ToolSource] = (),
     ) -> None:
         super().__init__(processes.factory, problem, rollout, tools)
-        self._problem = _packed(problem)  # an error here comes before a process is started
+        self._problem = _packed(problem)  # if this fails, no process was started yet
         self._processes = processes
         self.schemas: list[JsonObject] = []  # descriptions of the environment's tools
         self._turn = -1
         self._talk: asyncio.StreamWriter | None = None
         self._control: asyncio.StreamWriter | None = None
-        """Connections: `_talk` for requests, `_control` for the process's life; None at first."""
+        """Connections: `_talk` carries requests, and closing `_control` kills the process; both are
+        None until `connect`."""
 
     async def open(self) -> None:
         await self.connect(*await run_in_thread(self._processes.start))
@@ -256,10 +259,10 @@ class RemoteEpisode(Episode):
         ]
         self._talk, self._control = asking, life
         self._requests = Requests[_HostReply]()
-        """Also requests for which nobody waits any more, because their answer may still come."""
+        """Includes requests whose caller no longer waits, because the answer may still come."""
 
         async def read_answers() -> None:
-            """Pass the answers on, each once, until the process ends or sends a wrong one."""
+            """Pass each answer on once, until the process ends or sends an invalid one."""
             try:
                 while True:
                     reply = read_answer(await read_frame(reader), _REPLY)
@@ -285,10 +288,10 @@ class RemoteEpisode(Episode):
         seconds: float | None = None,
         alone: bool = False,
     ) -> _T:
-        """Ask for a method's value, of the given type; fails as `value_of` does.
+        """Call a method in the process, and return its value, of type `kind`; raises as `value_of`.
 
-        The process itself enforces the deadline, `seconds` (None: `rollout.environment_timeout`). A
-        process that does not answer, or answers with another type, is killed.
+        The process itself enforces the deadline `seconds` (None: `rollout.environment_timeout`). If
+        it does not answer, or the value does not have the type, the process is killed.
         """
         assert self._talk is not None
         own = self._rollout.environment_timeout if seconds is None else seconds
@@ -304,7 +307,7 @@ class RemoteEpisode(Episode):
             message = f"{error}; its process was killed"
             raise TrajectoryError("environment_timeout", message) from None
         read = partial(value_of, reply, kind, alone=alone)
-        try:  # decodes images
+        try:  # reading the value decodes its images
             shows = holds_images(reply.get("value"))
             return await run_in_thread(read) if shows else read()
         except (AnswerError, RecursionError) as error:
@@ -313,7 +316,8 @@ class RemoteEpisode(Episode):
     async def _ask_alone(
         self, kind: TypeAdapter[_T], method: str, *arguments: object, calls: int = 1
     ) -> _T:
-        """Start a process for this one question, which takes `calls` calls, and kill it after."""
+        """Start a process for one request, which makes up to `calls` calls of the environment; then
+        kill the process."""
         try:
             await self.connect(*await run_in_thread(self._processes.start))
             seconds = calls * self._rollout.environment_timeout
@@ -327,7 +331,7 @@ class RemoteEpisode(Episode):
         return self._requests.end(TrajectoryError(reason, message))
 
     def kill(self) -> None:
-        """Kill the process, if it was started, with its process group; safe to repeat."""
+        """Kill the process and its process group, if they were started; safe to repeat."""
         for writer in (self._control, self._talk):
             if writer is not None:
                 writer.close()
@@ -378,7 +382,7 @@ class RemoteEpisode(Episode):
         return await self.ask(METRICS, "metrics", trajectory)
 
     async def close(self, report: Report) -> None:
-        """Close the environment, then end its process and all that it started."""
+        """Close the environment, then end its process and everything that the process started."""
         closing = asyncio.ensure_future(super().close(report))
         try:
             if self._talk is not None and self._requests.ended is None:
@@ -392,7 +396,8 @@ class RemoteEpisode(Episode):
 
 
 class _RemoteToolbox(Toolbox):
-    """An environment's tools, which run in its process, and other tools, which run here."""
+    """An environment's tools, which run in its process, and those of `rollout.tools`, which run in
+    the driver."""
 
     def __init__(
         self,
@@ -427,7 +432,7 @@ class _RemoteToolbox(Toolbox):
 
 
 class _Elsewhere:
-    """Stand-in for the environment that agent loops get; only `problem` is known here."""
+    """Stand-in that agent loops get instead of the environment; it has only `problem`."""
 
     def __init__(self, name: str, problem: Sequence[Message]) -> None:
         self._name = name
@@ -445,8 +450,9 @@ def _packed(what: object) -> bytes:
 
 
 def value_of(reply: _HostReply, kind: TypeAdapter[_T], *, alone: bool = False) -> _T:
-    """Return a reply's value, or raise its error, which can be an InputError only if the process
-    was started for this question (`alone`). AnswerError if the value has another type."""
+    """Return a reply's value, or raise the error that the reply reports. This can be an InputError
+    only if the process was started for this one request (`alone`). Raise AnswerError if the value
+    does not have the type `kind`."""
     if "error" in reply:
         failure = error_of(reply["error"], alone=alone)
         raise failure from failure.__cause__
@@ -454,7 +460,7 @@ def value_of(reply: _HostReply, kind: TypeAdapter[_T], *, alone: bool = False) -
 
 
 def error_of(failure: Failure, *, alone: bool = False) -> InputError | TrajectoryError:
-    """Return the error that a process reports, with its traceback as the cause."""
+    """Return the error that a process reports; its cause holds the reported traceback."""
     message, reason = failure["message"], failure["reason"]
     error: InputError | TrajectoryError
     if alone and failure["input"]:

@@ -1,8 +1,9 @@
 """A reward model: a sequence classifier with one output, in its own Ray actor.
 
-It reads a trajectory's messages as text: rendered by its own tokenizer's chat template or, if there
-is none, line by line. A text that is no chat is read as it is. Calls that wait at the same time are
-scored in one batch. It does not depend on the policy or its tokens.
+The reward model reads a trajectory's messages as text. The chat template of the reward model's own
+tokenizer renders the text; if it has no template, the messages are joined line by line. A text that
+is not a chat is read unchanged. Calls that wait at the same time are scored in one batch. The model
+does not depend on the policy or the policy's tokens.
 """
 
 import asyncio
@@ -29,11 +30,11 @@ logger = logging.getLogger(__name__)
 
 _MAX_CALLS = 4096
 _NO_LIMIT = 10**9
-_BATCH_TOKENS = 16_384  # maximum per forward pass if training.micro_batch_tokens is null
+_BATCH_TOKENS = 16_384  # tokens of a forward pass if training.micro_batch_tokens is null
 
 
 class RewardModel:
-    """The model, as an actor; one coroutine scores the queue, batch after batch."""
+    """The model in its actor; one coroutine scores the queue, batch after batch."""
 
     def __init__(self) -> None:
         logs.follow()
@@ -50,7 +51,8 @@ class RewardModel:
         tokenizer_path: str | None = None,
     ) -> None:
         """Load the model from a folder, or by its name on the Hub. `batch_tokens` is the maximum
-        number of tokens in a forward pass, padding included; a longer sequence is scored alone."""
+        number of tokens in a forward pass, including padding; a sequence with more tokens is scored
+        alone."""
         import torch
         from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -121,7 +123,7 @@ class RewardModel:
                 futures = [waiting[index][1] for index in batch]
                 try:
                     scores = await run_in_thread(self._forward, sequences)
-                except Exception as error:  # such as out of memory: only these trajectories fail
+                except Exception as error:  # such as out of memory: fail only this batch
                     for future in futures:
                         if not future.done():
                             future.set_exception(TurnwiseError(f"{type(error).__name__}: {error}"))
@@ -173,7 +175,8 @@ class RemoteRewardModel:
         of_models = {part.model: part for part in config.rollout.rewards}
         part = of_models.get(self.name, RewardConfig())
         with killed_on_failure(actor):
-            # A batch's shape changes the last bits of a score: 0 scores each sequence alone.
+            # A batch's shape changes the last bits of a score, so deterministic runs set a limit of
+            # 0, which means that each sequence is scored alone.
             tokens = config.training.micro_batch_tokens or _BATCH_TOKENS
             await actor.call(
                 *("load", self.name, 0 if config.deterministic else tokens, self._num_gpus > 0),
@@ -184,9 +187,9 @@ class RemoteRewardModel:
         self._actor = actor
 
     async def score(self, messages: Sequence[Message] | str) -> float:
-        """Return the model's output for a conversation, or for a text; fails when the actor dies
-        twice, or more than `serving.max_restarts` times in a row, and when nothing is scored
-        within `rollout.stall_timeout`."""
+        """Return the model's output for a conversation, or for a text. Raise an error if the actor
+        dies twice during the call, or more than `serving.max_restarts` times without a score in
+        between, or if it scores nothing within `rollout.stall_timeout`."""
         actor = self._actor
         try:
             return await self._score(actor, messages)
@@ -206,7 +209,7 @@ class RemoteRewardModel:
 
     async def _score(self, actor: ActorHandle, messages: Sequence[Message] | str) -> float:
         missed = f"{actor.name} scored no trajectory"
-        async with self._clock.watching(missed, "rollout.stall_timeout"):  # others may be first
+        async with self._clock.watching(missed, "rollout.stall_timeout"):  # any score counts
             what = "score a trajectory"
             read = messages if isinstance(messages, str) else list(messages)
             score = await actor.call("score", read, what=what, seconds=NO_DEADLINE)
@@ -219,8 +222,8 @@ class RemoteRewardModel:
 
 
 def batches(sequences: Sequence[Sequence[int]], max_tokens: int) -> list[list[int]]:
-    """Split sequences, in order, into batches of at most `max_tokens`, padding included; return
-    their indices."""
+    """Split sequences, in order, into batches of at most `max_tokens` tokens, including padding;
+    return the indices of each batch's sequences."""
     split: list[list[int]] = []
     longest = 0
     for index, sequence in enumerate(sequences):

@@ -3,7 +3,8 @@
 A part is the environment's own reward, a function, a reward model or a judge. The parts of one
 trajectory are computed concurrently. Some functions and judges instead compare all finished
 trajectories of a group (`REWARD_KINDS`). If a part fails or is not a finite number, the trajectory
-is dropped under `reward_error`, or a judge's own reasons, and the message names the part.
+is dropped with the reason `reward_error` (a judge has its own reasons), and the message names the
+part.
 """
 
 from collections import Counter
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 UserCall = Callable[[Callable[..., object]], Awaitable[object]]
-"""Calls a function of the user, plain or async, within the deadline of rewards."""
+"""Calls a user's function, plain or async, within the deadline for rewards."""
 
 
 class RewardKind(NamedTuple):
@@ -50,11 +51,11 @@ class RewardKind(NamedTuple):
     optional: bool = False
     """Whether None is allowed: it means that the entry does not apply to the trajectory."""
     adapter: str | None = None
-    """Path of a function that calls the user's, with the parameters of `_call_group_function`; None
-    for `_call_group_function` itself. Only for kinds that compare."""
+    """Path of a function with the parameters of `_call_group_function` that calls the user's
+    function; None means `_call_group_function`. Used only by kinds that compare."""
 
 
-REWARD_KINDS = {  # by an entry's key; an entry without any is the environment's own reward
+REWARD_KINDS = {  # by key of an entry; an entry without these keys is the environment's
     "function": RewardKind("function"),
     "group_function": RewardKind("group function", compares=True),
     "trl": RewardKind(
@@ -67,12 +68,12 @@ REWARD_KINDS = {  # by an entry's key; an entry without any is the environment's
 
 
 class _Part(NamedTuple):
-    name: str  # configured, or else the function, the model's path, or `environment`
+    name: str  # the configured name, or else the path of function or model, or `environment`
     kind: RewardKind
     weight: float
     function: Callable[..., Foreign] | None
-    """The user's function of a trajectory and its row. For a kind that compares: a function with
-    those parameters of `_call_group_function` that follow `files`."""
+    """The user's function, which takes a trajectory and its row. For a kind that compares: a
+    function with the parameters of `_call_group_function` after `files`."""
     model: str  # path of the reward model; "" for the other kinds
     judge: Judge | None
 
@@ -82,7 +83,8 @@ class _Part(NamedTuple):
 
     @asynccontextmanager
     async def judging(self, problem_id: str) -> AsyncIterator[None]:
-        """Show the wait for this part under its name; its error fails as `reward_error`."""
+        """Show the wait for this part under its name; if the part raises an error, the trajectory
+        fails with the reason `reward_error`."""
         said = f"{self} gave no reward: "
         async with user_errors("reward_error", said, (TrajectoryError,)):
             with waiting(f"{self.name} of {problem_id}", "reward"):
@@ -90,8 +92,8 @@ class _Part(NamedTuple):
 
 
 class RewardManager:
-    """The configured rewards: entries of `rollout.rewards`; without any, the environment's own.
-    `functions` are a program's own, by path; functions at other paths are imported."""
+    """The rewards that `rollout.rewards` lists; if it is empty, the environment's own reward.
+    `functions` holds functions of the calling program by path; all other paths are imported."""
 
     def __init__(
         self,
@@ -126,7 +128,7 @@ class RewardManager:
         self._of_group = [part for part in self._parts if part.kind.compares]
         self._single = [part for part in self._parts if not part.kind.compares]
         self.models: Mapping[str, RemoteRewardModel] = {}
-        """Reward models by their paths; set when they have been started."""
+        """Reward models by path; set after the models were started."""
         for what, names in (
             ("names", [part.name for part in self._parts]),
             ("has the model", [part.model for part in self._parts if part.model]),
@@ -154,12 +156,13 @@ class RewardManager:
         clock: StallClock | None = None,
         counts: Counter[str] | None = None,
     ) -> None:
-        """Set the trajectory's `reward`, `reward_parts` and `turn_rewards`; a reward that its agent
-        reported replaces the environment's own. The work of judges is added to `counts`."""
+        """Set the trajectory's `reward`, `reward_parts` and `turn_rewards`. A reward that the agent
+        reported replaces the environment's own reward. Judges add their work to `counts`."""
         counts = Counter() if counts is None else counts
 
         async def judged(part: _Part) -> Rewards:
-            # Reward models have a clock for their whole queue, and judges have their own deadlines.
+            # Do not apply the trajectory's deadline here: a reward model has one clock for its
+            # whole queue, and a judge has its own deadlines.
             bounded = clock.held() if clock and (part.model or part.judge) else nullcontext()
             async with part.judging(trajectory.problem_id):
                 with bounded:
@@ -212,7 +215,7 @@ class RewardManager:
         episodes: Mapping[int, Episode],
         counts: Counter[str],
     ) -> None:
-        """Compute the parts that compare, and add them to the rewards of a group's trajectories."""
+        """Compute the parts that compare a group's trajectories, and add them to the rewards."""
         if not trajectories:
             return
 
@@ -238,14 +241,14 @@ class RewardManager:
                     )
 
     def check_row(self, where: str, row: Row) -> None:
-        """Raise InputError if the row `where` lacks a field that a judge reads."""
+        """Raise InputError, which calls the row `where`, if it lacks a field that a judge reads."""
         for part in self._parts:
             if part.judge is not None and (why := part.judge.lacks(row)):
                 raise InputError(f"{where}: {why}; it has: {', '.join(map(str, row))}")
 
     def check_environment(self, episode: Episode, environment: EnvironmentType) -> None:
-        """Raise InputError if the environment's own reward is needed and its previewed episode has
-        none, unless the agent, or a loop of the user's, may set the reward."""
+        """Raise InputError if the environment's own reward is needed but the previewed episode does
+        not have one, unless the agent or a user's loop may set the reward."""
         rollout = self._rollout
         if episode.rewards or rollout.agent_rewards or rollout.loop not in LOOP_NAMES:
             return
@@ -258,7 +261,7 @@ class RewardManager:
             )
 
     def lacks(self, trajectory: Trajectory) -> bool:
-        """Return whether no part applies to a judged trajectory: all optional ones were None."""
+        """Return whether no part applies to a rewarded trajectory: all parts returned None."""
         return any(part.kind.optional for part in self._parts) and not trajectory.reward_parts
 
     @property
@@ -272,8 +275,8 @@ class RewardManager:
         return value
 
     async def score(self, name: str, trajectory: Trajectory) -> float:
-        """Return one part's reward of a trajectory, without its weight: the recorded one, or else a
-        reward model's. If there is only one part, any name selects it."""
+        """Return the unweighted reward that the part `name` gives a trajectory: the recorded
+        reward, or else its reward model's score. If there is only one part, any name selects it."""
         named = [part for part in self._parts if part.name == name] or self._parts
         if len(named) != 1:
             names = ", ".join(part.name for part in self._parts)
@@ -299,13 +302,14 @@ async def _call_group_function(
     row: Row,
     episodes: Mapping[int, Episode],
 ) -> object:
-    """Return what a `group_function` returns for a group's finished trajectories; adapters of other
-    kinds also use the run's steps and files, and the episodes by `sample_index`."""
+    """Return the result of a `group_function` for a group's finished trajectories. The adapters of
+    other kinds also use `max_steps`, `files`, and the `episodes` by `sample_index`."""
     return await call(partial(function, list(trajectories), row))
 
 
 def _numbers(values: object, part: _Part, count: int) -> list[float | None]:
-    """Return the numbers of a group function; runs user code if their types are the user's."""
+    """Return the numbers that a group function returned; runs user code if their types are defined
+    by the user."""
     given = list(values) if isinstance(values, Iterable) and not is_list(values) else values
     if not is_list(given) or len(given) != count:
         what = f"{part} must return a list of {count} numbers, one for each trajectory"

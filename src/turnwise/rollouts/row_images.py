@@ -1,7 +1,7 @@
-"""Images that rows of files name: by paths relative to the file, or by URLs that may be fetched.
+"""Images that a file's rows name, by paths relative to the file, or by URLs that may be fetched.
 
-Such a name is the value of `image`, `images` or `image_url`, at any depth, or of `path` or `url`
-inside such a value. This module reads no images from the disk.
+The name of an image is the value of a key `image`, `images` or `image_url` at any depth, or of a
+key `path` or `url` inside such a value. This module does not read images from the disk.
 """
 
 import base64
@@ -31,7 +31,7 @@ def with_own_paths(row: Row, folder: Path) -> Row:
         return {**row, "images": {key: {**known, **own} for key, known in images.items()}}
 
     def found(name: str) -> str:
-        if name.startswith("data:"):  # it may be long
+        if name.startswith("data:"):  # too long for a path
             return name
         path = os.path.abspath(os.path.join(folder, name))
         return path if os.path.isfile(path) else name
@@ -41,8 +41,8 @@ def with_own_paths(row: Row, folder: Path) -> Row:
 
 def with_urls(row: Row, seconds: float) -> Row:
     """Return a row in which data: URLs with the fetched images replace its URLs, within `seconds`.
-    A URL that cannot be fetched stays, for the reader of the image to fail; the log has the reason.
-    """
+    A URL that cannot be fetched is kept, so that the code that reads the image fails; the reason is
+    logged."""
     ends = time.monotonic() + seconds
 
     def fetched(name: str) -> str:
@@ -59,7 +59,7 @@ def with_urls(row: Row, seconds: float) -> Row:
 
 
 def holds_images(value: Foreign) -> bool:
-    """Return whether a value of a row contains images themselves, rather than their names."""
+    """Return whether a value of a row contains the data of images, not only their names."""
     if isinstance(value, dict | list):
         return any(map(holds_images, value.values() if isinstance(value, dict) else value))
     is_url = isinstance(value, str) and value.startswith("data:")
@@ -67,7 +67,7 @@ def holds_images(value: Foreign) -> bool:
 
 
 def _changed(row: Row, change: Callable[[str], str]) -> Row:
-    """Return a row in which the names of images are changed."""
+    """Return a row in which `change` is applied to the names of images."""
 
     def below(value: Foreign, named: bool) -> Foreign:
         if isinstance(value, str):

@@ -1,7 +1,7 @@
-"""Marks of rows, by which a resumed run knows whether its data are the same as at the checkpoint.
+"""Marks of rows: digests that show a resumed run whether its data changed since the checkpoint.
 
-A few dozen rows are marked, however many rows there are. Nearly all marks differ if the data are
-others, or the rows were moved, shuffled or selected differently. An edited row is noticed only if
+At most 64 rows are marked, whatever the number of rows. Nearly all marks differ if the data were
+replaced, or the rows were moved, shuffled or selected differently. An edited row is noticed only if
 it is marked.
 """
 
@@ -19,8 +19,8 @@ _MARKED = 64
 
 
 def marks_of(rows: Sequence[JsonObject]) -> dict[str, str]:
-    """Return digests of the first row, the last, and some between, by their numbers from 1. A row
-    that cannot be read, or differs on each read, has no mark. Reads these rows."""
+    """Return digests of the first row, the last row, and some rows between them, by their numbers
+    from 1. A row that cannot be read, or differs on each read, has no mark. Reads these rows."""
     steps = min(len(rows), _MARKED) - 1
     numbers = {round(k * (len(rows) - 1) / max(1, steps)) for k in range(steps + 1)}
     marks = {}
@@ -33,7 +33,7 @@ def marks_of(rows: Sequence[JsonObject]) -> dict[str, str]:
 
 
 def changed(before: Mapping[str, str], now: Mapping[str, str]) -> tuple[list[int], int]:
-    """Return the numbers of the rows whose marks differ, and how many were compared."""
+    """Return the numbers of the rows whose marks differ, and the number of compared rows."""
     both = before.keys() & now.keys()
     return sorted(int(number) for number in both if before[number] != now[number]), len(both)
 

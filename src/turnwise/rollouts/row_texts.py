@@ -1,4 +1,4 @@
-"""A row as texts, which trajectories keep so that people see why a reward is what it is."""
+"""A row as texts, which trajectories keep so that people can understand a reward."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -10,13 +10,14 @@ from turnwise.rollouts.problems import Row
 from turnwise.trajectory import Message
 
 _MAX_FIELDS = 50
-_MAX_CHARS = 1_000  # maximum that a trajectory keeps of a field
-_LONG = 40  # minimum length of a text that is left out if a message contains it
+_MAX_CHARS = 1_000  # maximum number of characters that a trajectory keeps of a field
+_LONG = 40  # minimum number of characters of a text that is left out if a message contains it
 
 
 def row_texts(row: Row, messages: Sequence[Message]) -> dict[str, str]:
-    """Return the fields of a row as texts, long ones cut, without fields that are None or already
-    in messages that the model read. Runs no user code, whatever a field is.
+    """Return the fields of a row as texts, and cut long texts. Fields that are None, or that are
+    already in messages that the model read, are left out. Runs no user code, even if the type of a
+    field is defined by the user.
 
     Example:
         >>> asked = "Which number follows three hundred and ninety-nine?"
@@ -35,12 +36,13 @@ def row_texts(row: Row, messages: Sequence[Message]) -> dict[str, str]:
 
 
 def _as_utf8(text: str) -> str:
-    """Return a text that UTF-8 can encode: half of a surrogate pair becomes an escape."""
+    """Return a text that UTF-8 can encode: a lone surrogate becomes an escape sequence."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def _is_said(value: Foreign, heard: Sequence[str]) -> bool:
-    """Return whether messages contain the value: a long text, or all texts in a message list."""
+    """Return whether messages contain a value: a long text, or a list of messages whose texts all
+    occur in them."""
     if isinstance(value, str):
         return len(value) >= _LONG and any(value in each for each in heard)
     contents = [
@@ -52,7 +54,8 @@ def _is_said(value: Foreign, heard: Sequence[str]) -> bool:
 
 
 def _json(value: Foreign) -> str:
-    """Return the beginning of a value's JSON; types stand for values that JSON does not have."""
+    """Return the beginning of a value's JSON. A value that JSON cannot hold becomes its type's
+    name."""
     encoder = json.JSONEncoder(ensure_ascii=False, default=lambda one: f"[{type(one).__name__}]")
     text = ""
     try:
@@ -60,6 +63,6 @@ def _json(value: Foreign) -> str:
             text += part
             if len(text) > _MAX_CHARS:
                 break
-    except (TypeError, ValueError, RecursionError):  # keys that are no texts, cycles
+    except (TypeError, ValueError, RecursionError):  # keys that are not texts, cycles
         return f"[{type(value).__name__}]"
     return text

@@ -1,11 +1,11 @@
-"""The runner: makes groups of n trajectories for one problem, each an independent coroutine.
+"""The runner: makes groups of n trajectories for one problem; each trajectory is a coroutine.
 
 Every trajectory that starts ends exactly once: it joins its group or, after `rollout.retries`
-further attempts, the group counts it under the reason of its last failure. An `InputError`, a
-mistake in the user's input, ends the run only until the environment's first trajectory is finished.
-Later the mistake must be in one row: only the row's trajectories fail, as `input_error`. A lack of
-descriptors, threads or memory also fails only the trajectory, as `system_error`.
-The runner does not check all rows first, and builds no environment for a row that is never played.
+further attempts, the group counts it under the reason of its last failure. An `InputError` (a
+mistake in the user's input) ends the run if no trajectory of the environment has finished yet.
+Later, the mistake must be in one row, so only the row's trajectories fail, with the reason
+`input_error`. A lack of descriptors, threads or memory also fails only the trajectory, with the
+reason `system_error`. The runner does not check all rows first: it builds environments on demand.
 """
 
 import asyncio
@@ -73,15 +73,15 @@ logger = logging.getLogger(__name__)
 
 _READING = ("tool_calling", "self_play")
 """Loops in which the model reads results of tools as messages."""
-_CHECK_SECONDS = 60.0  # for a check of a row, in addition to the calls of its environment
-_LEFT_OUT = 10_000  # maximum number of problems remembered because their prompt is too long
+_CHECK_SECONDS = 60.0  # time to check a row, in addition to the calls of its environment
+_LEFT_OUT = 10_000  # maximum number of remembered problems whose prompt is too long
 
 
 class Stage:
-    """An environment (None: the configured one) with all that its episodes share.
+    """An environment (None: the configured environment) with everything that its episodes share.
 
-    All stages of a run share `left_out`: reasons why problems are left out, by their ids. Unless
-    `measured`, prompts may have any length; unless `with_tools`, `rollout.tools` are not offered.
+    All stages of a run share `left_out`: for each id of a problem that is left out, the reason. If
+    not `measured`, prompts may have any length; if not `with_tools`, `rollout.tools` is ignored.
     """
 
     def __init__(
@@ -117,8 +117,8 @@ class Stage:
         self._measures = measured and not written
         self.played = False  # whether a trajectory has been finished
         self._checked = False
-        """Whether the first problem has been checked: its environment can be set up, there is a
-        reward, and the template shows its messages, and the tools and results of our loops."""
+        """Whether the first problem was checked: its environment can be set up and has a reward,
+        and the template renders its messages, and for built-in loops also tools and results."""
 
     def episode(self, problem: Problem) -> Episode:
         if self._processes is not None:
@@ -128,19 +128,19 @@ class Stage:
     def check(self, problem: Problem, rewards: RewardManager) -> int | None:
         """Build a problem's environment and measure its prompt, then close the environment; call
         this in a thread. The first problem's environment is also set up, and must have a reward
-        unless `rewards` need none.
+        if `rewards` use the environment's own reward.
 
         Returns the prompt's length in tokens; None if this stage measures no prompts, the
         environment raises a TrajectoryError, or the prompt is known only after toolsets are opened
-        or `setup` is called. InputError names a row with unusable fields or tools or a prompt that
-        does not fit the context, and what the chat template leaves out of the first row.
+        or `setup` is called. Raises InputError if the row has unusable fields or tools, its prompt
+        does not fit the context, or the chat template leaves out a part of the first row.
         """
 
         def measure() -> int | None:
             episode, first = self.episode(problem), not self._checked
             try:
                 known = asyncio.run(episode.preview(set_up=first))
-            except TrajectoryError as error:  # what fails here may work in the run
+            except TrajectoryError as error:  # it may work in the run
                 logger.warning("%s is checked when it is played: %s", problem.id, error)
                 self._checked = True
                 return None
@@ -165,7 +165,7 @@ class Stage:
             self._checked = True
             return self._length(problem.id, messages, offered) if self._measures else None
 
-        # Each call of the environment has its own deadline; starting its process takes time too.
+        # Each call of the environment has its own deadline; its process also needs time to start.
         seconds = (PREVIEW_CALLS + 2) * self.rollout.environment_timeout + _CHECK_SECONDS
         length = call_and_wait(measure, name=f"the check of {self._name}", seconds=seconds)
         if length is not None and length <= self._longest and (reason := self._too_long(length)):
@@ -173,7 +173,7 @@ class Stage:
         return length
 
     async def known_too_long(self, problem: Problem) -> str:
-        """Return why a problem is left out, without building its environment; "" if it is not.
+        """Return why a problem is left out, without building its environment; "" if it is used.
 
         This measures the prompt without tools, because the environment's tools are not known yet;
         `admit` measures it with them.
@@ -193,7 +193,7 @@ class Stage:
         except TrajectoryError as error:
             return str(error)
         except Exception:
-            return ""  # its trajectories fail too, and are counted
+            return ""  # the trajectories of the problem will fail too, and are counted
         return ""
 
     async def admit(self, problem: Problem, episode: Episode) -> None:
@@ -214,7 +214,7 @@ class Stage:
     def _length(
         self, where: str, messages: Sequence[Message], schemas: Sequence[JsonObject]
     ) -> int:
-        """Return the number of tokens of a first prompt; an error names the row, `where`."""
+        """Return the number of tokens of a first prompt; errors call the row `where`."""
         try:
             return len(self._template.render_first(messages, schemas))
         except (InputError, TrajectoryError) as error:  # a missing template, or a bad image
@@ -233,7 +233,7 @@ class Stage:
             raise TrajectoryError(TOO_LONG, f"{where}: {reason}")
 
     def _too_long(self, length: int) -> str:
-        """Return why a prompt is too long; "" if it is not."""
+        """Return why a prompt is too long; "" if it fits."""
         if length > self._longest:
             limit = f"{self._longest} (data.max_prompt_tokens)"
             return f"its prompt has {length} tokens, more than {limit}"
@@ -253,7 +253,7 @@ class Stage:
 
 
 def _by_requests(loop: AgentLoop) -> bool:
-    """Return whether others, such as agents, make a loop's requests and write its prompts."""
+    """Return whether agents or similar programs make a loop's requests and write its prompts."""
     return getattr(loop, "by_requests", False)
 
 
@@ -273,17 +273,17 @@ class _Run:
 
 
 def reward_functions_of(environment: EnvironmentType | None) -> Mapping[str, Foreign]:
-    """Return a program's reward functions by path; they come with its environment type."""
-    # A class of the user may have an attribute of this name.
+    """Return a program's reward functions by path; its environment type carries them."""
+    # A user's class may have an unrelated attribute `reward_functions`.
     return {} if isinstance(environment, type) else getattr(environment, "reward_functions", {})
 
 
 class Runner:
-    """Makes groups; each environment (None: the configured ones) has its own tools and agent loop.
+    """Makes groups; each environment has its own tools and agent loop.
 
-    The attribute `reward_functions` of an environment type holds a program's reward functions, by
-    their paths in `rollout.rewards`. Without `files` the runner writes to the run's folder.
-    """
+    If `environment` is None, the runner uses the configured environments. The attribute
+    `reward_functions` of an environment type holds a program's reward functions, by their paths in
+    `rollout.rewards`. Without `files` the runner writes to the run's folder."""
 
     def __init__(
         self,
@@ -299,10 +299,10 @@ class Runner:
             played.reward_functions = {}
             environment = played
         self.template = load_template(config.model, config.sampling, config.engine, tokenizer)
-        self._stages: dict[str, Stage] = {}  # by the environment's name; "" for a single one
+        self._stages: dict[str, Stage] = {}  # by environment; "" if the run has one
         left_out: dict[str, str] = {}
         self.loops: dict[str, AgentLoop] = {}
-        """Loops by name. Environments with the same loop share it, and so its agent workers."""
+        """Loops by name. Environments with the same loop share its instance and agent workers."""
         for name, part in (config.parts() if environment is None else {"": config}).items():
             loop = part.rollout.loop
             try:
@@ -329,9 +329,9 @@ class Runner:
         self._loading = asyncio.Lock()
 
     def with_environment(self, environment: EnvironmentType, loop: AgentLoop) -> "Runner":
-        """Return a runner for another environment and loop that shares all else with this one, also
-        the admission. It does not offer `rollout.tools`, and does not measure prompts."""
-        _ = self.tool_parser  # loaded here once, not again in each copy
+        """Return a runner for another environment and loop that shares everything else with this
+        runner, also the admission. It ignores `rollout.tools`, and does not measure prompts."""
+        _ = self.tool_parser  # loaded once, here, so that the copy need not load it
         other = copy(self)
         stage = Stage(
             self._config, environment, loop, self.template, {}, measured=False, with_tools=False
@@ -341,7 +341,7 @@ class Runner:
 
     def _stage(self, problem: Problem) -> Stage:
         stage = self._stages.get(problem.environment)
-        if stage is None:  # problems of programs name no environment, also in a run with several
+        if stage is None:  # a program's problems name no environment
             raise InputError(
                 f"{problem.id} names none of the environments ({', '.join(self._stages)}), and "
                 "only train, eval and rollout choose among several: set environment for one"
@@ -354,7 +354,7 @@ class Runner:
         return {"engines": self.admission, **self.rewards.admissions}
 
     def load(self) -> None:
-        """Call the `load` of each loop that has one; call this in a thread. See `AgentLoop`."""
+        """Call `load` of each loop that has this method (see `AgentLoop`); call in a thread."""
         for loop in self.loops.values():
             if (load := getattr(loop, "load", None)) is not None:
                 load(self._config.rollout)
@@ -366,7 +366,7 @@ class Runner:
 
     @asynccontextmanager
     async def opened(self, generator: Generator) -> AsyncIterator[None]:
-        """Run what the loops need, such as a server for agents, during an `async with` block."""
+        """Run the loops' services, such as a server for agents, during an `async with` block."""
         async with AsyncExitStack() as stack:
             for loop in self.loops.values():
                 if (opened := getattr(loop, "opened", None)) is not None:
@@ -380,12 +380,12 @@ class Runner:
         return ToolParser(self._config.rollout.tool_parser, self.tokenizer)
 
     def check(self, problem: Problem) -> int | None:
-        """Check what can be known of a row before anything is started; see `Stage.check`."""
+        """Check a row before any engine is started; see `Stage.check`."""
         self.rewards.check_row(problem.id, problem.row)
         return self._stage(problem).check(problem, self.rewards)
 
     def within_prompt_limit(self, problems: Sequence[Problem]) -> list[Problem]:
-        """Check all problems; return those with a prompt of at most `data.max_prompt_tokens`."""
+        """Check all problems; return those whose prompt is within `data.max_prompt_tokens`."""
         longest = self._config.data.max_prompt_tokens
         lengths = [self.check(problem) or 0 for problem in problems]  # 0: not known yet
         if longest is None:
@@ -428,7 +428,7 @@ class Runner:
         run = _Run(engine, problem, sampling, name, stage, group, search, priority)
         async with self._loading:
             if "tool_parser" not in vars(self):  # loading it would block the event loop
-                with suppress(OSError):  # no thread at this moment: a trajectory loads it
+                with suppress(OSError):  # no thread is free: a trajectory loads it
                     await run_in_thread(lambda: self.tool_parser)
         compares = self.rewards.compares
         if too_long := await stage.known_too_long(problem):
@@ -450,7 +450,7 @@ class Runner:
         return group
 
     async def _reward_group(self, run: _Run) -> None:
-        """Compare a group's trajectories; drop those without a reward, or all if this fails."""
+        """Compare a group's trajectories; drop all if this fails, else those without a reward."""
         group, row, where = run.group, run.problem.row, run.problem.id
         try:
             await self.rewards.reward_group(group.trajectories, row, run.episodes, group.judging)
@@ -501,7 +501,7 @@ class Runner:
     async def _try(
         self, run: _Run, trajectory: Trajectory, name: str, place: Place
     ) -> tuple[str, str] | None:
-        """Fill the trajectory; if that fails, return the reason and its message."""
+        """Make one attempt at a trajectory; if it fails, return the reason and the message."""
         rollout, own = run.stage.rollout, run.problem.environment
         limits = trajectory_limits(rollout.trajectory_timeout, rollout.stall_timeout)
         try:
@@ -523,7 +523,7 @@ class Runner:
             failure = "engine_timeout", str(error)
         except EngineError as error:
             failure = "engine_error", str(error)
-        except (OSError, MemoryError) as error:  # too few threads, descriptors, pages for a moment
+        except (OSError, MemoryError) as error:  # a temporary lack of threads, memory, ...
             failure = "system_error", str(error)
         except InputError as error:
             if not run.stage.played:
@@ -594,5 +594,5 @@ class Runner:
                     with context.timed("environment"):
                         own = await episode.metrics(trajectory)
                         trajectory.set_outcome(metrics={**trajectory.metrics, **own})
-                except TrajectoryError as error:  # metrics are not worth the loss of a trajectory
+                except TrajectoryError as error:  # a trajectory is kept without metrics
                     await report("metrics_error", error)

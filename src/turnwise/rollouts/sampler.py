@@ -24,7 +24,8 @@ _BATCHES = itertools.count(1)
 
 
 def changed_sampling(sampling: SamplingConfig, keys: Mapping[str, object]) -> SamplingConfig:
-    """Return sampling parameters with other values of some keys; InputError names a wrong one."""
+    """Return sampling parameters with new values for some keys; raise InputError that names a wrong
+    key or value."""
     if unknown := keys.keys() - SamplingConfig.model_fields.keys():
         raise InputError(f"sampling_params has no {', '.join(sorted(unknown))}")
     try:
@@ -40,17 +41,17 @@ class TrajectorySampler:
 
     Args:
         llm: An engine, or the scheduler in front of several.
-        prompts: Rows of the configuration's environment; or texts and lists of messages, which are
-            answered with `tools` and get reward 0.
-        sampling_params: A `SamplingConfig`, or only the keys that differ from the configuration's;
-            `n` is the number of trajectories of each prompt.
+        prompts: Rows of the configured environment; or texts and lists of messages, which the model
+            answers with `tools`, and whose reward is 0.
+        sampling_params: A `SamplingConfig`, or only the keys that differ from `config.sampling`;
+            `n` is the number of trajectories for each prompt.
         config: Model, loop, environment and limits.
-        tools: Plain functions for prompts that are texts or messages.
-        tokenizer: The model's tokenizer; None loads the configuration's.
+        tools: Plain functions, for prompts that are texts or messages.
+        tokenizer: The model's tokenizer; None loads the configured tokenizer.
 
     Raises:
-        InputError: when a prompt has another type, or the environment, the loop or the tokenizer
-            cannot be loaded.
+        InputError: when a prompt has an unsupported type, or the environment, the loop or the
+            tokenizer cannot be loaded.
 
     Example:
         config = load_config("config.yaml")
@@ -72,7 +73,7 @@ class TrajectorySampler:
         if tokenizer is None:
             tokenizer = load_tokenizer(config.model)
         self.groups: list[Group] = []
-        """Each prompt's trajectories and failures, in the prompts' order."""
+        """Trajectories and failures of each prompt, in the order of the prompts."""
         self._llm = llm
         self._config = config
         if not isinstance(sampling_params, SamplingConfig):
@@ -104,11 +105,13 @@ class TrajectorySampler:
         self._problems = [Problem(f"prompt:{n}", row) for n, row in enumerate(rows, start=1)]
 
     async def __aiter__(self) -> AsyncGenerator[Trajectory, None]:
-        """Yield each trajectory as soon as it is finished; leaving the loop cancels the others.
+        """Yield each trajectory as soon as it is finished; leaving the `async for` loop cancels the
+        remaining trajectories.
 
         Raises:
             InputError: when a row, a tool or the reward cannot be used.
-            StepError: at the end, when more than `rollout.max_failed_fraction` of them failed.
+            StepError: at the end, when more than `rollout.max_failed_fraction` of the trajectories
+                failed.
         """
         self.groups = groups = [Group.of(problem) for problem in self._problems]
         ready = asyncio.Queue[Trajectory | None]()

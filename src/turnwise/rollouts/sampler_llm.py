@@ -1,6 +1,7 @@
-"""The engines as a batch sampler gets them: `generate` and `chat` of vLLM's `LLM`, recorded.
+"""The run's engines with the methods `generate` and `chat` of vLLM's `LLM`, for batch samplers.
 
-If a conversation continues the answer of an earlier call, its prompt keeps the sampled ids.
+All calls are recorded. If a conversation continues the answer of an earlier call, its prompt keeps
+the sampled ids.
 """
 
 import asyncio
@@ -35,13 +36,14 @@ _FIXED = (
     *(*_CONFIGURED, "logit_bias", "presence_penalty", "frequency_penalty", "repetition_penalty"),
     *("bad_words", "allowed_token_ids", "structured_outputs", "extra_args", "prompt_logprobs"),
 )
-"""vLLM's parameters that must be as configured, because the trainer or the record assumes them."""
+"""vLLM's parameters that a sampler must not change, because the trainer or the record of calls
+assumes the configured values."""
 _DEFAULTS = {"add_generation_prompt": True, "continue_final_message": False}
-"""Values of vLLM's arguments that are accepted, because they ask for what is done anyway."""
+"""Values of vLLM's arguments that are accepted, because they are what this class does anyway."""
 _Prompt = tuple[str | list[int], list[Message]]
 """A text or ids, and a conversation; one of the two is empty."""
 _Wanted = tuple[SamplingConfig, list[int | None]]
-"""Parameters of a prompt's requests, and the seed of each."""
+"""Parameters of a prompt's requests, and the seed of each request."""
 
 
 @dataclass(slots=True, eq=False)
@@ -51,7 +53,7 @@ class SampledCall:
     request: Request
     completion: Completion
     times: tuple[float, float]
-    """Seconds since the epoch at its beginning and end."""
+    """Beginning and end of the request, in seconds since the epoch."""
     messages: list[Message]
     """The conversation that is the prompt; empty if the prompt was a text or ids."""
 
@@ -61,10 +63,10 @@ class SampledCall:
 
 
 class LLM:
-    """The engines of a run, as a batch sampler gets them: `generate` and `chat` of vLLM's `LLM`.
+    """The engines of a run with the methods `generate` and `chat` of vLLM's `LLM`, for samplers.
 
-    Both block, so call them in a thread. A plain sampler runs in one; an async sampler uses
-    `asyncio.to_thread`. Several calls may run at once.
+    Both methods block, so call them in a thread. A plain sampler already runs in a thread; an async
+    sampler uses `asyncio.to_thread`. Several calls may run at once.
 
     Example:
         outputs = llm.generate(["2 + 2 =", [3, 4, 5]], sampling_params)
@@ -82,7 +84,7 @@ class LLM:
         self._running: set[asyncio.Task[object]] = set()
         self._closed = False
         self._answered: dict[str, deque[SampledCall]] = defaultdict(deque)
-        """Calls by their conversation, including the answer."""
+        """Calls by a key of their conversation, including the answer."""
 
     def generate(
         self,
@@ -93,11 +95,13 @@ class LLM:
         """Sample completions.
 
         Args:
-            prompts: One or a list of: a text, a list of ids, a conversation, which the chat
-                template renders, `{"prompt": text}` or `{"prompt_token_ids": ids}`.
-            sampling_params: For all prompts, or one for each; None takes the configured ones.
-            others: vLLM's further arguments, which may change nothing, because the run's
-                configuration decides on them.
+            prompts: One prompt, or a list of prompts. A prompt is a text, a list of ids, a
+                conversation, which the chat template renders, `{"prompt": text}` or
+                `{"prompt_token_ids": ids}`.
+            sampling_params: For all prompts, or a list with one for each prompt; None means the
+                configured parameters.
+            others: vLLM's further arguments. Only values that have no effect are allowed, because
+                the run's configuration decides.
 
         Returns:
             An output for each prompt. A prompt that leaves no room for an answer gets an empty
@@ -118,7 +122,7 @@ class LLM:
         tools: list[JsonObject] | None = None,
         **others: object,
     ) -> "list[RequestOutput]":
-        """Answer one list of messages, or a list of such lists; otherwise as `generate`."""
+        """Answer one list of messages, or a list of such lists; in all else like `generate`."""
         prompts = _prompts_of(messages)
         if not all(conversation for _, conversation in prompts):
             raise InputError(f"{KEY}: llm.chat takes lists of messages")
@@ -138,7 +142,8 @@ class LLM:
         return answers
 
     def close(self) -> None:
-        """Cancel calls that still run: the sampler has returned, or missed its deadline."""
+        """Cancel calls that still run; call this when the sampler has returned, or missed its
+        deadline."""
         self._closed = True
         for task in self._running:
             task.cancel()
@@ -150,7 +155,7 @@ class LLM:
         others: Mapping[str, object],
         tools: list[JsonObject] | None = None,
     ) -> "list[RequestOutput]":
-        """Ask the engines, in the sampler's thread, and wait for all answers."""
+        """Send prompts to the engines, and wait for all answers, in the sampler's thread."""
         for name, value in others.items():
             if value is not None and name != "use_tqdm" and value != _DEFAULTS.get(name):
                 raise InputError(f"{KEY}: llm takes no {name}: the run's configuration decides")
@@ -163,7 +168,8 @@ class LLM:
         return list(map(self._output, answers, params))
 
     def _wanted(self, params: Foreign) -> _Wanted:
-        """Return the requests that vLLM's parameters ask for; InputError if off-policy."""
+        """Return the parameters and seeds of requests from vLLM's parameters; raise InputError if
+        they would make the tokens off-policy."""
         if not isinstance(params, type(self._own)):
             raise InputError(f"{KEY}: llm takes vLLM's SamplingParams, not {shown(params)}")
         for name in _FIXED:
@@ -232,21 +238,22 @@ class LLM:
     async def _continued(
         self, messages: list[Message], tools: list[JsonObject] | None
     ) -> tuple[Prompt, str]:
-        """Return a conversation's prompt, and the session that it continues, "" if none."""
+        """Return a conversation's prompt, and the name of the session that it continues ("" if it
+        does not continue one)."""
         context = self._context
         for end in range(len(messages) - 1, 0, -1):
             if messages[end - 1].get("role") != "assistant":
                 continue
             if known := self._answered.get(_key(messages[:end])):
                 call = known[0]
-                known.rotate(-1)  # equal answers are continued in turn
+                known.rotate(-1)  # equal answers take turns
                 turn = call.prompt, call.completion.token_ids, messages[end:]
                 ids = await context.next_prompt(*turn, tools=tools, conversation=messages)
                 return ids, call.request.route.session
         return await context.first_prompt(messages, tools=tools), ""
 
     def _output(self, calls: list[SampledCall], params: Foreign) -> "RequestOutput":
-        """Return the calls of one prompt as vLLM does, in copies that the user may change."""
+        """Return the calls of one prompt as vLLM's output, with copies that the user may change."""
         from turnwise.internals import vllm  # seconds to import
 
         template, first = self._context.template, calls[0]

@@ -1,7 +1,7 @@
-"""A simulated user: another model, behind an OpenAI-compatible URL, that plays the user.
+"""A simulated user: a second model, behind an OpenAI-compatible URL, that plays the user.
 
-An environment's `step` returns its answers. They reach the policy as messages of the user, so their
-tokens are part of the prompt and are never trained.
+An environment's `step` returns the answers of the simulated user. They reach the policy as messages
+of the user, so their tokens are part of the prompt and are never trained.
 """
 
 from collections import Counter
@@ -20,25 +20,27 @@ class SimulatedUser:
     """The user of one trajectory, played by a model behind an OpenAI-compatible URL.
 
     The model sees the conversation with the roles swapped: `instructions` as the system's message,
-    the policy's answers as messages of the user, and its own as messages of the assistant.
-    Reasoning is left out on both sides. Connection errors, 408, 409, 429 and 5xx are tried again
-    with growing pauses, or after the time that the server names.
+    the policy's answers as messages of the user, and its own answers as messages of the assistant.
+    Reasoning is left out on both sides. After a connection error or a status 408, 409, 429 or 5xx,
+    the request is sent again, with growing pauses or after the time that the server gives.
 
     Args:
         base_url: URL up to and including `/v1`, of any server of Chat Completions.
-        model: Name of the model there.
+        model: Name of the model on that server.
         instructions: Who the user is, and what they want.
-        opening: The user's first message, the same as the environment's `problem`. Without it,
-            `open` lets the model write one.
+        opening: The user's first message, equal to the environment's `problem`. Without an opening,
+            `open` lets the model write the first message.
         stop: Phrase with which the user ends the conversation, and which `instructions` asks for.
-        max_calls: Budget of answers in this trajectory, including answers of `open`.
-        max_tokens: Budget of tokens in this trajectory, prompts included; None sets none.
-        timeout: Seconds for one answer, retries included; keep it below
+        max_calls: Maximum number of answers in this trajectory, including the answer of `open`.
+        max_tokens: Maximum number of tokens in this trajectory, including prompts; None means no
+            limit.
+        timeout: Seconds for one answer, including retries; keep it below
             `rollout.environment_timeout`.
-        retries: Number of further attempts after an unusable answer; a server that is away is
-            asked until `timeout`. 0 asks once.
-        api_key_variable: Name of the environment variable with the server's key; None sends none.
-        request: Other parameters of the request, such as `{"temperature": 0.7}`.
+        retries: Number of further attempts after an unusable answer; a server that cannot be
+            reached is tried until `timeout`. With 0, there is only one attempt.
+        api_key_variable: Name of the environment variable with the server's API key; None sends no
+            key.
+        request: Further parameters of the request, such as `{"temperature": 0.7}`.
 
     Raises:
         InputError: when an argument cannot be used, or the variable is not set.
@@ -99,13 +101,13 @@ class SimulatedUser:
         )
         self.model = model
         self.calls = 0
-        """Answers so far."""
+        """Number of answers so far."""
         self.tokens = 0
-        """Tokens so far, as the server counts them, prompts included."""
+        """Number of tokens so far, including prompts, as the server counts them."""
         self.ended_by: str | None = None
-        """Reason why the user ended the conversation: "stop" or "budget"; None before that."""
+        """Reason why the conversation ended: "stop" or "budget"; None before its end."""
         self.messages: list[Message] = [{"role": "system", "content": instructions}]
-        """The conversation as the model sees it."""
+        """The conversation as the model that plays the user sees it."""
         if opening is not None:
             self._record(GREETING, opening)
         self._stop = stop
@@ -116,7 +118,7 @@ class SimulatedUser:
         """Return the user's first message, for `problem`; call it in an async `setup`.
 
         Raises:
-            TrajectoryError: as `answer` does; also if the user ends the conversation with it.
+            TrajectoryError: as by `answer`; also if the first message ends the conversation.
         """
         opening = await self._answer(GREETING)
         if opening is None:
@@ -132,12 +134,12 @@ class SimulatedUser:
 
         Raises:
             TrajectoryError: `simulated_user_timeout` or `simulated_user_error`, with the server's
-                own words.
+                error message.
         """
         return await self._answer(str(message.get("content") or ""))
 
     def metrics(self) -> dict[str, float]:
-        """Return calls, tokens and the reason of the end, for an environment's `metrics`."""
+        """Return the numbers of calls and tokens, and the reason of the end, for `metrics`."""
         return {
             "user_calls": self.calls,
             "user_tokens": self.tokens,

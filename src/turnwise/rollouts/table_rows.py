@@ -1,9 +1,9 @@
-"""Rows of tables, with messages and tools as they were written: without null keys of the table.
+"""Rows of tables: removes the null keys that a table adds to messages and tools.
 
-Arrow gives each record of a column the keys of all other records, with null values. Parquet files,
-datasets, and JSON Lines that `Dataset.to_json` wrote have such keys. In messages, calls and
-descriptions of tools a model would see them, and a null there means the same as a missing key, so
-they are removed. Everywhere else a null is a value, and stays.
+In Arrow, every record of a column has the keys of all records of the column; the keys that a record
+lacks get null values. Parquet files, datasets, and JSON Lines that `Dataset.to_json` wrote have
+such keys. In messages, calls and descriptions of tools, a null means the same as a missing key, but
+a model would see it, so these keys are removed. Everywhere else a null is a value, and is kept.
 """
 
 import json
@@ -18,7 +18,7 @@ _CONVERSATIONS = ("messages", "conversations", "prompt", "completion", "chosen",
 
 def own_keys(row: Row) -> Row:
     """Return a row of a table without null keys in messages, calls, descriptions of tools, and
-    trajectories. A null argument of a call stays if the call's tool requires it."""
+    trajectories. A null argument of a call is kept if the called tool requires this argument."""
     if "turns" in row:  # a trajectory, or a trace
         return {name: _without_null(value) for name, value in row.items()}
     required = _required(row.get("tools"))
@@ -89,7 +89,7 @@ def _properties(function: Row) -> Row:
 
 
 def _functions(tools: Foreign) -> list[Row]:
-    if isinstance(tools, str):  # their JSON text
+    if isinstance(tools, str):  # as JSON text
         with suppress(ValueError, RecursionError):
             tools = json.loads(tools)
     given = [tool for tool in tools if isinstance(tool, dict)] if isinstance(tools, list) else []

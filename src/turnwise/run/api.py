@@ -1,10 +1,10 @@
 """Plain calls for programs: train, open, sft, evaluate, rollout, serve; `turnwise` exports them.
 
-They run the commands in a separate thread, so that scripts, notebooks and programs with a running
-event loop can all call them. Arguments take precedence over keywords (`sampling={"n": 4}`,
-`**{"rollout.max_turns": 4}`), and keywords over `config`. Rows and classes passed as objects are
-used directly; config.yaml in the run folder then has no path of rows, and only the name of the
-class.
+The calls run the commands in a separate thread, so that scripts, notebooks and programs with a
+running event loop can all call them. Arguments take precedence over keywords (`sampling={"n": 4}`,
+`**{"rollout.max_turns": 4}`), and keywords take precedence over `config`. Rows and classes passed
+as objects are used directly; config.yaml in the run folder then contains no path for the rows, and
+only the name of the class.
 """
 
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 _Result = TypeVar("_Result")
 Source = str | Path | Sequence[JsonObject] | None
-"""Rows, or the path or Hugging Face name of a dataset; None leaves it to `config`."""
+"""Rows, or the path or Hugging Face name of a dataset; None uses the dataset of `config`."""
 ConfigSource = str | Path | Mapping[str, object] | Config | None
 _START_SECONDS = 120.0
-"""Time allowed for the steps before the engines start: imports, Ray."""
+"""Seconds allowed for imports and Ray, before the engines start."""
 _SECTIONS = {name.rpartition(".")[0] for name in known_keys()} - {""}
 
 
@@ -59,16 +59,16 @@ def train(
         environment: A class of environments, or `package.module:Class`.
         data: Training rows: dictionaries, or a path or name (data.path).
         steps: Training steps (training.steps).
-        eval_data: Held-out rows, as `data` (data.eval_path).
+        eval_data: Held-out rows, in the same forms as `data` (data.eval_path).
         config: The rest of the configuration: a YAML file, a mapping or a `Config`.
         resume: Folder of a run to continue from its last complete checkpoint, with its own
             configuration; cannot be combined with `config`.
         progress: Print a live table on a terminal, or lines elsewhere.
-        **keys: Other keys of the configuration, over `config`.
+        **keys: Other keys of the configuration; they take precedence over `config`.
 
     Raises:
-        InputError: when anything that was given cannot be used.
-        TurnwiseError: naming what failed.
+        InputError: when an argument or a configuration key cannot be used.
+        TurnwiseError: when the run fails; the message names what failed.
 
     Example:
         class Weather:
@@ -103,15 +103,15 @@ def open(
     **keys: object,
 ) -> "Run":
     """Open a run for a training loop of your own, in a `with` block, or in an `async with` block,
-    where the run's methods are coroutines. The arguments are those of `train`; `training.steps` is
-    only the length of the learning rate's schedule.
+    where the run's methods are coroutines. The arguments are the same as for `train`;
+    `training.steps` is only the length of the learning-rate schedule.
 
     Args:
         resume: Folder of a run to continue from the last checkpoint that `run.save()` wrote there,
             with its own configuration; cannot be combined with `config`.
 
     Raises:
-        InputError: when anything that was given cannot be used.
+        InputError: when an argument or a configuration key cannot be used.
 
     Example:
         with turnwise.open("config.yaml") as run:
@@ -140,17 +140,19 @@ def sft(
     progress: bool = True,
     **keys: object,
 ) -> TrainingResult:
-    """Train a model on rows themselves (supervised), without engines and without rewards; the other
-    arguments are those of `train`.
+    """Train a model on the rows themselves (supervised training), without engines and rewards; the
+    other arguments are the same as for `train`.
 
     Args:
-        data: Rows, or a path or name (data.path): dictionaries with `messages`, and `tools` if
-            there are any; trajectories of a run, or its folder; or training traces.
+        data: Rows, or a path or name (data.path). The rows are dictionaries with `messages` and, if
+            there are any, `tools`; trajectories of a run; or training traces. The path may be a run
+            folder.
         steps: Training steps of `rollout.prompts_per_step` rows each (training.steps).
-        eval_data: Held-out rows, as `data` (data.eval_path), whose loss is measured.
+        eval_data: Held-out rows on which the loss is measured, in the same forms as `data`
+            (data.eval_path).
 
     Raises:
-        InputError: when anything that was given cannot be used.
+        InputError: when an argument or a configuration key cannot be used.
         StepError: when more than rollout.max_failed_fraction of the rows cannot be trained exactly.
 
     Example:
@@ -177,8 +179,8 @@ def evaluate(
     progress: bool = True,
     **keys: object,
 ) -> "Evaluation":
-    """Evaluate a model on held-out rows, under `eval.sampling`; the other arguments are those of
-    `train`.
+    """Evaluate a model on held-out rows, under `eval.sampling`; the other arguments are the same as
+    for `train`.
 
     Args:
         model: Folder or Hugging Face name, such as a checkpoint (model.path).
@@ -189,7 +191,7 @@ def evaluate(
         access.
 
     Raises:
-        InputError: when anything that was given cannot be used.
+        InputError: when an argument or a configuration key cannot be used.
         StepError: when more than rollout.max_failed_fraction of the trajectories fail.
 
     Example:
@@ -214,7 +216,7 @@ def rollout(
     **keys: object,
 ) -> Sequence[Trajectory]:
     """Sample `sampling.n` trajectories of each row, as training would, and reward them; the other
-    arguments are those of `train`.
+    arguments are the same as for `train`.
 
     Args:
         output: A JSON Lines file to which finished groups are appended; None writes none.
@@ -224,7 +226,7 @@ def rollout(
         trajectory from the file on access.
 
     Raises:
-        InputError: when anything that was given cannot be used.
+        InputError: when an argument or a configuration key cannot be used.
         StepError: when more than rollout.max_failed_fraction of the trajectories fail.
 
     Example:
@@ -245,14 +247,14 @@ def serve(
     progress: bool = True,
     **keys: object,
 ) -> "Iterator[OpenAIServer]":
-    """Serve a model to OpenAI and Anthropic clients for the length of a `with` block; the
-    arguments are those of `train`.
+    """Serve a model to OpenAI and Anthropic clients for the length of a `with` block; the arguments
+    are the same as for `train`.
 
     Yields:
         The server; its `base_url` ends with /v1.
 
     Raises:
-        InputError: when anything that was given cannot be used.
+        InputError: when an argument or a configuration key cannot be used.
 
     Example:
         with turnwise.serve(model="Qwen/Qwen3-0.6B", serving={"port": 0}) as server:
@@ -268,8 +270,8 @@ def serve(
 
 
 def run_command(work: Callable[[], Coroutine[object, object, _Result]], name: str) -> _Result:
-    """Run a coroutine in a separate thread and wait for it; Ctrl-C and SIGTERM end all that it
-    started.
+    """Run a coroutine in a separate thread and wait for it; Ctrl-C and SIGTERM end everything that
+    the coroutine started.
     """
     thread = EventLoopThread(nullcontext[None], name)
     with exit_on_sigterm(), thread:
@@ -288,8 +290,8 @@ def _prepare(
     optional: Sequence[str] = (),
     resume: str | Path | None = None,
 ) -> tuple[Config, ProgramInputs]:
-    """Return the configuration, and the objects for the run. `values`, by dotted key, take
-    precedence over `keys`, except where they are None."""
+    """Return the configuration, and the objects for the run. The `values`, by dotted key, take
+    precedence over `keys`; values that are None are ignored."""
 
     def flat(values: Mapping[str, object], prefix: str) -> Iterator[tuple[str, object]]:
         for key, value in values.items():
@@ -319,7 +321,7 @@ def _prepare(
     factory: EnvironmentType | None = None
     if isinstance(environment, str):
         settings["environment"] = environment
-    elif environment is not None:  # it is checked when it makes the first environment
+    elif environment is not None:  # checked when it makes the first environment
         factory = cast("EnvironmentType", environment)
         name = getattr(environment, "__qualname__", type(environment).__qualname__)
         settings["environment"] = f"{getattr(environment, '__module__', '__main__')}:{name}"

@@ -1,6 +1,6 @@
-"""Checks of a configuration that need no model, rows or engines, but modules outside `config`.
+"""Checks of a configuration that need modules outside `config`, but no model, rows or engines.
 
-Commands make them before they start anything; `turnwise config` makes only these checks.
+Commands run these checks before they start anything; `turnwise config` runs no others.
 """
 
 from typing import TYPE_CHECKING

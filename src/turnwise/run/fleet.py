@@ -100,9 +100,9 @@ async def open_fleet(
 
 @asynccontextmanager
 async def ray_running(config: Config, progress: Display) -> AsyncIterator[tuple[Config, float]]:
-    """Start Ray, and shut it down with all its actors on exit; or join the Ray that the program is
-    connected to, which stays. Yield the configuration, with the model's precision on its devices,
-    and the number of GPUs."""
+    """Start Ray, and shut it down with all its actors on exit; or use the Ray that the program is
+    already connected to, and leave it running. Yield the configuration, with the model's precision
+    set for its devices, and the number of GPUs."""
     where = config.ray_address, config.ray_env
     starting = asyncio.ensure_future(
         show_part(progress, "starting Ray", lambda: run_in_thread(start_ray, *where))
@@ -118,7 +118,7 @@ async def ray_running(config: Config, progress: Display) -> AsyncIterator[tuple[
 
 
 def begin_imports(config: Config) -> None:
-    """Start importing the workers' modules in the process that they are forked from."""
+    """Start importing the workers' modules in the process from which workers are forked."""
     check_vllm()
     if config.ray_address is None and not config.ray_env and not ray.is_initialized():
         fork_server.address()
@@ -140,9 +140,9 @@ def make_manager(
     prefix: str = "",
     host: type[EngineHost] | None = None,
 ) -> AsyncLLMServerManager:
-    """Return a manager of workers that are not started yet. Each device has a share of a GPU, or
-    its model is in the `WorkerHost`s of `hosts`. Names of processes begin with `prefix`; `host` is
-    the class of the workers' actors."""
+    """Return a manager of workers that are not started yet. Each device gets a `share` of a GPU;
+    with `hosts`, the models run in these `WorkerHost`s instead. Names of processes begin with
+    `prefix`; `host` is the class of the workers' actors."""
     if host is None:
         host = ServingHost if config.serving.worker_servers else EngineHost
     starter, seconds = WorkerStarter(config, share, hosts, host), config.engine.start_timeout

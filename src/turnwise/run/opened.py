@@ -33,15 +33,15 @@ logger = logging.getLogger(__name__)
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 _START_SECONDS = 600.0
-"""Time allowed for what comes before engines and trainer start: imports, Ray, the data."""
+"""Seconds allowed for imports, Ray and the data, before the engines and the trainer start."""
 
 
 @asynccontextmanager
 async def opened_run(
     config: Config, inputs: ProgramInputs, console: Console, resume: Path | None
 ) -> AsyncIterator[AsyncRun]:
-    """Start a run's engines and trainer, and stop them on exit; `resume` is a run to continue from
-    its last checkpoint."""
+    """Start a run's engines and trainer, and stop them on exit; if `resume` is given, continue that
+    run from its last checkpoint."""
     check_sampled(config)
     check_sources(config, *inputs.paths(config))
     start = None if resume is None else await run_in_thread(find_resume, resume)
@@ -80,7 +80,7 @@ async def opened_run(
 def _waits(
     method: Callable[Concatenate[AsyncRun, _P], Coroutine[Foreign, Foreign, _R]],
 ) -> Callable[Concatenate["Run", _P], _R]:
-    """Return a coroutine method as a blocking call."""
+    """Return a blocking version of a coroutine method."""
 
     def call(run: "Run", /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
         return run.call(lambda own: method(own, *args, **kwargs), method.__name__)
@@ -92,9 +92,9 @@ def _waits(
 class Run:
     """A run with blocking calls, for a `with` block; `async with` gives the `AsyncRun` itself.
 
-    Each method waits for the coroutine of `AsyncRun` in the run's thread, and raises its errors.
-    Leaving the block, also by Ctrl-C, ends everything that the run started. The attributes are
-    those of `AsyncRun`.
+    Each method runs the `AsyncRun` method of the same name in the run's thread, waits for it, and
+    raises its errors. Leaving the block, even by Ctrl-C, ends everything that the run started. The
+    attributes are the same as the attributes of `AsyncRun`.
 
     Example:
         with turnwise.open("config.yaml") as run:
@@ -132,7 +132,8 @@ class Run:
         await self._own.__aexit__(*error)
 
     def call(self, work: Callable[[AsyncRun], Coroutine[Foreign, Foreign, _R]], name: str) -> _R:
-        """Return what a coroutine of the run returns; `name` is its name in errors."""
+        """Wait for a coroutine of the run, and return its result; `name` is the call's name in
+        errors."""
         own = self._thread.opened
 
         async def watched() -> _R:

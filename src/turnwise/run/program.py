@@ -1,4 +1,4 @@
-"""A run whose loop is the user's own program: engines and trainer, with the steps as methods.
+"""A run whose training loop is the user's own program; its methods are the parts of a step.
 
 The run folder is like that of `turnwise train`, with a line of metrics, trajectories and token
 values for each optimizer step. `run.opened` has the same methods as blocking calls.
@@ -71,7 +71,7 @@ class AsyncRun:
     Attributes:
         config: The run's configuration.
         folder: The run's folder.
-        step: Optimizer steps taken, also before the run was resumed.
+        step: Number of optimizer steps taken, including those before the run was resumed.
         exactness: Audit of every token trained so far.
 
     Example:
@@ -108,11 +108,12 @@ class AsyncRun:
         self._tags = itertools.count(1)
         self._begun = 0  # number of groups that have begun
         self._added: list[Samples] = []
-        """Samples whose gradients wait for a step."""
+        """Samples whose gradients wait for an optimizer step."""
         self._metrics: list[JsonObject] = []
         self._values: list[TrainedSample] = []
         self._line: StepMetrics | None = None
-        """Metrics of the last step, whose line is written; later metrics of the step are added."""
+        """Metrics of the last step, whose line is written already; later metrics are added to the
+        line."""
         self._ended = time.perf_counter()
         self._seconds: dict[str, float] = {}
 
@@ -148,10 +149,10 @@ class AsyncRun:
         return self._stream.take(count)
 
     async def rollout(self, problems: Sequence[Problem | Row]) -> list[Group]:
-        """Sample `sampling.n` trajectories of each problem, or row, and judge them.
+        """Sample `sampling.n` trajectories of each problem or row, and reward them.
 
         Raises:
-            StepError: when more than `rollout.max_failed_fraction` of them fail.
+            StepError: when more than `rollout.max_failed_fraction` of the trajectories fail.
         """
         run_group = self._runtime.training_runner(self.config.sampling)
         tag, started = f"rows{next(self._tags)}", time.perf_counter()
@@ -163,7 +164,7 @@ class AsyncRun:
         async def group_of(problem: Problem, name: str) -> Group:
             return await run_group(problem, name)
 
-        # The names of `turnwise train`, because the seeds of deterministic runs depend on them.
+        # The same names as in `turnwise train`, because seeds of deterministic runs depend on them.
         first, self._begun = self._begun, self._begun + len(named)
         groups = await together(group_of(p, f"group{n}") for n, p in enumerate(named, first))
         self._spent("idle", started)
@@ -174,8 +175,8 @@ class AsyncRun:
         """Return the samples of groups, with advantages and masks, audited token by token.
 
         Raises:
-            ExactnessError: naming the first token that differs from the sampled one, unless
-                `exactness` is `warn`.
+            ExactnessError: when a token differs from the sampled token, unless `exactness` is
+                `warn`; the message names the first such token.
         """
         made = await self._training.make_samples(groups)
         self._training.check_exact(made.report)
@@ -188,13 +189,13 @@ class AsyncRun:
         loss: object = None,
         reduction: str | None = None,
     ) -> JsonObject:
-        """Compute the gradient of samples, and add it to those that wait for `optim_step`.
+        """Compute the gradient of samples, and add it to the gradients that wait for `optim_step`.
 
         Args:
             loss: Name of a loss (`ppo_clip`), or a mapping with its settings; a path,
-                package.module:name; a `turnwise.training.algorithms.Loss`; or a function of a
-                micro-batch's `Tokens`, which runs in the trainer's processes and returns the loss
-                of each of the `N` tokens, [N]. None takes `algorithm.loss`.
+                package.module:name; a `turnwise.training.algorithms.Loss`; or a function that runs
+                in the trainer's processes, takes a micro-batch's `Tokens`, and returns the loss of
+                each of the `N` tokens, [N]. None takes `algorithm.loss`.
             reduction: Replaces `algorithm.reduction`; None takes `algorithm.reduction`.
 
         Returns:
@@ -228,11 +229,12 @@ class AsyncRun:
         samples: Samples | Sequence[Sample],
         function: Callable[..., Foreign],
     ) -> JsonObject:
-        """Compute a loss of log-probs in this process, and add its gradient to the others.
+        """Compute a loss of log-probs in this process, and add its gradient to those that wait.
 
         Args:
-            function: function(samples, logprobs) -> (loss, metrics): `logprobs` has for each sample
-                a tensor of its N trained tokens' log-probs, with gradient; the loss is a scalar.
+            function: function(samples, logprobs) -> (loss, metrics): `logprobs` has one tensor for
+                each sample: the log-probs of the sample's N trained tokens, with gradient. The loss
+                is a scalar.
 
         Returns:
             The function's metrics, and `loss`.
@@ -303,7 +305,8 @@ class AsyncRun:
         Returns:
             `step`, `reward_mean`, `loss`, `grad_norm`, `learning_rate` and `skipped_updates`.
 
-            Without anything to train, no optimizer step is taken, and the last four are None.
+            If there is nothing to train, no optimizer step is taken, and the last four values are
+            None.
 
         Raises:
             InputError: when `forward_backward` was not called.
@@ -344,13 +347,13 @@ class AsyncRun:
         await run_in_thread(self._files.metrics.write, line.to_json())
 
     async def drop(self) -> None:
-        """Drop the gradients that wait for a step."""
+        """Drop the gradients that wait for an optimizer step."""
         self._added, self._metrics, self._values = [], [], []
         await self._policy.drop()
 
     async def sync(self) -> int:
-        """Send the trainer's weights to the engines, unless they have them already; return the
-        engines' weight version."""
+        """Send the trainer's weights to the engines, unless the engines have these weights already;
+        return the engines' weight version."""
         started = time.perf_counter()
         update = await self._training.update_weights()
         self._spent("weights", started)
@@ -404,9 +407,9 @@ class AsyncRun:
 
         Args:
             prompt: Messages; a text, which is a user's message; or token ids.
-            policy: Name of the policy to ask in a run of several policies (`rollout.policies`), or
-                `base` for the model without an adapter.
-            **sampling: Keys of `sampling` with other values than the configuration's.
+            policy: Name of the policy that answers, in a run of several policies
+                (`rollout.policies`), or `base` for the model without an adapter.
+            **sampling: Keys of `sampling` with values that replace the configuration's.
         """
         template = self._runtime.runner.template
         if isinstance(prompt, str):
@@ -465,14 +468,14 @@ class AsyncRun:
     async def save(
         self, folder: str | Path | None = None, state: Mapping[str, object] | None = None
     ) -> Path:
-        """Write a checkpoint, whole or not at all: the model in Hugging Face's format, or with LoRA
-        the adapter, and the state to continue from. Returns the checkpoint's folder.
+        """Write a checkpoint atomically: the model in Hugging Face's format (with LoRA, the
+        adapter) and the state to continue from. Return the checkpoint's folder.
 
         Args:
             folder: Folder of the checkpoint; None writes it to the run's own folder, from which
                 `turnwise.open(resume=...)` continues.
-            state: Plain values of the program's own; a run that loads the checkpoint has them as
-                its `state`.
+            state: Plain values that your program wants to keep; a run that loads the checkpoint has
+                them as its `state`.
 
         Raises:
             InputError: when the folder holds anything but an earlier checkpoint.
@@ -492,9 +495,9 @@ class AsyncRun:
         return place
 
     async def load(self, folder: str | Path) -> int:
-        """Continue from a checkpoint of `save` or of `turnwise train`: restore model, optimizer,
-        `step`, `exactness`, `state`, and the position in the problems. Send the weights to the
-        engines, and return their version."""
+        """Continue from a checkpoint that `save` or `turnwise train` wrote: restore model,
+        optimizer, `step`, `exactness`, `state`, and the position in the problems. Send the weights
+        to the engines, and return their version."""
         loop = await self._training.load(Path(folder))
         if "problems" in loop:
             await run_in_thread(self._stream.restore, loop["problems"])

@@ -1,7 +1,8 @@
-"""A new project: environment, data, configuration, test and README, which trains at once.
+"""A new project that is ready to train: environment, data, configuration, test and README.
 
-The files are made from those in `new_project/`. In a clone of the repository the project uses the
-demo's model, which a CPU trains in a minute; elsewhere a small model of the Hugging Face Hub.
+The files are made from the templates in `new_project/`. In a clone of the repository, the project
+uses the demo's model, which a CPU trains in a minute; elsewhere it uses a small model of the
+Hugging Face Hub.
 """
 
 import json
@@ -24,7 +25,7 @@ _QWEN = (f"{_LARGE[0]}\n  template_args: {{enable_thinking: false}}", *_LARGE[1:
 
 
 def make_project(folder: Path, model: str | None = None) -> list[Path]:
-    """Write a project into a new folder, whose name becomes the run's; return its files."""
+    """Write a project into a new folder, whose name becomes the run's name; return the files."""
     name = folder.resolve().name
     if not re.fullmatch(r"[\w][\w.-]*", name):
         raise InputError(f"{name!r} cannot name a project: use letters, digits, _, - and .")
@@ -37,8 +38,8 @@ def make_project(folder: Path, model: str | None = None) -> list[Path]:
         model = str(demo) if demo is not None else HUB_MODEL
     elif Path(model).expanduser().is_dir():  # config.yaml is read in the project's folder
         model = str(Path(model).expanduser().resolve())
-    # Problems of two steps, most of which the demo's model solves, and of three steps, of which it
-    # solves a quarter. They are the same in every project, and have no negative results.
+    # The problems have two or three steps; the demo's model solves most of the former and a quarter
+    # of the latter. They are the same in every project, and have no negative results.
     draw, rows = random.Random(0), ""
     for number in range(64):
         a, b, c = draw.randint(500, 999), draw.randint(100, 499), draw.randint(10, 999)

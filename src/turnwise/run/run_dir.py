@@ -89,8 +89,9 @@ def make_figure(name: str, rows: Sequence[JsonObject], success_reward: float) ->
 
 
 class RunDir:
-    """Writes one run's files. A resumed run continues its files; output after its checkpoint is
-    overwritten. A file that cannot be written, such as on a full disk, is a TurnwiseError."""
+    """Writes one run's files. A resumed run continues its files, and overwrites output of steps
+    after its checkpoint. If a file cannot be written, for example on a full disk, a TurnwiseError
+    is raised."""
 
     def __init__(self, config: Config, resume: Resume | None = None) -> None:
         self.path = Path(config.output_dir) / config.name
@@ -129,8 +130,8 @@ class RunDir:
 
     @contextmanager
     def _place(self, name: str, kind: str, step: int, suffix: str = ".jsonl") -> Iterator[Path]:
-        """Yield the path of a step's file; once it is written, remove the oldest others if only
-        some are kept."""
+        """Yield the path of a step's file. Once the file is written, remove the oldest files of its
+        kind in excess of `trajectories.keep`."""
         folder, keep = self.path / name, self._config.trajectories.keep
         path = folder / f"{kind}-{step:04d}{suffix}"
         yield path
@@ -162,7 +163,8 @@ class RunDir:
         checkpoint.prune(folder.parent, self._config.training.keep_last, best, step)
 
     def draw(self) -> None:
-        """Draw reward, and held-out accuracy where it was measured, against the step."""
+        """Plot the reward of each step, and the held-out accuracy of the steps where it was
+        measured."""
         if importlib.util.find_spec("matplotlib") is None:
             logger.info("no reward.png: pip install 'turnwise[plots]'")
             return

@@ -2,7 +2,8 @@
 
 `open_runtime` starts them concurrently and always stops them all on exit. `TrainingStep` is the
 trainer's half of a step: the samples of its groups, their loss, and the engines' new weights. The
-training loop and pipelines share it; each decides where groups come from and what to write.
+training loop and pipelines share `TrainingStep`; each of them decides where groups come from and
+what to write.
 """
 
 import asyncio
@@ -72,15 +73,16 @@ class Runtime:
     processes: RolloutProcesses | None = None
     """Processes that run groups; None if the driver runs them."""
     grouping: Callable[[SamplingConfig], RunGroup] | None = None
-    """Replacement of `group_runner` by a user's module; None if there is none."""
+    """A user module's replacement for `group_runner`; None without such a module."""
 
     @property
     def generator(self) -> Generator:
-        """The engines, in the form that agent loops sample from."""
+        """The interface to the engines from which agent loops sample."""
         return self.manager.scheduler
 
     def training_runner(self, sampling: SamplingConfig) -> RunGroup:
-        """Return a function as `group_runner` does; the teachers score each group when it ends."""
+        """Return a function like that of `group_runner`, that also lets the teachers score
+        each group."""
         run_group = self.group_runner(sampling)
 
         async def run(problem: Problem, tag: str) -> Group:
@@ -174,7 +176,7 @@ async def open_runtime(
 async def start_policy(
     config: Config, folder: Path, share: float, stack: AsyncExitStack, progress: Display
 ) -> TrainerGroup:
-    """Start the trainer, which the stack closes."""
+    """Start the trainer; the exit stack closes it."""
     with progress.part("starting the trainer"):
         policy = await TrainerGroup.start(config, folder, num_gpus=share)
     progress.note(f"trained in {policy.dtype}, with learning rate {config.learning_rate:g}")
@@ -187,7 +189,8 @@ async def _add_reward_models(config: Config, runner: Runner, progress: Display) 
 
 
 async def start_reward_models(config: Config, progress: Display) -> dict[str, RemoteRewardModel]:
-    """Start the models of `rollout.rewards` concurrently, by their paths; if one fails, end all."""
+    """Start the models of `rollout.rewards` concurrently, and return them by path; if one fails to
+    start, end them all."""
     wanted = {part.model: part.gpus for part in config.rollout.rewards if part.model}
     started: dict[str, RemoteRewardModel] = {}
 
@@ -230,14 +233,15 @@ async def _load_runner(
 
 
 class TrainingStep:
-    """Trains the policy of a runtime, and keeps its engines on the trainer's weights."""
+    """Trains the policy of a runtime, and sends the trainer's weights to the engines."""
 
     def __init__(self, config: Config, runtime: Runtime) -> None:
         assert runtime.policy is not None
         self.versions = config.recent_versions()
         self.algorithm = make_algorithm(config.algorithm)
         self.has_new_weights = True
-        """Whether the trainer may have other weights than the engines; set it after a load."""
+        """Whether the trainer's weights may differ from the engines' weights; set it after a
+        load."""
         self._config = config
         self._manager = runtime.manager
         self._policy = runtime.policy
@@ -266,7 +270,8 @@ class TrainingStep:
         return batch
 
     async def by_algorithm(self, function: Callable[..., _T], *arguments: object) -> _T:
-        """Call a function that calls the algorithm, which may be the user's own class."""
+        """Call a function that uses the algorithm. The call is made as user code, because the
+        algorithm may be the user's own class."""
         seconds, key = self._config.training.step_timeout, "training.step_timeout"
         name = f"the advantage {self._config.algorithm.advantage.name}"
         value: _T = await call_user_code(function, *arguments, name=name, seconds=seconds, key=key)
@@ -277,15 +282,15 @@ class TrainingStep:
         metrics.
 
         Raises:
-            ExactnessError: naming the first token that differs from the sampled one, unless
-                `exactness` is `warn`; nothing is trained then.
-            TrainerError, DeadlineError: naming the rank that failed.
+            ExactnessError: when a token differs from the sampled token, unless `exactness` is
+                `warn`; the message names the first such token, and nothing is trained.
+            TrainerError, DeadlineError: when a rank fails; the message names the rank.
         """
         self.check_exact(batch.report)
         metrics: JsonObject = {}
         if batch.samples:
             had, version = self.has_new_weights, self._policy.version
-            self.has_new_weights = True  # perhaps, if the trainer fails half-way
+            self.has_new_weights = True  # stays true if the trainer fails half-way
             with waiting("the trainer to train"):
                 async with self._trainers_turn():
                     metrics = await self._policy.train(batch.samples)
@@ -295,7 +300,7 @@ class TrainingStep:
         return metrics
 
     def check_exact(self, report: ExactnessReport) -> None:
-        """Raise `ExactnessError` where `learn` does."""
+        """Raise the `ExactnessError` that `learn` documents."""
         if report.first_violation is not None and self._config.exactness == "stop":
             raise ExactnessError(
                 f"{report.violations} violations of exactness; the first: "
@@ -308,7 +313,7 @@ class TrainingStep:
         algorithm: AlgorithmConfig | None = None,
         loss: Loss | None = None,
     ) -> JsonObject:
-        """Add the gradient of samples; see `TrainerGroup.forward_backward`."""
+        """Accumulate the gradient of samples; see `TrainerGroup.forward_backward`."""
         with waiting("the trainer to compute a gradient"):
             async with self._trainers_turn():
                 return await self._policy.forward_backward(samples, algorithm, loss)
@@ -317,7 +322,7 @@ class TrainingStep:
         """Take an optimizer step with the accumulated gradients, and end the training step; return
         its metrics."""
         had, version = self.has_new_weights, self._policy.version
-        self.has_new_weights = True  # perhaps, if the trainer fails half-way
+        self.has_new_weights = True  # stays true if the trainer fails half-way
         with waiting("the trainer to take a step"):
             async with self._trainers_turn():
                 metrics = await self._policy.optim_step(settings)
@@ -337,13 +342,13 @@ class TrainingStep:
     async def score(
         self, name: str, token_ids: Sequence[Sequence[int]], masks: Sequence[Sequence[int]]
     ) -> list[list[float]]:
-        """Score sequences with one of the trainer's models; under `sampling`, as `forward` does."""
+        """Score sequences with a model of the trainer, under the settings of `sampling`, as in
+        `forward`."""
         made = (Sample.to_score(*each) for each in zip(token_ids, masks, strict=True))
         return await self.forward(name, list(made))
 
     async def save(self, folder: Path, loop: JsonObject) -> Path:
-        """Write a checkpoint, whole or not at all, with the state of the loop; return its absolute
-        path.
+        """Write a checkpoint atomically, with the state of the loop; return its absolute path.
 
         Raises:
             InputError: when the folder holds anything but an earlier checkpoint.
@@ -370,7 +375,7 @@ class TrainingStep:
 
     @asynccontextmanager
     async def _trainers_turn(self) -> AsyncIterator[None]:
-        """Put engines that share the trainer's processes to sleep while it computes."""
+        """Put engines that share the trainer's processes to sleep while the trainer computes."""
         if not self._config.training.colocated:
             yield
             return

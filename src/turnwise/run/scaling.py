@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LOOK_SECONDS = 1.0  # time after which a run notices a request
-_ANSWER_SECONDS = 15.0  # time for a run to answer
+_LOOK_SECONDS = 1.0  # interval at which a run looks for a request
+_ANSWER_SECONDS = 15.0  # deadline for a run's answer
 _PAUSE_SECONDS = 0.05
 _MAX_WORKERS = 2**16
 _REFUSED = "refuses"  # the beginning of an answer
@@ -34,8 +34,8 @@ _wanted: dict[Path, int] = {}
 
 
 def request_file(run: Path) -> Path:
-    """Return the file in which another process requests a number of engines; the run replaces its
-    text by an answer."""
+    """Return the file in which another process requests a number of engines; the run replaces the
+    request by its answer."""
     return run / "logs" / "scale.txt"
 
 
@@ -44,7 +44,7 @@ def ask(run: Path, workers: int, seconds: float = _ANSWER_SECONDS) -> str:
 
     Raises:
         InputError: when no process of the run is running here, or the run refuses.
-        DeadlineError: when it does not answer within `seconds`.
+        DeadlineError: when the run does not answer within `seconds`.
     """
     from turnwise.core import stacks  # needs Linux; other systems only read runs
 
@@ -65,8 +65,8 @@ def ask(run: Path, workers: int, seconds: float = _ANSWER_SECONDS) -> str:
 
 @asynccontextmanager
 async def scaling(config: Config, manager: "AsyncLLMServerManager") -> AsyncIterator[None]:
-    """During an `async with` block, start the engines that a range allows in addition to its first
-    number, and follow the requests of `ask`."""
+    """During an `async with` block, add engines up to the second number of a range in
+    `serving.workers`, and follow the requests of `ask`."""
     run = config.run_folder
 
     async def follow() -> None:
@@ -88,8 +88,8 @@ async def scaling(config: Config, manager: "AsyncLLMServerManager") -> AsyncIter
 
 
 def _take_request(run: Path, config: Config, up: int) -> int | None:
-    """Answer a request for a number of engines, and return the number; None without a request, or
-    if it is refused. `up` is the number of engines that serve now."""
+    """Answer a request for a number of engines, and return the number; return None if there is no
+    request, or if it is refused. `up` is the number of engines that serve now."""
     request = request_file(run)
     workers: int | None = None
     try:

@@ -37,11 +37,12 @@ from turnwise.training.trainer_group import TrainerGroup
 from turnwise.trajectory import ExactnessReport
 
 _OF_ROLLOUTS = ("ratio", "clip_fraction", "correction", "logprob_diff", "staleness")
-"""Beginnings of the trainer's metrics that compare tokens with what an engine sampled."""
+"""Prefixes of trainer metrics that compare the trainer's log-probs with an engine's."""
 _REFUSED = "refused.jsonl"
 _SCORED = 64
-"""Number of held-out samples in one call of the trainer, which has a deadline."""
-_FEW = 20  # rows: among fewer, the share of refused rows may be chance
+"""Maximum number of held-out samples in one call to the trainer, because each call has a
+deadline."""
+_FEW = 20  # rows; among fewer rows, a high share of refused rows may be chance
 
 
 async def train_on_rows(
@@ -88,8 +89,8 @@ class SupervisedLoop(Loop):
         self._files = RunFiles(folder.path)
         self._rollout = config.rollout
         self._turn = asyncio.Lock()  # one row is read at a time, so that rows are trained in order
-        self._read_so_far = Outcomes()  # of training rows
-        self._measured: list[Sample] = []  # of held-out rows
+        self._read_so_far = Outcomes()  # outcomes of training rows
+        self._measured: list[Sample] = []  # samples of held-out rows
 
         async def has_signal(_: Group) -> bool:
             return True
@@ -100,7 +101,8 @@ class SupervisedLoop(Loop):
         super().__init__(config, policy, producer, folder, progress, resume)
 
     async def _read(self, problem: Problem, _: str) -> Group:
-        """Return a row's group, with its trajectory, or the reason why it is refused."""
+        """Return a row's group, with the row's trajectory, or with the reason why the row is
+        refused."""
 
         def read() -> Group:
             group = Group.of(problem)
@@ -139,7 +141,7 @@ class SupervisedLoop(Loop):
 
         self._progress.phase("read held-out rows", len(self._heldout))
         seconds, failed = self._rollout.environment_timeout, self._rollout.max_failed_fraction
-        with waiting("held-out rows"):  # in their order: one at a time
+        with waiting("held-out rows"):  # one at a time, in their order
             read = await run_groups(
                 self._read, self._heldout, "", on_group=add, at_once=1, row_seconds=seconds
             )

@@ -1,9 +1,9 @@
 """Teachers of on-policy distillation: other models' log-probs of the policy's own tokens.
 
-Each branch is scored with the tokens that the engine had, tool results included. Engines and
-servers score a group when it ends, while others run; a trajectory that they cannot score is
-dropped, under `teacher_error` or `teacher_timeout`. A teacher in the trainer's ranks scores as part
-of the training step.
+Each branch of a trajectory is scored with the tokens that the engine processed, tool results
+included. Teachers with their own engines or servers score a group when it ends, while other groups
+run; a trajectory that they cannot score is dropped, with the reason `teacher_error` or
+`teacher_timeout`. A teacher in the trainer's ranks scores as part of the training step.
 """
 
 import itertools
@@ -39,14 +39,14 @@ if TYPE_CHECKING:
 
 _ERROR = "teacher_error"
 _SCORING = SamplingConfig(n=1, max_tokens=1, prompt_logprobs=True)
-_MIN_LOGPROB = -9999.0  # stands for the log-prob of an impossible token, as in vLLM's answers
-_AT_ONCE, _RETRIES = 64, 10  # requests to a server in flight; further attempts at each
+_MIN_LOGPROB = -9999.0  # used as the log-prob of an impossible token, as in vLLM's answers
+_AT_ONCE, _RETRIES = 64, 10  # maximum requests to a server in flight; retries of each
 _PROBED = 128  # tokens whose texts are compared before anything is sampled
-_BYTES, _VALUES = 512, 64  # maxima of an answer for each token, and for a thousand more
+_BYTES, _VALUES = 512, 64  # limits of an answer, per token of the prompt plus 1,000
 
 
 class TeacherEngines:
-    """A teacher's own engines; each of their devices has a share of a GPU."""
+    """A teacher's own engines; each of their devices gets a `share` of a GPU."""
 
     def __init__(self, config: Config, name: str, share: float) -> None:
         self._manager = make_manager(config, share, prefix=f"{name}-")
@@ -55,12 +55,13 @@ class TeacherEngines:
         self._numbers = itertools.count()
 
     async def score(self, prompt: Prompt) -> Sequence[float | None]:
-        """Return the log-prob of each token after those before it; None for the first."""
+        """Return the log-prob of each token given the tokens before it; None for the first
+        token."""
         request = Request(prompt, _SCORING, f"teacher:{next(self._numbers)}")
         try:
             async with self._admission.admitted(Priority.SCORING):
                 return (await generate(self._manager.scheduler, request)).prompt_logprobs or []
-        except TurnwiseError as error:  # such as a sequence of more than the model's context
+        except TurnwiseError as error:  # such as a sequence longer than the model's context
             raise TrajectoryError(_ERROR, str(error)) from error
 
 
@@ -82,10 +83,10 @@ _NOTHING = _Logprobs(tokens=[], token_logprobs=[])
 
 
 class TeacherServer:
-    """The model behind the `url` of a teacher, whose completions echo prompts with log-probs.
+    """A teacher behind a `url`, whose completions API echoes prompts with their log-probs.
 
     The server's text of every token is compared with the text in the policy's tokenizer, so that no
-    log-prob of another text is used.
+    log-prob of a different text is used.
     """
 
     def __init__(
@@ -107,7 +108,9 @@ class TeacherServer:
         self._admission = Admission(Limits(_AT_ONCE))
 
     async def start(self) -> None:
-        """Check that the server scores prompts; InputError names the first token that differs."""
+        """Check that the server scores prompts, and that a sample of tokens has the same texts at
+        the server as in the policy's tokenizer; raise InputError that names the first different
+        token."""
         known = sorted(self._tokenizer.get_vocab().values())
         probe = known[:: max(1, len(known) // _PROBED)] + self._tokenizer.all_special_ids[:_PROBED]
         try:
@@ -116,10 +119,11 @@ class TeacherServer:
             raise InputError(f"{error}: it cannot teach") from error
 
     async def score(self, prompt: Prompt) -> Sequence[float | None]:
-        """Return the log-prob of each token after those before it; None for the first.
+        """Return the log-prob of each token given the tokens before it; None for the first token.
 
         Raises:
-            InputError: naming the first token that has another text in the server's tokenizer.
+            InputError: when a token's text at the server differs from its text in the policy's
+                tokenizer; names the first such token.
             TrajectoryError: when the server refuses the sequence, or cannot answer in time.
         """
         if prompt.images:
@@ -143,9 +147,9 @@ class TeacherServer:
         if min(len(texts), len(logprobs)) < len(token_ids) or None in logprobs[1:]:
             gave = f"gave no log-probs of all {len(token_ids)} tokens of a prompt"
             raise TrajectoryError(_ERROR, f"{self._endpoint} {gave}")
-        for token, text in zip(token_ids, texts, strict=False):  # one more is sampled
+        for token, text in zip(token_ids, texts, strict=False):  # the server samples one token more
             own = self._texts(token)
-            # The text of a part of a character depends on the tokens next to it.
+            # The text of a token that is part of a character depends on the tokens next to it.
             partial = any("\ufffd" in one for one in (*own, text))
             if text and text not in own and not partial:
                 raise InputError(
@@ -155,7 +159,7 @@ class TeacherServer:
         return logprobs[: len(token_ids)]
 
     def _texts_of(self, token: int) -> tuple[str, ...]:
-        """Return the texts that a server may have for a token of the policy's."""
+        """Return the texts that a server may return for a token of the policy's tokenizer."""
         piece = str(self._tokenizer.convert_ids_to_tokens(token))
         return str(self._tokenizer.decode([token])), piece, piece.replace("\u2581", " ")
 
@@ -191,8 +195,8 @@ class Teachers:
         await together(t.stop() for t in self._started if isinstance(t, TeacherEngines))
 
     async def score(self, group: Group) -> None:
-        """Score the trajectories of a group that have no scores yet, if its teacher is outside the
-        ranks."""
+        """Score the trajectories of a group that have no scores yet. Do nothing if the group has no
+        teacher outside the trainer's ranks."""
         if (teacher := self._outside.get(group.environment)) is None:
             return
         missing = [
@@ -210,7 +214,7 @@ class Teachers:
 async def _score(
     teacher: TeacherEngines | TeacherServer, trajectory: Trajectory
 ) -> TrajectoryError | None:
-    """Score a trajectory; return the reason why it cannot be, or None."""
+    """Score a trajectory; return the error if it cannot be scored, else None."""
     branches, found = trajectory.samples(), list[list[float]]()
     try:
         for branch in branches:
@@ -226,10 +230,11 @@ async def _score(
 
 
 def check_teachers(config: Config, tokenizer: "Tokenizer") -> None:
-    """Compare the tokenizer of each teacher that is loaded with the policy's tokenizer.
+    """Check that each teacher that Turnwise loads has the policy's tokenizer.
 
     Raises:
-        InputError: naming the first token that differs, or a teacher without tokenizer.
+        InputError: when a teacher has no tokenizer, or a different one; names the first different
+            token.
     """
     trust = config.model.trust_remote_code
     for key, path in config.other_models().items():

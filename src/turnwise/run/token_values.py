@@ -1,7 +1,7 @@
 """The values of a step's trained tokens, in a file next to its trajectories.
 
 training/step-NNNN.safetensors holds columns of equal length, with a row for each trained token,
-ordered by trajectory. A trajectory's rows are found by its number, and read without the rest.
+ordered by trajectory. The rows of one trajectory can be read alone, by the trajectory's number.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,9 +27,9 @@ def columns_of(
     trajectories: Sequence[Trajectory],
     version: int,
 ) -> TokenColumns:
-    """Return the values of a step's trained tokens. `origins` has each sample's trajectory, by
-    `id(sample)`; trajectories are numbered as in the step's file. `version` is the weight version
-    at the start of the step.
+    """Return the values of a step's trained tokens. `origins` maps `id(sample)` to the sample's
+    trajectory; trajectories are numbered as in the step's file. `version` is the weight version at
+    the start of the step.
     """
     numbers = {id(trajectory): number for number, trajectory in enumerate(trajectories)}
     parts: list[TokenColumns] = []
@@ -52,7 +52,7 @@ def columns_of(
 
 
 def write_columns(path: Path, columns: TokenColumns) -> None:
-    """Write columns; the file appears whole or not at all."""
+    """Write columns to a file atomically."""
     temporary = path.with_suffix(".tmp")
     with translate_unwritable(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -61,7 +61,7 @@ def write_columns(path: Path, columns: TokenColumns) -> None:
 
 
 def read_columns(path: Path, trajectory: int) -> TokenColumns:
-    """Return the rows of one trajectory, by the number of its line in the step's file.
+    """Return the rows of one trajectory, given the number of its line in the step's file.
 
     Example:
         columns = read_columns(Path("runs/demo/training/step-0001.safetensors"), 0)
@@ -70,7 +70,7 @@ def read_columns(path: Path, trajectory: int) -> TokenColumns:
     with safe_open(path, framework="np") as file:
         numbers = file.get_tensor("trajectory")
         start, end = np.searchsorted(numbers, [trajectory, trajectory + 1]).tolist()
-        there = file.keys()  # an older run has no loss
+        there = file.keys()  # files of older runs have no column `loss`
         names = [name for name in ("turn", "at", "staleness", *RECORDED) if name in there]
         if start == end:  # a slice must not begin at the end
             return {name: np.zeros(0) for name in names}

@@ -1,8 +1,8 @@
 """The training loops: a producer of groups, and a consumer that trains on them.
 
-The producer keeps as many groups in flight as can still be trained. With max_staleness 0 the two
-alternate, which is synchronous training; there is no separate loop for it. `Loop` is the base class
-of reinforcement learning (`TrainingLoop`) and supervised training (`run.supervised`).
+The producer keeps as many groups in flight as can still be trained. With max_staleness 0, producer
+and consumer alternate: synchronous training needs no separate loop. `Loop` is the base class of
+reinforcement learning (`TrainingLoop`) and supervised training (`run.supervised`).
 """
 
 import asyncio
@@ -39,7 +39,7 @@ _ANSWER_SECONDS = 2.0  # time for ranks to answer after one has failed
 
 
 class Loop(ABC):
-    """Trains the policy; a subclass makes samples of groups, and measures the new weights."""
+    """Trains the policy; a subclass makes samples from groups, and measures the new weights."""
 
     _waits = "rollout"  # phase in which a step waits for its groups
 
@@ -67,14 +67,15 @@ class Loop(ABC):
         self._version = 0
         """Version of the weights after the last finished step."""
         self._trained: StepMetrics | None = None
-        """Metrics of a step that is trained, until its line is written and it is finished."""
+        """Metrics of a trained step, until its line is written and the step is finished; else
+        None."""
         self._saved = self._finished
         """The last step that is saved."""
         self._saved_at = time.monotonic()
         self._state_between_steps: JsonObject | None = None
-        """The producer's state after the last finished step, before the next step's groups begin;
-        saved if the run is asked to end after they have begun. None in asynchronous runs, and until
-        a step is finished."""
+        """The producer's state after the last finished step, before the next step's groups begin.
+        It is saved if the run is asked to end after those groups have begun. None in asynchronous
+        runs, and until a step is finished."""
         self._ending = Ending(lambda: self._finished > self._saved)
         self._tasks: asyncio.TaskGroup  # tasks that run next to the steps
         self._work: asyncio.Future[None] | None = None
@@ -82,8 +83,8 @@ class Loop(ABC):
 
     @abstractmethod
     async def _make_samples(self, batch: Batch, metrics: StepMetrics) -> SampleBatch:
-        """Return a step's samples, and add the groups' own metrics; StepError when too many
-        failed."""
+        """Return a step's samples, and add the groups' own metrics; raise StepError if too many
+        trajectories failed."""
 
     @abstractmethod
     async def _train(self, samples: SampleBatch) -> JsonObject:
@@ -91,11 +92,13 @@ class Loop(ABC):
 
     @abstractmethod
     async def _measure(self, metrics: StepMetrics) -> None:
-        """Measure the weights after a step (0: before the first), and do what this requires."""
+        """Measure the weights after a step (0: the initial weights); if needed, send them to the
+        engines first."""
 
     @abstractmethod
     def _state(self) -> JsonObject:
-        """Return what a checkpoint keeps in addition to step, producer's state and audit."""
+        """Return the state that a checkpoint keeps in addition to step, producer's state and
+        audit."""
 
     def _is_written(self, step: int) -> bool:
         """Return whether a step's trajectories and the values of their tokens are written."""
@@ -154,7 +157,7 @@ class Loop(ABC):
             await asyncio.wait([self._work])
         step = self._finished if self._trained is None else self._trained.step or 0
         version = self._version if self._trained is None else self._policy.version
-        failed = isinstance(error, TrainerError | DeadlineError)  # perhaps of a rank that hangs
+        failed = isinstance(error, TrainerError | DeadlineError)  # a rank may hang
         seconds = _ANSWER_SECONDS if failed else SAVE_SECONDS
         if step <= self._saved or not await self._policy.holds(version, seconds):
             return
@@ -180,8 +183,8 @@ class Loop(ABC):
         self._progress.warn(f"{line} (all stacks: {report})" if report else line)
 
     async def _begin(self) -> int:
-        """Measure the weights of a new run as step 0, or restore those of a resumed one; return the
-        first step."""
+        """Measure the weights of a new run as step 0, or restore the weights of a resumed run;
+        return the first step to train."""
         if self._resume is None:
             started = time.perf_counter()
             metrics = StepMetrics(step=0)
@@ -196,7 +199,7 @@ class Loop(ABC):
         self._progress.phase("resume")
         state = self._resume.state
         await self._policy.load(self._resume.checkpoint)
-        await call_user_code(  # it reads the rows that were in progress
+        await call_user_code(  # this reads the rows that were in progress
             *(self._producer.restore, state["producer"], self._resume.step),
             name="the data",
             seconds=self._config.training.step_timeout,
@@ -208,9 +211,10 @@ class Loop(ABC):
     async def _consume(self, first: int) -> None:
         """Train steps from `first` on.
 
-        The order matters. The line of metrics is written before the checkpoint, so that no saved
-        step lacks its line; the seconds of saving are in the next step's line. The next groups
-        begin after the checkpoint, so that a synchronous run's checkpoint holds none of them.
+        The order matters. The line of metrics is written before the checkpoint, so that every saved
+        step has its line; therefore the seconds of saving are in the next step's line. The next
+        step's groups begin after the checkpoint, so that a synchronous run's checkpoint contains
+        none of these groups.
         """
         previous = time.perf_counter()
         self._seconds = {}  # the seconds of `_begin` do not belong to the first step
@@ -231,7 +235,7 @@ class Loop(ABC):
                 await run_in_thread(self._folder.write_timeline, step, turn_times(batch.groups))
             now = time.perf_counter()
             metrics.step_seconds, previous = now - previous, now
-            waits = defaultdict[str, float](float)  # of the step's trajectories
+            waits = defaultdict[str, float](float)  # waiting times of the step's trajectories
             for phase, seconds in (each for g in batch.groups for each in g.seconds.items()):
                 waits[phase] += seconds
             metrics.phase_seconds = {**self._seconds, **waits}
@@ -296,7 +300,8 @@ class Loop(ABC):
             await run_in_thread(self._folder.write_token_values, step, columns)
 
     async def _save(self, step: int) -> None:
-        """Save a checkpoint; called after the step's metrics are written, so none are lost."""
+        """Save a checkpoint; called after the step's metrics are written, so that no metrics are
+        lost."""
         self._progress.phase("save")
 
         async def save() -> None:
@@ -315,8 +320,8 @@ class Loop(ABC):
             await self._uncut(save())
 
     async def _uncut(self, work: Coroutine[object, object, None]) -> None:
-        """Do work of the trainer that an error elsewhere does not cancel: `_save_after` waits for
-        it, and only the end of the run cancels it."""
+        """Do work of the trainer that an error elsewhere must not cancel, because `_save_after`
+        waits for the work; only the end of the run cancels it."""
         self._work = asyncio.ensure_future(work)
         await asyncio.shield(self._work)
 
@@ -328,13 +333,13 @@ class Loop(ABC):
         self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - started
 
     async def _report(self, metrics: StepMetrics, batch: Batch | None = None) -> None:
-        """Write and show a step's metrics; those of step 0 have no batch."""
+        """Write and show a step's metrics; step 0 has no batch."""
         await run_in_thread(self._folder.metrics.write, metrics.to_json())
         self._progress.step(metrics)
 
 
 class TrainingLoop(Loop):
-    """Trains the policy on what its engines sample."""
+    """Trains the policy on trajectories that the engines sample."""
 
     def __init__(
         self,
@@ -403,7 +408,8 @@ class TrainingLoop(Loop):
 
     async def _measure(self, metrics: StepMetrics) -> None:
         """Send the trainer's weights to the engines, and evaluate them. Wait first for an
-        evaluation beside training, because the update replaces the weights that it measures."""
+        evaluation beside training, because the update replaces the weights that this evaluation
+        measures."""
         step = metrics.step or 0
         if self._evaluations.running:
             self._progress.phase("evaluate")
@@ -437,7 +443,8 @@ class TrainingLoop(Loop):
         }
 
     async def _go_on(self, metrics: StepMetrics) -> None:
-        """Let the next rollouts begin; an evaluation beside training begins after them."""
+        """Let the next rollouts begin; an evaluation beside training begins after they have
+        begun."""
         await super()._go_on(metrics)
         step, version = metrics.step, metrics.weight_version
         if step is not None and version is not None and self._evaluations.due_beside(step):

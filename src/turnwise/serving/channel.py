@@ -2,7 +2,7 @@
 
 A message takes less processor time than a call of a Ray actor. A worker listens on its node's
 address and hands out a token through Ray. Each end proves to the other that it knows the token,
-without sending it. Neither end unpickles anything before that.
+without sending it. Neither end unpickles anything before it has received this proof.
 """
 
 import asyncio
@@ -20,8 +20,9 @@ _LENGTH_BYTES = 8
 _BLOCK_BYTES = 32  # size of the token, of a challenge and of a proof
 _PROOF_SECONDS = 10.0  # time in which the other end has to prove that it knows the token
 _MAX_UNPROVEN = 512
-"""Maximum number of a listener's connections that have not proven the token; beyond it, the oldest
-is closed. It is large because all processes of a large run may connect at once."""
+"""Maximum number of connections to a listener whose other end has not proven yet that it knows the
+token; if there are more, the oldest connection is closed. The number is large because all processes
+of a large run may connect at once."""
 _SILENT_SECONDS = 60
 """Seconds after which a connection is closed if the machine of the other end does not answer."""
 
@@ -39,13 +40,15 @@ class Address(NamedTuple):
 
 
 class Channel(asyncio.Protocol):
-    """One end of a connection; `opened` is called once the other end has proven the token."""
+    """One end of a connection; `opened` is called once the other end has proven that it knows the
+    token."""
 
     def __init__(self, token: bytes, opened: "Callable[[Channel], None]", *, listens: bool) -> None:
         self.received: Callable[..., None] = lambda message: None
         """Called with each message."""
         self.closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Set to the reason, or "", once the connection is closed, by either end."""
+        """Set to the reason ("" if there is no reason) once either end has closed the
+        connection."""
         self._token, self._opened, self._listens = token, opened, listens
         self._handshake: Generator[None, bytes, bool] | None = self._shake_hands()
         """None once the other end has proven that it knows the token."""
@@ -66,14 +69,14 @@ class Channel(asyncio.Protocol):
             self._transport.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's transport is no subclass
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's class is not a subclass
         # Have the kernel close a connection that the network has cut without telling either end.
         connection = transport.get_extra_info("socket")
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _SILENT_SECONDS // 2)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _SILENT_SECONDS // 6)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-        # Keep-alive is silent while data waits for its acknowledgement.
+        # The kernel sends no keep-alive probes while sent data is not acknowledged.
         milliseconds = _SILENT_SECONDS * 1000
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
         why = f"no proof of the token in {_PROOF_SECONDS:g} s"
@@ -120,7 +123,8 @@ class Channel(asyncio.Protocol):
             self.closed.set_result(self._why or str(error or ""))
 
     def _shake_hands(self) -> Generator[None, bytes, bool]:
-        """Exchange challenges, then proofs, the client's first; return if the other's is right."""
+        """Exchange challenges, then proofs, first the client's; return whether the other end's
+        proof is right."""
         mine = secrets.token_bytes(_BLOCK_BYTES)
         self._write(mine)
         theirs = yield
@@ -143,7 +147,7 @@ class Channel(asyncio.Protocol):
 async def listen(
     host: str, opened: Callable[[Channel], object], ports: str | None = None
 ) -> Address:
-    """Listen on a free port, of the range `ports` if given, until the event loop ends; `opened` is
+    """Listen until the event loop ends, on a free port (in the range `ports` if given); `opened` is
     called with each new channel whose other end has proven that it knows the token."""
     token, loop = secrets.token_bytes(_BLOCK_BYTES), asyncio.get_running_loop()
     unproven: dict[Channel, None] = {}
@@ -168,7 +172,8 @@ async def listen(
 
 
 async def connect(address: Address) -> Channel:
-    """Open a channel; OSError if the listener is not reached, or does not know the token."""
+    """Open a channel; raise OSError if the listener cannot be reached or does not know the
+    token."""
     loop = asyncio.get_running_loop()
     opened: asyncio.Future[None] = loop.create_future()
     _, channel = await loop.create_connection(

@@ -1,8 +1,8 @@
 """The actor that hosts one engine, and the mailboxes through which the fleet uses it.
 
-Other processes use it through `WorkerHandle`, each with a channel and a mailbox of its own. One
-message brings several requests; one message for each step of the engine returns all their chunks.
-The fork server imports this module, so it does not import Ray at once.
+Other processes use the engine through `WorkerHandle`, each with a channel and a mailbox of its own.
+One message brings several requests; one message for each step of the engine returns all their
+chunks. The fork server imports this module, so it does not import Ray at once.
 """
 
 import asyncio
@@ -30,15 +30,16 @@ if TYPE_CHECKING:
 HEARTBEAT_SECONDS = 10.0
 """Seconds between empty messages, which show that the worker is alive."""
 GPU_MEMORY = 0.9
-"""Share of a GPU's memory that engines on it take together; vLLM's own default for one is 0.92."""
+"""Share of a GPU's memory that all engines on the GPU take together; vLLM's own default for one
+engine is 0.92."""
 
 Event = tuple[str, Chunk | Exception]
 """A request's id, and its next chunk or the error that ended it."""
 
 
 class Mailbox:
-    """Requests of one client process, and their events that are not sent yet. The requests are
-    cancelled when the client closes its channel or dies."""
+    """Requests of one client process, and those of their events that have not been sent yet. The
+    requests are cancelled when the client closes its channel or dies."""
 
     def __init__(
         self, channel: Channel, run: "Callable[[Mailbox, Request], Coroutine[None, None, None]]"
@@ -92,9 +93,10 @@ class EngineHost:
 
     Args:
         bundle_indices: Bundles of this actor's placement group, one for each device of the
-            engine. Each device then has its own actor; None runs them in child processes.
+            engine. Each device then has its own actor. With None, vLLM runs the devices' workers in
+            child processes.
         fraction_of_gpus: Share of each GPU's memory that the engine may take.
-        seed: Seed of the engine's random numbers; None takes the configuration's.
+        seed: Seed of the engine's random numbers; None takes the seed of the configuration.
         name: The worker's name in errors.
     """
 
@@ -116,7 +118,7 @@ class EngineHost:
 
     async def start(self) -> tuple[int, str | None]:
         """Build the engine, which takes seconds; return this process's id, and the base URL of its
-        own OpenAI server, None without one."""
+        own OpenAI server (None if it does not have a server)."""
         from turnwise.engine.adapters import EngineAdapters
         from turnwise.engine.vllm_engine import VllmEngine
         from turnwise.internals import vllm
@@ -147,7 +149,7 @@ class EngineHost:
             name=self._name,
             start=self._start_llm,
         )
-        vllm.enable_envs_cache()  # or vLLM reads environment variables for each token
+        vllm.enable_envs_cache()  # otherwise vLLM reads environment variables for each token
         await self._engine.load_adapters()
         base_url = await self._serve()
         freeze_gc()
@@ -160,7 +162,8 @@ class EngineHost:
         return start_llm(path, llm_kwargs, metrics)
 
     async def _serve(self) -> str | None:
-        """Open the host's own server, and return its base URL; this class has none."""
+        """Open the host's own server, and return its base URL; this class does not have a
+        server."""
         return None
 
     async def shutdown(self, exit_after: float | None = None) -> bool:
@@ -175,9 +178,9 @@ class EngineHost:
         return await getattr(self._engine, method)(*args)
 
     async def hand_over(self) -> bool:
-        """Abort the requests of all processes, which continue on other workers, and pause the
-        engine. Return False, and abort nothing, while a request could not continue there, or did
-        not come through a channel."""
+        """Abort the requests of all processes, so that they continue on other workers, and pause
+        the engine. Abort nothing and return False while a request could not continue on another
+        worker, or did not come through a channel."""
         others = await self._engine.num_in_flight() - self._running.count
         if others > 0 or self._running.bound:
             return False

@@ -36,20 +36,22 @@ from turnwise.serving.worker_handle import WorkerHandle
 logger = logging.getLogger(__name__)
 
 Order = tuple[str, tuple[object, ...]]
-"""Name of a method of a `FrontProcess` or its scheduler that the driver calls, with arguments."""
+"""A call that the driver orders: the name of a method of a `FrontProcess` or of its scheduler, and
+the arguments."""
 _OWN_ORDERS = frozenset({"add", "restore", "remove", "limit"})
-"""Orders that are methods of the process; all others are methods of its scheduler."""
+"""Orders that are methods of the process; all other orders are methods of its scheduler."""
 REPORT_SECONDS = 0.25  # time between two reports of a process that has nothing urgent
 LOST = "was lost when its process died"  # follows "the session NAME" in errors
 _REACH_SECONDS = 1.0  # time between two attempts to reach a worker that is alive
 _PORT_SECONDS = 3.0  # time in which the port of a process that died becomes free
 
 RunWithSampling = Callable[[Foreign, SamplingConfig, str, Priority], Awaitable[object]]
-"""Runs the group of a problem, by a sampling configuration, under a unique tag."""
+"""Runs the group of a problem, with a sampling configuration, under a unique tag."""
 
 
 class GroupRunner(NamedTuple):
-    """The runner of groups in a process, and its admissions."""
+    """The runner of groups in a process, and its admissions, which limit the trajectories in
+    progress."""
 
     run: RunWithSampling
     admissions: Mapping[str, Admission]
@@ -86,12 +88,14 @@ class Report:
     """Load from this process on each worker, by name; workers without load are left out."""
     events: Counter[str] = field(default_factory=Counter)
     failures: list[tuple[str, str]] = field(default_factory=list)
-    """Workers on which a request failed, and why: each waits for `restore` or `remove`."""
+    """Workers on which a request failed, with the reasons; each worker waits for `restore` or
+    `remove`."""
     excused: list[str] = field(default_factory=list)  # workers whose death a single request caused
     counts: dict[str, Counter[str]] = field(default_factory=dict)
     """Counts of each worker that did anything: turns, tokens, and its failed turns by outcome."""
     sessions: dict[str, str] = field(default_factory=dict)
-    """Sessions of clients that began or ended, by name; the reason of the end, "" for others."""
+    """For each client session that began or ended, by name: the reason of its end, or "" if it
+    began."""
     requests: Counter[str] = field(default_factory=Counter)
     uses: dict[str, Use] = field(default_factory=dict)
     """Use of each of the runner's admissions, by name."""
@@ -116,15 +120,16 @@ class FrontProcess:
         self._news = Report()
         self._urgent = asyncio.Event()  # set when something is to be reported at once
         self._counted: dict[Worker, dict[str, int]] = {}
-        """Reported counts of each worker, also of removed ones whose turns are not over."""
+        """Reported counts of each worker, including removed workers whose turns are not over."""
         self._events: Counter[str] = Counter()
         self._requests: Counter[str] = Counter()
         self._moved = 0.0
         self._reaching: set[asyncio.Task[None]] = set()
 
     async def start(self, port: int, lost: Sequence[str]) -> tuple[str, str]:
-        """Make the runner, or start the server at `port`, once that is free; return the base URL
-        and the id of the node. Requests to `lost`, the sessions of a previous process, are refused.
+        """Make the runner, or start the server at `port`, once that port is free; return the base
+        URL and the id of the node. Requests to `lost`, the sessions of a previous process, are
+        refused.
         """
         logs.follow()
         base_url = ""
@@ -140,7 +145,7 @@ class FrontProcess:
         opening = make(self.config, self.scheduler)
         self._runner = await self._stack.enter_async_context(opening)
         for admission in self._runner.admissions.values():
-            admission.limits = Limits(0, 0, 0)  # until the driver gives it a share
+            admission.limits = Limits(0, 0, 0)  # until the driver sends limits
             admission.on_wait = self._urgent.set
 
     async def serve(self, server: SessionServer, lost: Sequence[str]) -> str:
@@ -201,7 +206,8 @@ class FrontProcess:
         """Use a worker again if this process can reach it; otherwise report a failure.
 
         For a worker that is alive but cannot be reached from here, this repeats: the report makes
-        the supervisor check it, then the driver's scheduler restores it, which calls this again.
+        the supervisor check the worker, then the driver's scheduler restores the worker, which
+        calls this method again.
         """
         if (worker := self.scheduler.workers.get(name)) is None:
             return
@@ -240,8 +246,8 @@ class FrontProcess:
     async def report(self, orders: Sequence[Order] = ()) -> Report:
         """Return the news at the next urgent event, or after `REPORT_SECONDS`.
 
-        Ray's asynchronous actors may begin calls in another order than they were made, so all
-        orders of the driver are arguments of this call.
+        Ray's asynchronous actors may begin calls in a different order than the calls were made, so
+        all orders of the driver are arguments of this call.
         """
         for method, arguments in orders:
             getattr(self if method in _OWN_ORDERS else self.scheduler, method)(*arguments)

@@ -1,9 +1,10 @@
 """Processes that sample from the driver's engines, each with a scheduler of its own.
 
-One event loop samples about a thousand turns a second, and answers a few hundred requests. Only the
-driver starts, checks and restarts engines. Each process begins its sessions on its own share of the
-engines, and balances their loads as a single scheduler does. Choosing among all engines would be
-worse: the known loads are a moment old, so all processes would choose the same engines (`python -m
+One event loop can sample only about a thousand turns a second, and answer only a few hundred
+requests, so a large run divides them among processes. Only the driver starts, checks and restarts
+engines. Each process begins its sessions on its own share of the engines, and balances these
+engines' loads as a single scheduler does. Choosing among all engines would be worse, because the
+known loads are a moment old, so all processes would choose the same engines (`python -m
 benchmarks.scale`).
 """
 
@@ -64,21 +65,22 @@ class Process:
     lost: "asyncio.Future[str]" = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
-    """Set to the reason when the actor died or hangs."""
+    """Set to the reason when the actor has died or hangs."""
     lost_sessions: list[str] = field(default_factory=list)
-    """Names of the sessions that died with it."""
+    """Names of the sessions that were lost when the process died."""
     busy: int = 0  # number of groups in flight, or of open sessions
-    restarts: int = 0  # restarts since it last finished anything
+    restarts: int = 0  # restarts since the process last finished anything
     given_up: bool = False
     suspects: set[str] = field(default_factory=set)
     """Workers on which a request failed and that have not been restored or removed since."""
     loads: dict[str, float] = field(default_factory=dict)
     uses: dict[str, Use] = field(default_factory=dict)
-    """Use of each of its admissions, as of its last report."""
+    """Use of each of the process's admissions (limits on trajectories in progress), by name, as of
+    its last report."""
     limits: dict[str, Limits] = field(default_factory=dict)
-    """Limits last ordered for its admissions, by name."""
+    """Limits that were last sent to the process for its admissions, by name."""
     orders: list[Order] = field(default_factory=list)
-    """Orders that go to the actor with the request for its next report."""
+    """Orders that the next call of `report` passes to the actor."""
     watching: "asyncio.Task[None] | None" = None
 
 
@@ -104,7 +106,7 @@ class FrontProcesses:
         if names is None:
             names = [f"sessions-{index}" for index in range(config.serving.session_processes)]
         self.processes = [Process(name) for name in names]
-        self.failure = ""  # reason why no process is left; "" while one is
+        self.failure = ""  # reason why no process is left; "" while one is left
         self.changed = asyncio.Event()  # set when a process is up, or no process is left
         self.requests: Counter[str] = Counter()
         self.store = SessionStore.of(config.sampling, config.serving)
@@ -179,7 +181,7 @@ class FrontProcesses:
 
     async def _watch(self, process: Process) -> None:
         """Receive a process's reports; when it dies or hangs, start it again, up to
-        `serving.max_restarts` times, or give it up.
+        `serving.max_restarts` times; after that, give it up.
 
         Any failure here (Ray, a lack of threads, a bug) counts as an attempt, because groups that
         wait for a process must not wait for ever.
@@ -191,7 +193,7 @@ class FrontProcesses:
                 try:
                     if actor is None:
                         process.restarts += 1
-                        # In seconds; the resources that it needs may still be taken.
+                        # The pause grows, because the needed resources may still be taken.
                         await asyncio.sleep(process.restarts - 1)
                         await self._start(process)
                         actor = process.actor
@@ -218,7 +220,7 @@ class FrontProcesses:
                 self.changed.set()
 
     def _lose(self, process: Process, actor: ActorHandle, why: str) -> None:
-        """End what is left of a process, and its sessions."""
+        """End a lost process and its sessions."""
         process.actor = None
         if not process.lost.done():
             process.lost.set_result(why)
@@ -301,10 +303,11 @@ class FrontProcesses:
             self._assign()
 
     async def open(self, name: str | None, *, training: bool, group: str) -> JsonObject | None:
-        """Open a session in the process with the fewest, and describe it; None if no process can.
+        """Open a session in the process with the fewest open sessions, and return its description;
+        None if no process can open it.
 
-        InputError when a session of that name is open or being opened; DeadlineError when a process
-        that may have opened it does not answer.
+        Raises InputError when a session of that name is open or being opened, and DeadlineError
+        when a process that may have opened it does not answer.
         """
         if name in self._opening:
             raise InputError(f"the session {name} is being opened")
@@ -348,7 +351,7 @@ class FrontProcesses:
             owner.busy -= 1
 
     def base_url_of(self, name: str) -> str | None:
-        """Return the base URL of the process that has a session; None if none has it."""
+        """Return the base URL of the process that has a session; None if no process has it."""
         owner = self._owners.get(name)
         return None if owner is None else owner.base_url
 

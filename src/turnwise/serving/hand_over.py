@@ -1,4 +1,5 @@
-"""The running turns of one worker, from all processes: whether other workers can continue them."""
+"""The running turns of one worker, from all processes, and whether other workers can continue
+them."""
 
 from collections.abc import AsyncGenerator, AsyncIterator
 
@@ -8,18 +9,18 @@ from turnwise.serving.scheduler import continues
 
 class RunningTurns:
     """Counts the turns on a worker. Each process knows only its own turns; the worker knows all of
-    them, so it decides whether they can be handed over."""
+    them, so the worker decides whether they can be handed over."""
 
     def __init__(self) -> None:
         self.count = 0
         self.bound = 0
-        """Number of turns that only this worker can finish: some of their tokens were passed on,
-        and no new request can sample the rest."""
+        """Number of turns that only this worker can finish, because some of their tokens were
+        passed on, and no new request can sample the rest."""
 
     async def watched(
         self, request: Request, chunks: AsyncIterator[Chunk]
     ) -> AsyncGenerator[Chunk, None]:
-        """Yield the chunks of a turn, and count it meanwhile."""
+        """Yield the chunks of a turn, and count the turn while it runs."""
         may_move, bound = request.whole or continues(request), False
         self.count += 1
         try:

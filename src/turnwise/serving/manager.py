@@ -44,12 +44,12 @@ the previous one."""
 _CAUSE_SECONDS = 1.0
 """Time for the scheduler to find out which request crashed the worker, before a restart."""
 _SLOW_SECONDS = 30.0
-"""Time after which a worker that is not back is reported: its node may be cut off, or the cluster
-full."""
+"""Seconds after which the log reports that a lost worker is not back yet; its node may be cut off,
+or the cluster may be full."""
 _LEAVE_SECONDS = 60.0
 """Time for the turns of a leaving worker to end; after that, other workers continue them."""
-_LEAVE_POLL_SECONDS = 0.5  # also time for all processes to learn that it takes no more turns
-_HAND_OVER_SECONDS = 10.0  # time for the aborted turns of a leaving worker to move to others
+_LEAVE_POLL_SECONDS = 0.5  # also time for processes to learn that the worker takes no more turns
+_HAND_OVER_SECONDS = 10.0  # time for a leaving worker's aborted turns to move to other workers
 _SETTLED_CHECKS = 10
 """Number of successful health checks in a row after which earlier restarts no longer count."""
 
@@ -86,14 +86,14 @@ class WorkerSupervisor:
         self.index = index
         self.name = f"worker-{index}"
         self.engine: WorkerHandle | None = None
-        """Engine of the running process; None while there is none."""
+        """Engine of the running process; None while no process is running."""
         self.given_up = ""
         """Reason why a worker that is down could not be restarted, once it has used up its
         `restarts`; "" otherwise. Its start is retried forever, at growing intervals."""
         self.restarts = 0
-        """Number of restarts since it last passed `_SETTLED_CHECKS` health checks in a row, at most
-        `serving.max_restarts`. A restart after a death that a single request caused does not count,
-        even if the cause is found later."""
+        """Number of restarts since the worker last passed `_SETTLED_CHECKS` health checks in a row,
+        at most `serving.max_restarts`. A restart after a death that a single request caused does
+        not count, even if the cause is found later."""
         self._serving = serving
         self._fleet = fleet
         self._failure = ""  # reason of the last failed request; "" after a successful health check
@@ -137,7 +137,8 @@ class WorkerSupervisor:
         self.restarts -= 1
 
     def lose(self, why: str, engine: "WorkerHandle") -> None:
-        """Kill a failed process and start another; without effect if it is already replaced."""
+        """Kill a failed process and start another; do nothing if the process has already been
+        replaced."""
         if self.engine is not engine:
             return
         logger.info("%s is lost: %s", self.name, why)
@@ -165,7 +166,7 @@ class WorkerSupervisor:
         except TimeoutError:
             if not self._fleet.is_busy:
                 self.lose(f"no answer to health checks in {seconds:g} s", engine)
-        except ChannelError as error:  # it is alive, but cannot be reached from this process
+        except ChannelError as error:  # the worker is alive, but unreachable from this process
             if self.engine is engine:
                 if not self._unreachable:
                     logger.warning("%s; it gets no turns until it can be reached again", error)
@@ -174,7 +175,7 @@ class WorkerSupervisor:
         except (EngineError, DeadlineError) as error:
             self.lose(self._failure or str(error), engine)
         except Exception as error:
-            # No error may end the health checks: a worker that cannot be checked is lost.
+            # No error may end the health checks, so a worker that cannot be checked counts as lost.
             logger.exception("%s: its health check failed unexpectedly", self.name)
             self.lose(f"its health check failed: {error!r}", engine)
         else:
@@ -262,10 +263,11 @@ class AsyncLLMServerManager:
         self.failures: list[WorkerFailure] = []
         """Failures of workers that have been restarted since."""
         self.keeps_version: Callable[[], bool] = lambda: False
-        """Returns whether all workers must keep the same weight version for now. A new worker that
-        would get newer weights then joins later, unless no other worker is up."""
+        """Returns whether all workers must keep the same weight version for now. As long as it
+        returns True, a new worker that would get newer weights waits, unless no other worker is
+        up."""
         self.is_busy = False
-        """True during an update, sleep or wake-up: engines then answer no health checks."""
+        """True during an update, sleep or wake-up, when engines do not answer health checks."""
         self._start, self._end, self._left = start, end, left
         self._serving, self._weights = serving, weights
         self._supervisors = [
@@ -307,12 +309,13 @@ class AsyncLLMServerManager:
             supervisor.watch()
 
     async def scale(self, workers: int) -> None:
-        """Change the number of workers; return before new ones are up and leaving ones have left.
+        """Change the number of workers; return before new workers are up and leaving workers have
+        left.
 
         A new worker starts once there is room for it, and gets the current weights before its first
-        turn. Workers that are not up leave first, then those with the highest indices. A leaving
-        worker gets no more turns. Its running turns end there or, after a while, continue on other
-        workers.
+        turn. Workers that are not up leave first, then the workers with the highest indices. A
+        leaving worker gets no more turns. Its running turns end there or, after a while, continue
+        on other workers.
         """
         async with self._control:  # no update is in progress
             known = self._supervisors
@@ -323,7 +326,7 @@ class AsyncLLMServerManager:
                 if (engine := supervisor.engine) is None:
                     self._left(supervisor.index)
                     continue
-                supervisor.engine = None  # a failure that is reported later must restart nothing
+                supervisor.engine = None  # a failure that is reported later must not restart it
                 worker = self.scheduler.remove(supervisor.name, lost=False)
                 leaving = asyncio.create_task(self._let_go(supervisor.index, engine, worker))
                 self._leaving[supervisor.index] = leaving, engine
@@ -334,7 +337,7 @@ class AsyncLLMServerManager:
                 supervisor.join()
 
     async def _let_go(self, index: int, engine: "WorkerHandle", worker: Worker) -> None:
-        """End a leaving worker once its turns have ended or were handed over."""
+        """End a leaving worker once its turns have ended or have been handed over."""
         clock = asyncio.get_running_loop().time
         ends, handed_over = clock() + _LEAVE_SECONDS, False
         try:
@@ -347,7 +350,7 @@ class AsyncLLMServerManager:
                         ends = clock() + _HAND_OVER_SECONDS
                 await asyncio.sleep(_LEAVE_POLL_SECONDS)
             await engine.shutdown()
-        except Exception as error:  # as after any death, its turns continue on others
+        except Exception as error:  # as after any death, its turns continue elsewhere
             logger.warning("%s failed while it was leaving: %s", worker.name, text_of(error))
             engine.fail(f"{worker.name} has left")
             engine.kill()
@@ -357,7 +360,7 @@ class AsyncLLMServerManager:
         logger.info("%s has left", worker.name)
 
     async def start_worker(self, supervisor: WorkerSupervisor) -> None:
-        """Start a worker, and give it the weights and state of all others."""
+        """Start a worker, and give it the weights and state of the other workers."""
         engine = await self._start(supervisor.name, supervisor.index)
         try:
             while not await self._admit(supervisor, engine):  # noqa: ASYNC110 (nobody says when)
@@ -368,7 +371,8 @@ class AsyncLLMServerManager:
             raise
 
     async def _admit(self, supervisor: WorkerSupervisor, engine: "WorkerHandle") -> bool:
-        """Give a new worker the weights and state of all others, and turns; False if it waits."""
+        """Give a new worker the weights and state of the other workers, and let it take turns;
+        return False if it has to wait."""
         async with self._control:
             if (sync := self._sync) is not None:
                 if sync.sends_newest and self.engines and self.keeps_version():
@@ -380,19 +384,20 @@ class AsyncLLMServerManager:
             return True
 
     async def update_weights(self, sync: WeightSync) -> list[Updated]:
-        """Update all workers to the weights that `sync` offers, or none.
+        """Update all workers to the weights that `sync` offers, or update none of them.
 
         If one worker refuses the update, all keep their weights. A worker that dies or fails in
-        another way is restarted, and gets the weights before it serves. If all fail, the workers
-        with a `WeightUpdateError` are not restarted: the next update may succeed. Raises as
-        `WeightSync.update` does, and if no worker loaded the weights.
+        another way is restarted, and gets the weights before it serves. If all workers fail, those
+        that raised a `WeightUpdateError` are not restarted, because the next update may succeed.
+        Raises the errors of `WeightSync.update`, and the first worker's error if no worker loaded
+        the weights.
 
         Returns:
             The results of the workers that serve the weights.
         """
 
         def take_results(results: Mapping[Engine, object]) -> None:
-            """Restart the workers whose result is an error; raise it if all failed."""
+            """Restart the workers whose result is an error; raise the first error if all failed."""
             failed = {e: r for e, r in results.items() if isinstance(r, TurnwiseError)}
             all_failed = len(failed) == len(results)
             for supervisor, engine in self._up():
@@ -424,7 +429,8 @@ class AsyncLLMServerManager:
         await self._all("sleep", lambda engine: engine.sleep(), asleep=True)
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Resume serving; `tags` (weights, kv_cache) wake a part, None wakes everything."""
+        """Resume serving; `tags` (weights, kv_cache) select the parts to wake; None wakes
+        everything."""
         asleep = bool(tags) and "kv_cache" not in (tags or ())
         await self._all("wake_up", lambda engine: engine.wake_up(tags or None), asleep=asleep)
 
@@ -468,9 +474,10 @@ class AsyncLLMServerManager:
         return [(one, one.engine) for one in self._supervisors if one.engine is not None]
 
     def close_if_empty(self, why: str) -> None:
-        """Fail turns that wait for a worker if none is up and all initial workers are given up.
+        """Fail the turns that wait for a worker, if none is up and all initial workers are given
+        up.
 
-        Workers that joined later do not count: they may wait for room forever.
+        Workers that joined later do not count, because they may wait for room forever.
         """
         first = [one for one in self._supervisors if one.index < self._serving.min_workers]
         if not self.engines and all(one.given_up for one in first or self._supervisors):

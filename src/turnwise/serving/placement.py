@@ -1,7 +1,8 @@
-"""Placement of a fleet's workers: each has a placement group, until it leaves or its node dies.
+"""Placement of a fleet's workers: each worker has a placement group, until it leaves or its node
+dies.
 
 At the beginning of a run, a worker waits up to `engine.start_timeout` seconds for room; later, it
-waits as long as it takes. Its group tells Ray's autoscaler which resources it needs, and Ray places
+waits without a deadline. Its group tells Ray's autoscaler which resources it needs, and Ray places
 the group on nodes that join.
 """
 
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 _SEEDS, _SEEDS_OF_START = 2**32, 2**16
 """Number of possible seeds, and the difference between the seeds of two successive starts of a
-worker, which is more than there are workers."""
+worker; this difference is larger than the number of workers."""
 
 
 class WorkerStarter:
@@ -36,7 +37,8 @@ class WorkerStarter:
     Args:
         gpus: GPUs for each device of an engine; a value below 1 is the share of one GPU's memory.
         hosts: Handles of `WorkerHost`s, by name: each worker runs its model in the next
-            `engine.tensor_parallel_size` of them. None means the workers' own processes.
+            `engine.tensor_parallel_size` of them. None runs the models in the workers' own
+            processes.
         host: Class of the workers' actors.
     """
 
@@ -61,8 +63,8 @@ class WorkerStarter:
     async def __call__(self, name: str, index: int) -> WorkerHandle:
         """Start a worker in its bundles.
 
-        Its seed differs from that of any other worker and of earlier workers with the same index:
-        engines with equal seeds would sample the same tokens.
+        The worker's seed differs from the seeds of all other workers, and of earlier workers with
+        the same index, because engines with equal seeds would sample the same tokens.
         """
         config, group = self._config, await self._group_of(name, index)
         seed = config.seed + index + self._starts[index] * _SEEDS_OF_START
@@ -70,7 +72,7 @@ class WorkerStarter:
         if self._hosts is not None:
             size = config.engine.tensor_parallel_size
             own = dict(islice(self._hosts.items(), index * size, (index + 1) * size))
-            # The hosts may be training.
+            # Calls may have to wait until the hosts have finished a training step.
             engine = on_actors(config.engine, own, config.training.step_timeout)
             config = config.model_copy(update={"engine": engine})
         spread = self._bundles > 1
@@ -105,18 +107,19 @@ class WorkerStarter:
         return group
 
     def leave(self, index: int) -> None:
-        """Give the bundles of a worker back."""
+        """Give back the bundles of a worker."""
         if (group := self._groups.pop(index, None)) is not None:
             give_back(group)
 
     def end(self) -> None:
-        """Give all bundles back if Ray goes on."""
+        """Give back all bundles if Ray goes on."""
         for index in [*self._groups] if goes_on() else ():
             self.leave(index)
 
 
 def _has_place(group: PlacementGroup, bundles: int) -> bool:
-    """Return whether a group's bundles are on live nodes; asks Ray's head, which takes time."""
+    """Return whether a group's bundles are on live nodes; this asks Ray's head, so it takes
+    time."""
     nodes = placement_group_table(group)["bundles_to_node_id"]
     alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
     return all(nodes.get(bundle) in alive for bundle in range(bundles))

@@ -24,26 +24,26 @@ from turnwise.engine.protocol import Engine, Request, Route
 TOKENS_PER_REQUEST = 2048
 """Number of prompt tokens that count as much load as one request."""
 _SLACK = 4.0
-"""Number of requests by which a worker may exceed its overload bound: with few turns, every bound
-is exceeded at times."""
+"""Number of requests by which a worker's load may exceed `serving.overload` times the mean load,
+because with few turns any bound is exceeded at times."""
 _SMOOTHING = 128
-"""Number of turns per worker over which its load is averaged; large, so that a burst moves no
-session."""
+"""Number of turns per worker over which its load is averaged; it is large, so that a burst of turns
+does not move sessions."""
 _LASTING = 1.05
-"""Multiple of the mean average load above which a session leaves its worker; smaller differences
-are noise."""
+"""Multiple of the workers' mean load, and of the mean of their average loads, above which a session
+leaves its worker; smaller differences are noise."""
 _AVERAGE_WEIGHT = 32
 """Weight of the average load, relative to the present one, in the choice of a session's worker."""
 _ENOUGH_TOKENS, _RECENT_TOKENS = 512, 8192
 """Number of sampled tokens after which the speed of a worker is known, and number beyond which the
-weight of earlier tokens is halved, so that recent ones count most."""
+weight of earlier tokens is halved, so that recent tokens count most."""
 _FORGETTING = 0.01
 """Share of a slow worker's difference from the median that is forgotten at each comparison.
 Otherwise a slow worker that gets no turns would never be measured again."""
 _COMPARED = 4  # number of choices per worker between two comparisons of speeds
 _SLOW = 1.5
-"""Multiple of the median time per token above which a worker is slow: sessions leave it, and turns
-come to it only while the others are busier."""
+"""Multiple of the median time per token above which a worker is slow: sessions leave it, and it
+gets turns only while the other workers are busier."""
 _BASE_LOAD = 8.0
 """Load added to each worker before loads are multiplied by slowness, so that an idle slow worker is
 not the first choice."""
@@ -73,9 +73,9 @@ class ScheduledTurn:
     failures: int = 0
     """Number of failures on workers that stayed alive."""
     cuts: int = 0
-    """Number of times that it lost its channel to a worker that stayed alive."""
+    """Number of times that the turn lost its channel to a worker that stayed alive."""
     aborts: int = 0
-    """Number of weight updates that interrupted it."""
+    """Number of times that a weight update or a leaving worker interrupted the turn."""
     first_token_at: float | None = None
     """Time of its first token, in seconds since the epoch; None if unknown."""
     queued: float | None = None
@@ -83,7 +83,7 @@ class ScheduledTurn:
 
     @property
     def is_suspect(self) -> bool:
-        """Whether two workers died while they ran the turn, which may be the cause."""
+        """Whether two workers died while they ran the turn, so that the turn may be the cause."""
         return len(self.deaths) > 1
 
 
@@ -99,9 +99,9 @@ class Worker:
     """False from a failure until the supervisor has confirmed that the worker is alive, and can be
     reached from here."""
     load: float = 0.0
-    """Sum of the weights of its running turns, and `elsewhere`."""
+    """Sum of `elsewhere` and of the weights of the worker's running turns."""
     elsewhere: float = 0.0
-    """Load from the turns of other processes, as of their last report."""
+    """Load from the turns of other processes, as of the processes' last reports."""
     index: int = -1
     """Position in the router's arrays; -1 while the worker gets no new sessions."""
     turns: int = 0
@@ -112,9 +112,11 @@ class Worker:
     """Number of turns that failed on the worker, by outcome; see `Scheduler.events`."""
     running: set[ScheduledTurn] = field(default_factory=set)
     suspects: list[ScheduledTurn] = field(default_factory=list)
-    """Turns that were running when the worker failed, and during which another worker had died."""
+    """Turns that were running when the worker failed, and earlier on another worker when that one
+    died."""
     verdict: "asyncio.Future[bool] | None" = None
-    """Future of the supervisor's answer whether the worker is lost; None if none is pending."""
+    """Future of the supervisor's answer whether the worker is lost; None if no answer is
+    pending."""
     changed: float = field(default_factory=time.monotonic)
     """Time of the last change of `load`, by the event loop's clock."""
     measured: tuple[float, float] = (0.0, 0.0)
@@ -122,9 +124,9 @@ class Worker:
     _seen: tuple[float, int] = (0.0, 0)  # `load_seconds` and `tokens` at the last measurement
 
     def time_per_token(self) -> float:
-        """Return the seconds that a turn takes per token; NaN until they are known.
+        """Return the seconds that a turn takes per token; NaN until this time is known.
 
-        By Little's law, they are the integral of the load divided by the number of tokens.
+        By Little's law, it is the integral of the load divided by the number of tokens.
         """
         seconds, tokens = self.measured
         seconds += self.load_seconds - self._seen[0]
@@ -158,7 +160,7 @@ class Router:
         self.preferred: frozenset[str] = frozenset()
         """Names of the workers that are to get new sessions; empty means all."""
         self.sessions: OrderedDict[str, str] = OrderedDict()
-        """Name of each session's worker; the last `serving.known_sessions` of them."""
+        """Name of each session's worker, for the last `serving.known_sessions` sessions."""
         self.groups: OrderedDict[str, str] = OrderedDict()
         """Name of each group's worker; bounded like the sessions."""
         self._events = events
@@ -172,7 +174,8 @@ class Router:
 
     @property
     def usable(self) -> list[Worker]:
-        """Workers that get new sessions: those in `preferred`, or all if none of them is up."""
+        """Workers that get new sessions: the usable ones in `preferred`, or all usable workers if
+        no preferred one is usable."""
         if self._stale:
             self._build()
         return self._usable
@@ -185,7 +188,8 @@ class Router:
     def _build(self) -> None:
         self._stale = False
         averages = {worker: self._averages_W[worker.index] for worker in self._usable}
-        # Initial average of a new worker. With its present load, 0, it would get all new sessions.
+        # A new worker begins with the mean of the averages. With its present load, 0, as its
+        # average, it would get all new sessions.
         usual = float(self._averages_W.mean()) if averages else 0.0
         for worker in self._usable:
             worker.index = -1  # stays -1 for workers that are not preferred
@@ -224,7 +228,7 @@ class Router:
 
     def _choose(self, route: Route) -> Worker:
         """Return the session's worker, else the group's, else the least loaded one. For a session,
-        the average load counts most, because the worker will also run the later turns."""
+        the average load counts most, because the worker will also run the session's later turns."""
         count = len(self.usable)  # first, because it may rebuild the arrays
         loads_W, averages_W = self._loads_W, self._averages_W
         averages_W += (loads_W - averages_W) / (_SMOOTHING * count)
@@ -277,7 +281,8 @@ class Router:
         self._any_slow = bool((self._slowness_W > 1.0).any())
 
     def _mean(self, values_W: npt.NDArray[np.float64]) -> float:
-        """Return the mean over the workers that are not slow: slow ones should have less load."""
+        """Return the mean over the workers that are not slow, because slow workers should have less
+        load."""
         if self._any_slow:
             values_W = values_W[self._slowness_W == 1.0]
         return float(np.add.reduce(values_W)) / max(1, len(values_W))

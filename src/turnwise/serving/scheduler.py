@@ -1,10 +1,11 @@
-"""Runs each turn on one worker of a fleet, and continues it on another if that worker fails.
+"""Runs each turn on one worker of a fleet, and continues it on another worker if the first one
+fails.
 
-A turn whose worker died or hung continues on another from the tokens sampled so far, or restarts if
-its sampling parameters do not allow that (`remaining`). A request that crashes its worker must not
-crash others too. If two workers die while they run a request, and no other request can be the
-cause, the request is quarantined: it fails, and equal requests are refused for a while. If several
-requests were running at both deaths, each of them is retried alone.
+A turn whose worker died or hung continues on another worker from the tokens sampled so far. If its
+sampling parameters do not allow this (`remaining`), it restarts. A request that crashes its worker
+must not crash other workers, too. If two workers die while they run a request, and no other request
+can be the cause, the request is quarantined: it fails, and equal requests are refused for a while.
+If several requests were running at both deaths, each of them is retried alone.
 """
 
 import asyncio
@@ -65,7 +66,7 @@ class Scheduler:
     """Routes turns to workers.
 
     Args:
-        serving: Limits of stickiness and continuations.
+        serving: Limits of the stickiness of sessions to workers, and of continuations.
         turn_timeout: Seconds that a turn waits while no worker is usable.
     """
 
@@ -83,8 +84,8 @@ class Scheduler:
         self._turn_timeout = turn_timeout
         self._router = Router(serving, self.events)
         self._quarantined: OrderedDict[bytes, float] = OrderedDict()
-        """Time until which each request is refused, by its digest."""
-        self._alone = asyncio.Lock()  # held by the suspect that is retried
+        """Time until which each request is refused, by the request's digest."""
+        self._alone = asyncio.Lock()  # held by a suspect turn while it is retried
         self._suspects_clock = StallClock(turn_timeout)
         self._changed = asyncio.Event()
         """Set when a worker is usable again, or the scheduler is closed."""
@@ -102,7 +103,7 @@ class Scheduler:
         return self._router.workers
 
     def add(self, name: str, engine: Engine, supervisor: Supervisor | None = None) -> Worker:
-        """Add a worker; one of the same name is replaced."""
+        """Add a worker; it replaces a worker of the same name."""
         if name in self.workers:
             self.remove(name)
         now = asyncio.get_running_loop().time()
@@ -145,7 +146,7 @@ class Scheduler:
         self._tell("occupancy", name, occupancy)
 
     def restore(self, name: str) -> None:
-        """Use a worker again: it is alive, so only the request failed."""
+        """Use a worker again, because it is alive and only the request failed."""
         self._tell("restore", name)
         if (worker := self.workers.get(name)) is not None and not worker.usable:
             worker.usable = True
@@ -154,12 +155,13 @@ class Scheduler:
             self._changed.set()
 
     def suspend(self, name: str) -> None:
-        """Give a worker no turns until `restore`: it is alive, but cannot be reached from here.
+        """Give a worker no turns until `restore`, because it is alive but cannot be reached from
+        here.
 
-        Turns that failed on it continue on others.
+        Turns that failed on it continue on other workers.
         """
         # Listeners that reported a failure wait for an answer. They may be able to reach the
-        # worker, which each of them tries itself.
+        # worker, so each listener tries this itself.
         self._tell("restore", name)
         if (worker := self.workers.get(name)) is not None:
             if worker.usable:
@@ -199,7 +201,8 @@ class Scheduler:
     async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
         """Sample one completion; see `Generator.stream`.
 
-        The chunks of a whole request that may have to restart are held back until its end.
+        If a request wants its answer as a whole, and may have to restart, its chunks are held back
+        until its end.
         """
         turn = ScheduledTurn(request, 1 + len(request.prompt) / TOKENS_PER_REQUEST)
         self.events["turns"] += 1
@@ -283,7 +286,7 @@ class Scheduler:
             self._suspects_clock.moved()
         try:
             worker = await self._schedule(turn.request)
-            while turn.deaths:  # a worker that is already dead did not die of this turn
+            while turn.deaths:  # this turn did not cause a worker's earlier death
                 try:
                     async with asyncio.timeout(self._serving.health_timeout):
                         await worker.engine.check_health()
@@ -317,8 +320,8 @@ class Scheduler:
     async def _handle_failure(
         self, turn: ScheduledTurn, worker: Worker, error: EngineError | DeadlineError
     ) -> None:
-        """Find out whether the turn or the worker caused a failure; raise if the turn did, or has
-        failed too often."""
+        """Find out whether the turn or the worker caused a failure; raise the error if the turn
+        caused it, or has failed too often."""
         name = turn.request.id
         if await self._ask_whether_lost(worker, str(error)):
             is_cause = turn.is_suspect or worker.suspects == [turn]
@@ -354,7 +357,8 @@ class Scheduler:
         self.events[outcome] += 1
 
     async def _ask_whether_lost(self, worker: Worker, why: str) -> bool:
-        """Ask the supervisor whether a worker is lost; it gets no turns until the answer."""
+        """Ask the supervisor whether a worker is lost; the worker gets no turns until the
+        answer."""
         if self.workers.get(worker.name) is not worker:
             return True
         if worker.usable:
@@ -368,7 +372,7 @@ class Scheduler:
         if worker.supervisor is None:
             return True  # nobody to ask: each failure counts as death
         if worker.verdict is None:
-            return False  # the supervisor has answered, or suspended it: it is alive
+            return False  # the supervisor has answered or suspended the worker, so it is alive
         try:
             async with asyncio.timeout(self._turn_timeout):
                 return await asyncio.shield(worker.verdict)
@@ -385,14 +389,14 @@ def _attempt(turn: ScheduledTurn, rest: Sampling) -> Request:
         turn.request,
         prompt=turn.request.prompt + turn.sampled,
         sampling=rest,
-        id=f"{turn.request.id}~{attempts}",  # an engine may still have an earlier id
+        id=f"{turn.request.id}~{attempts}",  # an engine may still use an earlier id
     )
 
 
 def continues(request: Request) -> bool:
     """Return whether a new request can sample the rest of an interrupted one. It cannot if the
-    remaining tokens depend on the earlier ones (seed, stop strings, penalties, grammar); then the
-    turn has to restart."""
+    remaining tokens depend on the earlier tokens (seed, stop strings, penalties, grammar); in that
+    case, the turn has to restart."""
     sampling = request.sampling
     if request.seed is not None:
         return False
@@ -404,7 +408,7 @@ def continues(request: Request) -> bool:
 def remaining(request: Request, sampled: int) -> "Sampling | None":
     """Return the sampling parameters for the rest of a request, after `sampled` of its tokens.
 
-    None if no new request can sample it; see `continues`.
+    None if no new request can sample the rest; see `continues`.
     """
     sampling = request.sampling
     if sampled == 0:

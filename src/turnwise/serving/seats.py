@@ -1,4 +1,4 @@
-"""Seats of engines: the number of trajectories that keep them busy and fit into their KV caches."""
+"""Seats of an engine: the number of trajectories that keep it busy and fit into its KV cache."""
 
 import math
 from dataclasses import replace
@@ -9,16 +9,16 @@ from turnwise.engine.protocol import Occupancy
 from turnwise.serving.scheduler import Scheduler
 
 _SPARE = 1.25
-"""Trajectories per sequence that an engine computes at once: when a turn ends, another trajectory
-is ready."""
+"""Trajectories per sequence that an engine computes at once, so that another trajectory is ready
+when a turn ends."""
 _FULL, _ROOMY = 0.9, 0.5
-"""Share of a KV cache above which it is full, and share below which it has room for twice as many
-trajectories."""
+"""Used share of a KV cache above which the cache is full, and used share below which it has room
+for twice as many trajectories."""
 
 
 def limits_of(config: Config, engines: int | None = None) -> Limits:
     """Return the limits for a number of engines, by default the number that a run begins with. An
-    evaluation begins while fewer trajectories than those of a training step are at work."""
+    evaluation begins only while fewer trajectories are at work than a training step has."""
     seats = math.ceil(_SPARE * (1 if config.deterministic else config.engine.max_num_seqs))
     rollout, count = config.rollout, config.serving.min_workers if engines is None else engines
     step = rollout.prompts_per_step * config.sampling.n
@@ -26,8 +26,8 @@ def limits_of(config: Config, engines: int | None = None) -> Limits:
 
 
 def engine_admission(limits: Limits, scheduler: Scheduler) -> Admission:
-    """Return an admission that follows the engines of a scheduler; `limits` are those of the
-    engines that a run begins with."""
+    """Return an admission (a limit on trajectories at work) that follows the engines of a
+    scheduler; `limits` apply to the engines that a run begins with."""
     admission, min_engines = Admission(limits), scheduler.min_workers
     scheduler.subscribe(EngineSeats(admission, limits.working // min_engines, min_engines))
     return admission
@@ -37,9 +37,10 @@ class EngineSeats:
     """Adapts the limit of an admission to the engines of a scheduler as they join and leave, and to
     the use of their KV caches.
 
-    An engine whose cache is full while requests wait gets only as many seats as it computes
-    sequences. While the cache has room and no request waits, its seats grow by a quarter at each
-    health check, or double if less than half of the cache is used, up to `seats`.
+    An engine whose cache is full while requests wait gets at most one seat for each sequence that
+    it computes now. While the cache has room and no request waits, the number of the engine's seats
+    grows by a quarter at each health check, or doubles if less than half of the cache is used, up
+    to `seats`.
 
     Args:
         seats: Maximum number of seats of one engine.
@@ -52,7 +53,7 @@ class EngineSeats:
         self._seats: dict[str, int] = {}
 
     def __call__(self, change: str, name: str = "", *more: object) -> None:
-        """Take note of a scheduler's change, as a `Listener`."""
+        """Handle a change of the scheduler's workers, as a `Listener`."""
         if change == "add":
             self._seats[name] = self._max_seats
         elif change == "remove":

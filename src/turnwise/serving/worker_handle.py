@@ -47,13 +47,14 @@ _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     # oneDNN compiles a kernel for each size of a batch, and again after each weight update. By
-    # default it keeps 1,024 of them, and the engine's memory grows. A small cache is enough: vLLM
-    # itself keeps the kernels that it uses.
+    # default it keeps 1,024 kernels, and the engine's memory grows. A small cache is enough,
+    # because vLLM itself keeps the kernels that it uses.
     _KERNELS: os.environ.get(_KERNELS, "128"),
 }
 _GRACE_SECONDS = 10.0
-"""Extra time of a call beyond the engine's own deadline, whose error is more specific."""
-_RETRY_SECONDS = 0.5  # time after which an actor to which Ray lost its connection is asked again
+"""Seconds by which a call's deadline exceeds the engine's own deadline, because the engine's error
+is more specific."""
+_RETRY_SECONDS = 0.5  # pause before a new attempt, if Ray has lost its connection to the actor
 _SHUTDOWN_SECONDS = 5.0  # time for an engine to end, after which its process is killed
 _MAX_CALLS = 4096  # maximum number of calls that run at once in a worker's actor
 
@@ -65,14 +66,15 @@ class WorkerHandle:
 
     Every call raises `EngineError` if the actor is dead, `DeadlineError` if it does not answer in
     time, and any error of the engine itself. `ChannelError` means that the channel, with all
-    requests on it, was lost or could not be opened; the next request or health check opens another.
+    requests on it, was lost or could not be opened; the next request or health check opens another
+    channel.
     """
 
     def __init__(self, process: ActorHandle, timeout: float) -> None:
         self.name = process.name
         self.pid = 0
         self.base_url: str | None = None
-        """URL of the worker's own OpenAI server; None without one."""
+        """URL of the worker's own OpenAI server; None if it does not have a server."""
         self.actor = process.actor
         """Ray's handle of the worker."""
         self._process = process
@@ -110,9 +112,10 @@ class WorkerHandle:
 
         Args:
             host: Class of the actor.
-            num_gpus: GPUs that Ray reserves for it.
+            num_gpus: GPUs that Ray reserves for the actor.
             placement: Ray's scheduling strategy, such as a bundle of a placement group.
-            bundle_indices: Bundles of that group, if each device of the engine gets its own actor.
+            bundle_indices: Bundles of the placement group, if each device of the engine gets its
+                own actor.
 
         Raises:
             InputError: when vLLM refuses the model or an argument.
@@ -192,7 +195,7 @@ class WorkerHandle:
                 asyncio.get_running_loop().call_soon(self._flush)
 
     def _flush(self) -> None:
-        if self._channel is None:  # the requests are sent once there is one
+        if self._channel is None:  # the requests are sent once a channel is open
             return
         batch, self._outbox = self._outbox, []
         cancelled, self._cancelled = self._cancelled, []
@@ -200,7 +203,7 @@ class WorkerHandle:
         for request in batch:
             if request.id in cancelled:
                 continue
-            try:  # one by one: only those that cannot be pickled or read shall fail
+            try:  # one by one, so that a bad request fails alone
                 packed[request.id] = pickle.dumps(request, pickle.HIGHEST_PROTOCOL)
             except Exception as error:
                 if (inbox := self._inboxes.get(request.id)) is not None:
@@ -244,7 +247,7 @@ class WorkerHandle:
         inboxes = self._take_requests(lost)
 
         async def explain() -> None:
-            """End the requests with the reason: perhaps their worker died."""
+            """End the requests with the reason, which may be that their worker died."""
             why = lost
             if inboxes and was_open and isinstance(why, ChannelError):
                 ask = self._process.call
@@ -286,7 +289,7 @@ class WorkerHandle:
             inbox.put_nowait(EngineError(self._failure))
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        # Draining has no deadline but the engine's own, on the time without new tokens.
+        # Draining has only the engine's own deadline, which limits the time without new tokens.
         await self._call("pause", mode, seconds=NO_DEADLINE if mode == "wait" else None)
 
     async def resume(self) -> None:
@@ -364,6 +367,7 @@ class WorkerHandle:
         self._process.kill()
 
     async def _call(self, method: str, *args: object, seconds: float | None = None) -> Any:
-        """Call a method of the engine; its own deadline, `seconds`, is earlier than the call's."""
+        """Call a method of the engine; the engine's own deadline, `seconds`, is earlier than the
+        deadline of this call."""
         seconds = (seconds or self._timeout) + _GRACE_SECONDS
         return await self._process.call("call", method, *args, what=method, seconds=seconds)

@@ -1,8 +1,9 @@
 """A server for programs that are written for Tinker: `turnwise tinker --model PATH`.
 
-The SDK's client (TINKER_BASE_URL) trains and samples adapters of one model here. `routes` has the
-HTTP side, `service` the state and the verbs, and `wire` the messages. `trainer` calls the trainer's
-processes, and `backend` starts everything. `ServiceClient` runs client and server in one program.
+The SDK's client connects to TINKER_BASE_URL, and trains and samples adapters of one model. `routes`
+has the HTTP side, `service` has the state and the verbs, and `wire` has the messages. `trainer`
+calls the trainer's processes, and `backend` starts everything. `ServiceClient` runs client and
+server in one program.
 """
 
 from turnwise.tinker.client import ServiceClient

@@ -1,15 +1,15 @@
-"""The key of Tinker's clients, and the paths that need none."""
+"""The key of Tinker's clients, and the paths that need no key."""
 
 from starlette.datastructures import Headers
 
 from turnwise.serving.openai.protection import Access
 
 FILES = "/api/v1/files/"
-"""Beginning of the paths of links to files, which end in a secret."""
+"""Beginning of the paths of links to files; each of these paths ends in a secret."""
 
 
 class TinkerAccess(Access):
-    """Checks the server's key, which Tinker's clients send in a header of their own or a token."""
+    """Checks the server's key, which Tinker's clients send in their own header or in a token."""
 
     def is_open(self, path: str) -> bool:
         return super().is_open(path) or path.startswith(FILES)

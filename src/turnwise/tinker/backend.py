@@ -1,4 +1,4 @@
-"""Start and stop engines, a trainer of adapters and a server for Tinker's clients as one."""
+"""Start and stop engines, a trainer of adapters and a server for Tinker's clients together."""
 
 import fcntl
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -38,7 +38,7 @@ adapters that can sample at once."""
 def server_config(
     model: str | None, file: Path | None = None, overrides: Sequence[str] = ()
 ) -> Config:
-    """Return a server's configuration for a model, from the defaults and a file if given.
+    """Return a server's configuration for a model, from the defaults and, if given, a file.
 
     Raises:
         InputError: when there is no model, or the server cannot work as configured.
@@ -113,7 +113,7 @@ async def open_tinker(
 
 @contextmanager
 def _alone_in(folder: Path) -> Iterator[None]:
-    """Refuse a second server in a folder: it would take the first server for a killed one."""
+    """Refuse a second server in a folder, because it would treat the first server as killed."""
     with translate_unwritable(folder):
         folder.mkdir(parents=True, exist_ok=True)
         file = (folder / "tinker.lock").open("w")

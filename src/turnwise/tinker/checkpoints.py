@@ -1,10 +1,10 @@
 """States that clients save: folders of a run, named by addresses `tinker://RUN/KIND/NAME`.
 
 Each version of a state is a folder of its own, with an adapter in PEFT's format and `meta.json`.
-The state's name is a symbolic link to a version, so one rename makes a name, or gives it another
-version. A state belongs to the owner of the session that saved it. These folders are the only
-record of the states, so saved states outlive the server. A name may be overwritten or removed at
-any time, so a reader of a version's files must `hold` the version.
+The state's name is a symbolic link to a version, so one rename creates a name, or links it to
+another version. A state belongs to the owner of the session that saved it. These folders are the
+only record of the states, so saved states outlive the server. A name may be overwritten or removed
+at any time, so a reader of a version's files must `hold` the version.
 """
 
 import json
@@ -26,7 +26,7 @@ from turnwise.errors import InputError, translate_unwritable, visible
 from turnwise.tinker.futures import Missing
 
 Kind = Literal["weights", "sampler_weights", "external_weights", "snapshots"]
-"""`weights` to train on from, `sampler_weights` to sample from, `external_weights` to download;
+"""`weights` to continue training, `sampler_weights` to sample, `external_weights` to download;
 `snapshots` have no name that a client knows, and end with their session."""
 _TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 _KINDS = (*_TYPES, "snapshots")
@@ -39,7 +39,7 @@ _FREE_BYTES = 2**30  # minimum free disk space for a save
 
 
 def expiry(seconds: int | None) -> str | None:
-    """Return the time after some seconds, in ISO 8601; None for None."""
+    """Return the time `seconds` from now, in ISO 8601; None if `seconds` is None."""
     return None if seconds is None else (datetime.now(UTC) + timedelta(seconds=seconds)).isoformat()
 
 
@@ -59,7 +59,7 @@ class Checkpoint:
     """The values of `LoraSpec`."""
     created: str = field(default_factory=lambda: str(expiry(0)))
     expires: str | None = None
-    """Time in ISO 8601 from which it does not exist any more; None keeps it."""
+    """Time, in ISO 8601, at which the checkpoint expires; None keeps it for ever."""
     user_metadata: dict[str, str] | None = None
     run_metadata: JsonObject | None = None
     """The `user_metadata` of the model."""
@@ -81,15 +81,16 @@ class Checkpoints:
         self._changing = threading.Lock()
         """Held while a name gets or loses its version, or a version gets or loses a reader."""
         self._readers = Counter[Path]()
-        """Number of readers of each version that has any."""
+        """Number of readers of each version that has readers."""
         self._nameless: set[Path] = set()
         """Versions that have lost their names but still have readers."""
 
     def begin(self, new: Checkpoint, *, overwrite: bool = False) -> Path:
-        """Return an empty folder for the files of a version; `commit` names it afterwards.
+        """Return an empty folder for the files of a version; `commit` then names the version.
 
         Raises:
-            InputError: when the name cannot be used, or is taken, unless `overwrite`.
+            InputError: when the name is invalid, or is taken and not to `overwrite`, or the disk is
+                full.
         """
         if not re.fullmatch(_NAME, new.name, re.ASCII):
             raise InputError(
@@ -109,11 +110,11 @@ class Checkpoints:
     def commit(
         self, new: Checkpoint, begun: Path, *, overwrite: bool = False, flush: bool = True
     ) -> None:
-        """Name the version in a folder that `begin` returned. With `flush`, it survives a loss of
-        power once this returns.
+        """Name the version in a folder that `begin` returned. With `flush`, the version survives
+        a loss of power once this function returns.
 
         Raises:
-            InputError: when its name was taken meanwhile, unless `overwrite`.
+            InputError: when the name was taken meanwhile, unless `overwrite`.
         """
         with translate_unwritable(begun):
             (begun / _META).write_text(json.dumps(asdict(new), indent=1) + "\n")
@@ -153,12 +154,12 @@ class Checkpoints:
             version.parent.parent.rmdir()
 
     def hold(self, saved: Checkpoint) -> Path:
-        """Return the folder of a checkpoint's version. It stays there until `release`, even if its
-        name is overwritten or removed.
+        """Return the folder of a checkpoint's version. The folder stays until `release`, even if
+        the checkpoint's name is overwritten or removed.
 
         Raises:
-            InputError: when its name has been given another version.
-            Missing: when it was removed.
+            InputError: when the name now has another version.
+            Missing: when the checkpoint was removed.
         """
         with self._changing:
             place = self.folder(saved)
@@ -168,7 +169,7 @@ class Checkpoints:
         return version
 
     def release(self, version: Path) -> None:
-        """Release a version, by the folder that `hold` returned."""
+        """Release a version; `version` is the folder that `hold` returned."""
         with self._changing:
             self._readers[version] -= 1
             if not self._readers[version]:
@@ -205,7 +206,7 @@ class Checkpoints:
         return found
 
     def of(self, owner: str, run: str = "*") -> list[Checkpoint]:
-        """Return an owner's checkpoints, of all runs or of one, the newest first."""
+        """Return an owner's checkpoints, of all runs or of one run, the newest first."""
         if run != "*" and not re.fullmatch(_RUN, run, re.ASCII):
             return []
         found = (self._read(p) for kind in _TYPES for p in self.root.glob(f"{run}/{kind}/*"))
@@ -239,7 +240,7 @@ class Checkpoints:
         place = self.folder(checkpoint)
         with self._changing:
             if (now := self._read(place)) is None or now.created != checkpoint.created:
-                return  # it is removed already, or another has its name
+                return  # it is removed already, or another checkpoint has its name
             version = place.resolve()
             place.unlink()
             with suppress(OSError):
@@ -247,8 +248,8 @@ class Checkpoints:
             self._leave(version)
 
     def tidy(self, snapshots: Collection[Path] | None = None) -> None:
-        """Remove expired checkpoints. With `snapshots`, the folders of the snapshots that are still
-        used, also remove everything else that a killed server left."""
+        """Remove expired checkpoints. If `snapshots` is given (the folders of the snapshots that
+        are still used), also remove everything else that a killed server left behind."""
         starts = snapshots is not None
         for place in [p for kind in _KINDS for p in self.root.glob(f"*/{kind}/*")]:
             found = self._read(place)
@@ -258,7 +259,7 @@ class Checkpoints:
             if found is not None and (found.expired or unused):
                 self.remove(found)
             elif starts and (unused or place.suffix == ".tmp" or not (place / _META).exists()):
-                # A file that cannot be read is kept: another version of Turnwise may have saved it.
+                # Keep a file that cannot be read, as another version of Turnwise may have saved it.
                 place.unlink() if place.is_symlink() else shutil.rmtree(place, ignore_errors=True)
         for version in list(self.root.glob(f"*/{_VERSIONS}/*")) if starts else ():
             run = version.parent.parent
@@ -296,6 +297,6 @@ class Checkpoints:
     def _read(self, place: Path) -> Checkpoint | None:
         try:
             found = Checkpoint(**json.loads((place / _META).read_text()))
-        except (OSError, ValueError, TypeError):  # TypeError: unknown keys of another Turnwise
+        except (OSError, ValueError, TypeError):  # TypeError: keys of another Turnwise version
             return None
         return replace(found, run=place.parent.parent.name, name=place.name)

@@ -16,8 +16,8 @@ _CLOSE_SECONDS = 60.0
 
 
 class ServiceClient:
-    """The SDK's `ServiceClient`, with all its methods, and a server for it: engines and a trainer
-    start with the client, and stop with `close`. It needs the package `tinker`.
+    """The SDK's `ServiceClient`, with all its methods, and a server in the same process. Engines
+    and a trainer start with the client, and stop with `close`. This needs the package `tinker`.
 
     Args:
         model: Folder or Hugging Face name of the model; default: the model of `config`.

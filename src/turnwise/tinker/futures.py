@@ -1,9 +1,9 @@
-"""Requests that take a while: their results by request id.
+"""The results of requests that take a while, by request id.
 
-A request's id is a function of the request, so requests are idempotent: a client that repeats one
-after a broken connection gets the first result, and nothing runs twice. A result is kept until
-shortly after it was sent, or until its session ends. A client that holds too many bytes here has to
-wait, which limits the memory of all results.
+A request's id is a function of the request, so requests are idempotent: a client that repeats a
+request after a broken connection gets the first result, and nothing runs twice. A result is kept
+until shortly after it was sent, or until its session ends. A client whose requests and results take
+too many bytes has to wait, so that the memory of all results is limited.
 """
 
 import asyncio
@@ -26,14 +26,14 @@ from turnwise.errors import (
 logger = logging.getLogger(__name__)
 
 WAIT_SECONDS = 20.0
-"""Time that a request for a result waits for it; clients give up after 45 s and ask again."""
+"""Seconds that the server waits for a result; clients give up after 45 s and ask again."""
 _MAX_HELD = max(2 * 2**30, psutil.virtual_memory().total // 8)
-"""Bytes of requests in progress and of results. Above this limit, clients that hold more than an
-equal share have to wait; above twice the limit, all clients have to."""
+"""Limit in bytes for requests in progress and for results. Above it, clients that hold more than an
+equal share have to wait; above twice the limit, all clients have to wait."""
 _SENT_SECONDS = 60.0
-"""Time for which a sent result is kept, because it may not have arrived."""
+"""Seconds for which a sent result is kept, because it may not have arrived."""
 SMALLEST = 4096
-"""Bytes that every request counts at least, for its tasks and names."""
+"""Minimum size in bytes that is counted for a request, because of its tasks and names."""
 
 
 class Missing(InputError):
@@ -45,7 +45,7 @@ class Gone(InputError):
 
 
 class Busy(TurnwiseError):
-    """A request for which there is no room now: its client waits, and sends it again."""
+    """A request for which there is no room now; its client waits, and then sends it again."""
 
 
 Reply = JsonObject | bytes
@@ -54,8 +54,8 @@ Work = Callable[[], Awaitable[Reply]]
 
 
 def failure(error: Exception) -> JsonObject:
-    """Return the result of a request that failed; its category says whether the request is wrong,
-    the server failed, or the cause is unknown."""
+    """Return the result of a request that failed. The result's `category` says whether the request
+    is wrong, the server failed, or the cause is unknown."""
     if isinstance(error, TurnwiseError):
         own = isinstance(error, InputError | TrajectoryError)
         return {"error": visible(str(error)), "category": "user" if own else "server"}
@@ -75,7 +75,7 @@ class _Entry:
 
 
 class Futures:
-    """The requests of one session in progress, and the results that are kept.
+    """One session's requests in progress, and the results that are kept.
 
     Args:
         account: The client, who may have several sessions.
@@ -90,7 +90,7 @@ class Futures:
         """Run a request of `size` bytes, unless it runs or has run already.
 
         Raises:
-            Busy: when its client has too much in progress.
+            Busy: when the client's requests and results take too many bytes.
         """
         if request_id in self.entries:
             return
@@ -126,7 +126,7 @@ class Futures:
             del self._held[self.account]
 
     async def retrieve(self, request_id: str, seconds: float = WAIT_SECONDS) -> Reply | None:
-        """Return a request's result; None if it has none within `seconds`.
+        """Return a request's result; None if there is no result within `seconds`.
 
         Raises:
             Gone: when there is no such request, or its result is not kept any more.

@@ -23,14 +23,14 @@ Chunk = Sequence[int] | ImageChunk
 
 
 class ChunkReader:
-    """Makes prompts of chunks; it is thread-safe."""
+    """Makes prompts from chunks, which are token ids or images; it is thread-safe."""
 
     def __init__(self, model: ModelConfig, images_per_prompt: int) -> None:
         self._images = ModelImages(model)
         self._max_images = images_per_prompt
 
     def joined(self, chunks: Sequence[Chunk], what: str) -> Prompt:
-        """Return chunks as a prompt.
+        """Join chunks to one prompt.
 
         Raises:
             InputError: when an id is impossible; or, with a message that begins with `what`, when

@@ -25,7 +25,7 @@ class TinkerLoss(NamedTuple):
     needs: tuple[str, ...]
     """Names of the inputs that it needs in addition to `target_tokens`."""
     formula: Callable[[Tokens], TokenLoss]
-    """Returns the losses of the tokens; `Tokens.streams` has the inputs named in `streams`."""
+    """Function that returns the tokens' losses; `Tokens.streams` has the inputs in `streams`."""
     defaults: Mapping[str, float] = {}
     """Values of inputs that a datum may leave out; `loss_fn_config` replaces them."""
     factor: str = "advantages"
@@ -33,7 +33,7 @@ class TinkerLoss(NamedTuple):
     scaled: bool = True
     """Whether a token whose `factor` is 0 has no gradient."""
     several: bool = False
-    """Whether each token may have `K` targets: then all tensors are [N, K]."""
+    """Whether each token may have `K` targets; if so, all tensors are [N, K]."""
 
     @property
     def loss(self) -> Loss:
@@ -112,7 +112,7 @@ LOSSES: Mapping[str, TinkerLoss] = {
 STABLE = "stable_reinforce"
 """A loss of the protocol whose formula is not published."""
 STAND_INS = [n for n, each in LOSSES.items() if each.needs == _RL and each.scaled]
-"""Losses that can replace stable_reinforce: its data have all the inputs that they need."""
+"""Losses that can replace stable_reinforce, because its data have all inputs of these losses."""
 NOT_STABLE = (
     "this server does not compute stable_reinforce: choose another loss (the cookbook's programs "
     "take loss_fn=importance_sampling), or start it with --stable-reinforce and the name of one "

@@ -1,9 +1,9 @@
-"""The queue of the trainer: each model's requests in their order, and owners in turn.
+"""The queue of the trainer: each model's requests run in order, and owners take turns.
 
 A model's requests run in the order of their positions, in whatever order they arrive. Requests
 after a gap wait until the missing request arrives, or fail once no client would still send it. The
-trainer runs one call at a time, for one model. The owner who has had the fewest tokens gets the
-next call, so an owner with eight models gets no more of the trainer than an owner with one.
+trainer runs one call at a time, for one model. The owner who has received the fewest tokens gets
+the next call, so an owner with eight models gets no more of the trainer than an owner with one.
 """
 
 import asyncio
@@ -18,15 +18,15 @@ from turnwise.errors import InputError
 
 _T = TypeVar("_T")
 GAP_SECONDS = 360.0
-"""Time that requests wait for a missing earlier one; clients retry a request for 5 minutes."""
+"""Seconds that requests wait for a missing earlier request; clients retry for 5 minutes."""
 MIN_TOKENS = 256
-"""Minimum number of tokens that a call counts, for example an optimizer step."""
+"""Minimum number of tokens that are counted for a call, such as an optimizer step."""
 _CREDIT_TOKENS = 131_072
-"""Maximum number of tokens by which an owner may be behind the others, so that an owner who asked
-for less than its share cannot hold up all others later."""
+"""Maximum number of tokens by which an owner may be behind the other owners. Without a maximum, an
+owner who asked for less than its share could later hold up all other owners."""
 _NEXT_SECONDS = 0.02
-"""Time that the trainer waits for the next call of an owner who is behind, after that owner's call
-has ended."""
+"""Seconds that the trainer waits for the next call of an owner who is behind, after a call of that
+owner has ended."""
 
 
 class ModelOrder:
@@ -34,7 +34,7 @@ class ModelOrder:
 
     def __init__(self) -> None:
         self.next = 1
-        """Position of the request that runs, or for which the later requests wait."""
+        """Position of the running request, or of the missing one for which later requests wait."""
         self._here = dict[int, asyncio.Event]()
         self._lost = 0
         self._gap: asyncio.TimerHandle | None = None
@@ -44,7 +44,7 @@ class ModelOrder:
         """Run a block once the requests of all earlier positions have ended.
 
         Raises:
-            InputError: when a request before this one did not come in time.
+            InputError: when an earlier request of the model did not arrive in time.
         """
         called = self._here[position] = asyncio.Event()
         if position < self.next:  # its position was given up a moment ago
@@ -64,7 +64,7 @@ class ModelOrder:
             self._call()
 
     def _call(self) -> None:
-        """Call the next request, or wait for it if there are only later ones."""
+        """Call the next request, or wait for it if only later requests have arrived."""
         if self._gap is not None and (self.next in self._here or not self._here):
             self._gap.cancel()
             self._gap = None
@@ -74,7 +74,7 @@ class ModelOrder:
             self._gap = asyncio.get_running_loop().call_later(GAP_SECONDS, self._give_up)
 
     def _give_up(self) -> None:
-        """Fail all requests that wait now, and let later ones run."""
+        """Fail all requests that wait now, and let requests at later positions run."""
         self._lost, self._gap = self.next, None
         self.next = max(self.next, *self._here) + 1
         for called in self._here.values():
@@ -84,19 +84,19 @@ class ModelOrder:
 @dataclass(slots=True, eq=False)
 class _Owner:
     had: float
-    """Tokens that it has had, and tokens of its share that lapsed while it asked for none."""
+    """Tokens that it has received, plus tokens of its share that it forfeited while it was idle."""
     requests: int = 0
-    """Number of its requests that run, or wait for others of their models."""
+    """Number of its requests and calls that run or wait."""
     waiting: "deque[tuple[float, asyncio.Future[None]]]" = field(default_factory=deque)
-    """Tokens and turn of each of its waiting calls."""
+    """Number of tokens of each waiting call, and the future that gives the call its turn."""
 
 
 class TrainerQueue:
-    """Runs a trainer's calls one at a time; the owner who has had the fewest tokens is next."""
+    """Runs a trainer's calls one at a time; the owner who received the fewest tokens is next."""
 
     def __init__(self) -> None:
         self._owners: dict[str, _Owner] = {}
-        self._level = 0.0  # tokens that the owner of the last call had had before that call
+        self._level = 0.0  # tokens that the last call's owner had received before that call
         self._busy = False
         self._last: _Owner | None = None
         """Owner of the call that has just ended, who may ask for another within a moment."""
@@ -104,7 +104,8 @@ class TrainerQueue:
 
     @asynccontextmanager
     async def request(self, owner: str, order: ModelOrder, position: int) -> AsyncIterator[None]:
-        """Run a block as an owner's request, in the order of its model; see `ModelOrder.turn`."""
+        """Run a block as an owner's request, in the order of the model's requests; see
+        `ModelOrder.turn`."""
         async with self._present(owner), order.turn(position):
             yield
 
@@ -120,7 +121,7 @@ class TrainerQueue:
             owner.requests -= 1
 
     async def call(self, owner: str, tokens: int, work: Coroutine[Foreign, Foreign, _T]) -> _T:
-        """Await a call of the trainer in its owner's turn. A call that is cancelled keeps its turn
+        """Await a call of the trainer when its owner's turn comes. A cancelled call keeps the turn
         until the trainer has ended it."""
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         async with self._present(owner) as own:
@@ -144,7 +145,7 @@ class TrainerQueue:
                     self._grant()
 
     def _grant(self) -> None:
-        """Begin the next call, if none runs."""
+        """Begin the next call if none is running."""
         if self._busy:
             return
         for owner in self._owners.values():
@@ -170,7 +171,7 @@ class TrainerQueue:
         self._busy = True
         turn.set_result(None)
         for name, one in list(self._owners.items()):
-            if not one.requests and one.had <= self._level:  # as a new owner begins
+            if not one.requests and one.had <= self._level:  # a new owner begins there too
                 del self._owners[name]
 
     def _stop_waiting(self) -> None:

@@ -31,7 +31,7 @@ _Count = Annotated[int, Field(ge=0, lt=2**63)]
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
 _Tokens = Annotated[list[int], Field(max_length=2**21, fail_fast=True)]
 _Seconds = Annotated[int, Field(ge=3600, le=3653 * 86_400)] | None
-"""Time for which a checkpoint is kept, 1 hour to 10 years; None keeps it for ever."""
+"""Seconds for which a checkpoint is kept, from 1 hour to 10 years; None keeps it for ever."""
 _MAX_STOPS = 1000
 _LONG_ANSWER = 2**14  # maximum tokens per answer in the estimate of a request's size
 _ID_BYTES = 5  # per id of a prompt, in a message to an engine
@@ -65,7 +65,7 @@ _Kind = TypeVar("_Kind", bound=BaseRequest)
 
 
 def parsed(kind: type[_Kind], tree: JsonObject) -> _Kind:
-    """Return the request in plain values; an InputError names the first key that is wrong."""
+    """Parse a request from plain values; raise InputError that names the first wrong key."""
     try:
         read: _Kind = _reader(kind).validate_python(tree)
     except ValidationError as error:
@@ -183,7 +183,7 @@ class CopyWeights(BaseRequest):
 
 
 class Page(BaseRequest):
-    """A request for a page of a list, for all runs or for one."""
+    """A request for one page of a list, of all runs or of one run."""
 
     run: str = "*"
     limit: Annotated[int, Field(ge=0)] = 100
@@ -241,7 +241,7 @@ class SampleRequest(BaseRequest):
         longest = min(self.sampling_params.max_tokens or _LONG_ANSWER, _LONG_ANSWER)
         rows, count = self.num_samples * longest, self.topk_sample_logprobs
         prompt = sum(len(each.tokens) for each in self.prompt.chunks)
-        copies = _ID_BYTES * prompt * self.num_samples  # each message to an engine has one
+        copies = _ID_BYTES * prompt * self.num_samples  # one in each message to an engine
         likeliest = _LIKELY_BYTES * (rows * count + prompt * self.topk_prompt_logprobs)
         return 8 * self.body_bytes + copies + _TOKEN_BYTES * rows + likeliest
 
@@ -274,7 +274,7 @@ class SampleRequest(BaseRequest):
 
     def requests(self, ids: Prompt, name: str, route: Route, longest: int) -> list[Request]:
         """Return the engine request of each sample of a prompt, in a context of `longest` tokens.
-        Only the first also asks for the prompt's log-probs."""
+        Only the first request also asks for the prompt's log-probs."""
         self.check()
         first = self._sampling(len(ids), longest)
         other = first.model_copy(update={"prompt_logprobs": False})
@@ -292,7 +292,7 @@ class SampleRequest(BaseRequest):
     def _sampling(self, length: int, longest: int) -> SamplingConfig:
         if length >= longest:
             raise InputError(f"prompt: {length:,} tokens leave no room for another in {longest:,}")
-        # Leave room for one more token: to score the sequence, an engine samples one after it.
+        # Leave room for one more token, because an engine samples one when it scores the sequence.
         room = max(1, longest - 1 - length)
         given = self.sampling_params
         stop = [given.stop] if isinstance(given.stop, str) else given.stop or []
@@ -317,7 +317,7 @@ class SampleRequest(BaseRequest):
         )
 
     def _with_likeliest(self, sampling: SamplingConfig, number: int) -> Sampling:
-        """Return vLLM's own parameters if the request asks for the most likely tokens."""
+        """Return vLLM's own parameters if the client asks for the most likely tokens."""
         top = self.topk_prompt_logprobs if sampling.prompt_logprobs else None
         if not (top or self.topk_sample_logprobs):
             return sampling

@@ -2,8 +2,8 @@
 sessions, models and samplers are methods of `TinkerService`.
 
 The statuses follow the SDK's behaviour: it repeats a request after 408, 409, 429 and 5xx, starts
-over after 410, and raises all other errors. If a request fails once it runs, its error is the body
-of the result.
+over after 410, and raises all other errors. If a request fails while it runs, the body of its
+result is the error.
 """
 
 import hashlib
@@ -49,13 +49,14 @@ CONSTANT: Mapping[str, JsonObject] = {
         "sample_max_concurrent_requests": 400,  # per client: each holds a connection
     },
     "client/dynamic_config": {"sample_cancel_enabled": True},
-    "telemetry": {"status": "accepted"},  # but dropped
+    "telemetry": {"status": "accepted"},  # the data are dropped
 }
-"""Answers that are always the same: flags of the SDK, as this server needs them."""
+"""Answers that are always the same, such as the SDK's flags as this server needs them."""
 ROOT: Final = "/api/v1"
 _TOKEN_SECONDS = 10 * 365 * 86_400  # the SDK renews its token after half of this time
 _MAX_BYTES = 2**18
-"""Maximum body of requests other than samples and passes: the server keeps their metadata."""
+"""Maximum size in bytes of the body of a request, except for sampling and forward-backward passes;
+it is small because the server keeps the metadata of such a request."""
 
 
 def status_of(error: TurnwiseError) -> int:
@@ -65,7 +66,7 @@ def status_of(error: TurnwiseError) -> int:
 
 
 def owner_of(request: Request) -> str:
-    """Return the owner of a request: a digest of its key, whether the server checks keys or not."""
+    """Return the owner of a request: a digest of its key, whether or not the server checks keys."""
     return hashlib.sha256(_key_of(request).encode("utf-8", "replace")).hexdigest()[:32]
 
 
@@ -82,7 +83,7 @@ def _token(request: Request) -> str:
 
 
 async def list_checkpoints(service: TinkerService, owner: str, asked: Page) -> JsonObject:
-    """Return an owner's checkpoints, of all runs or of one, the newest first."""
+    """Return an owner's checkpoints, of all runs or of one run, the newest first."""
     kept = service.checkpoints
     shown, cursor = _part(await run_in_thread(kept.of, owner, asked.run), asked)
     described = await run_in_thread(lambda: [kept.describe(each) for each in shown])
@@ -136,7 +137,7 @@ async def list_sessions(service: TinkerService, owner: str, asked: Page) -> Json
 
 
 def _part(items: Sequence[_Item], asked: Page) -> tuple[Sequence[_Item], JsonObject]:
-    """Return the page of a list that is asked for, and its cursor."""
+    """Return the requested page of a list, and the page's cursor."""
     cursor = {"offset": asked.offset, "limit": asked.limit, "total_count": len(items)}
     return items[asked.offset :][: asked.limit], cursor
 
@@ -236,11 +237,11 @@ VERBS: Mapping[str, tuple[type[requests.BaseRequest] | None, Verb]] = {
     f"DELETE {_CHECKPOINT}": (Named, delete),
     f"PUT {_CHECKPOINT}/ttl": (Named, set_ttl),
 }
-"""Request class and verb by method and route; a verb without a class gets the plain values."""
+"""Request class and verb by method and route; if the class is None, the verb gets plain values."""
 
 
 class _Held(FileResponse):
-    """A response with a held file, which is released once it has been sent."""
+    """A response that sends a checkpoint's file, and then releases the checkpoint."""
 
     def __init__(self, path: Path, release: Callable[[], None]) -> None:
         super().__init__(path)
@@ -254,7 +255,7 @@ class _Held(FileResponse):
 
 
 class _Route(APIRoute):
-    """Answers an error of the route itself with its HTTP status."""
+    """Answers an error that the route itself raises with the error's HTTP status."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[None, None, Response]]:
         handle = super().get_route_handler()
@@ -333,7 +334,7 @@ async def _values(request: Request) -> JsonObject:
         raise HTTPException(413, f"the body is larger than {_MAX_BYTES:,} bytes")
     if is_protobuf(request.scope, request.headers):
         raise HTTPException(415, "the content is protobuf: send JSON, as application/json")
-    try:  # NaN is read as text: numbers must be finite, and an answer in JSON cannot have it
+    try:  # NaN is read as text: numbers must be finite, and a JSON answer cannot contain NaN
         tree = decoded(body, constant=str).value
     except ValueError as error:
         raise InputError(f"the body is no JSON: {error}") from None

@@ -1,8 +1,8 @@
 """The run folder of a client's model: metrics, trajectories and token values of its steps.
 
-A client's data are only token ids, and no trajectory rests on a client's claim. Instead,
-`Provenance` finds the engines' recent samples in the data. So a turn has exactly an engine's prompt
-and samples, even if the program does not say where its tokens come from.
+A client sends only token ids, and its claims about them are not used. Instead, `Provenance` finds
+the engines' recent samples in the client's data. So a turn has exactly an engine's prompt and
+samples, even if the client's program does not say where its tokens come from.
 """
 
 import asyncio
@@ -45,24 +45,25 @@ class _Sampled(NamedTuple):
 
 
 class _Trained(NamedTuple):
-    """A pass of one datum."""
+    """The forward-backward pass of one datum."""
 
     ids: Prompt
-    """All its tokens and the last target; empty if a target that counts is not the next token."""
+    """The datum's tokens and its last target; empty if a target with a value other than 0 is not
+    the next token."""
     inputs: dict[str, Array]
-    """`value`, the weight or advantage of each target, `loss`, and `logprobs` if the client gave
-    some."""
+    """Arrays by name: `value` (the weight or advantage of each target), `loss`, and `logprobs` if
+    the client gave log-probs."""
     logprobs_T: Array
     """The trainer's log-probs."""
 
 
 class SampleIndex:
-    """Recent samples of the engines, by the client that owns them; the oldest are forgotten."""
+    """Recent samples of the engines, by the client that owns them; old samples are forgotten."""
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self.decode = decode
         self.trained = 0
-        """Size, in tokens, of passes that models keep until their steps are taken."""
+        """Size, in tokens, of the passes that run logs keep until the models' next steps."""
         self._older: dict[str, tuple[Provenance, list[_Sampled]]] = {}
         self._calls: dict[str, tuple[Provenance, list[_Sampled]]] = {}
         self._size = 0  # tokens in `_calls`
@@ -74,7 +75,7 @@ class SampleIndex:
         for each in filter(lambda one: one.token_ids, done):
             ids, logprobs = np.asarray(each.token_ids, np.int32), np.asarray(each.logprobs)
             records.append(_Sampled(ids, logprobs, each.finish_reason, version))
-            calls.add(prompt, ids)  # after its record, which another thread may now look up
+            calls.add(prompt, ids)  # after the record: another thread may look it up from now on
             self._size += len(ids)
         if self._size > _MAX_SAMPLED // 2:
             self._older, self._calls, self._size = self._calls, {}, 0
@@ -95,7 +96,7 @@ class SampleIndex:
 
 
 class RunLog:
-    """Writes the run folder of one model; nothing is written before its first step."""
+    """Writes the run folder of one model; nothing is written before the model's first step."""
 
     def __init__(
         self, config: Config, folder: Path, name: str, owner: str, index: SampleIndex
@@ -205,8 +206,8 @@ class RunLog:
         self._run.metrics.write(row.to_json())
 
     def _trajectory(self, ids: Prompt, groups: Counter[str]) -> Trajectory | None:
-        """Return a trajectory of the turns that engines sampled in a sequence, if any. Trajectories
-        with the same first prompt form a group."""
+        """Return a trajectory of the turns that engines sampled in a sequence; None if they sampled
+        none of it. Trajectories with the same first prompt form a group."""
         if not (turns := self._index.turns(self._owner, ids)):
             return None
         name = f"prompt-{zlib.crc32(ids.ids[: turns[0][0].start].tobytes()):08x}"

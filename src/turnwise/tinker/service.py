@@ -1,9 +1,9 @@
 """The server's state and verbs: sessions, models, sampling sessions and their requests.
 
 Each verb answers one route: it gets the caller's owner and the request, and returns plain values.
-Whatever takes a while becomes a request of `Futures`. Session ids are random. Ids of models and
+Work that takes a while becomes a request of `Futures`. Session ids are random. Ids of models and
 sampling sessions are derived from the session's id, so that a client can repeat any request. An
-owner finds only its own objects. The session of a client that has vanished ends.
+owner finds only its own objects. A session ends when its client is silent for too long.
 """
 
 import asyncio
@@ -42,14 +42,14 @@ logger = logging.getLogger(__name__)
 _Kind = TypeVar("_Kind", bound=requests.BaseRequest)
 _Work = Callable[..., Awaitable[Reply]]
 _SILENT_SECONDS = 900.0
-"""Time without a heartbeat, which clients send every 10 s, after which a session ends."""
+"""Seconds of silence after which a session ends; clients send a heartbeat every 10 s."""
 _LOOK_SECONDS = 30.0
 _MAX_SESSIONS = 1000
-"""Maximum sessions of one owner; at this limit, sessions silent for `_QUIET_SECONDS` end."""
+"""Maximum number of an owner's sessions; at the limit, sessions silent for `_QUIET_SECONDS` end."""
 _QUIET_SECONDS = 120.0
 _UNUSED_SECONDS = 3600.0
-"""Unnamed weights that were not sampled for this time are removed when newer ones of their model
-are saved: a training loop saves unnamed weights at every step."""
+"""Seconds without a sample after which unnamed weights are removed when newer weights of their
+model are saved. A training loop saves unnamed weights at every step."""
 _HEAD = (
     "this server trains no adapter of the output head: train_unembed has no effect, because "
     "engines cannot score prompts with one"
@@ -59,8 +59,8 @@ _STAND_IN = "stable_reinforce is computed as %s, its settings and provenance are
 
 @dataclass(slots=True, eq=False)
 class TinkerSession:
-    """One client's session, until the client closes it or is silent for too long. The ids of its
-    models, samplers and requests begin with its own id."""
+    """One client's session, which ends when the client closes it or is silent for too long. The ids
+    of its models, samplers and requests begin with the session's id."""
 
     id: str
     owner: str
@@ -77,7 +77,7 @@ class Model:
 
     session: TinkerSession
     state: Checkpoint
-    """The model's current state; its kind and name are placeholders."""
+    """The model's current state; the state's kind and name are placeholders."""
     log: RunLog
     order: ModelOrder = field(default_factory=ModelOrder)
     lost: str = ""
@@ -103,8 +103,8 @@ class Sampler:
 
     @property
     def snapshot(self) -> Checkpoint | None:
-        """The checkpoint if it is a snapshot, which no client can name and which ends with the
-        session; else None."""
+        """The checkpoint if it is a snapshot, else None. No client can name a snapshot, and it ends
+        with the session."""
         saved = self.checkpoint
         return saved if saved is not None and saved.kind == "snapshots" else None
 
@@ -154,7 +154,7 @@ class TinkerService:
         held = set[Path]()
         for path in self._files.path("").glob("*.jsonl"):
             with suppress(ValueError, TypeError, LookupError):
-                whole = path.read_text().rpartition("\n")[0]  # the last line may be half of one
+                whole = path.read_text().rpartition("\n")[0]  # the last line may be incomplete
                 first, *others = map(json.loads, whole.splitlines())
                 own = first["model"] in self._names  # keep another model's files: it may return
                 session = self._open(first["id"], first["owner"]) if own else None
@@ -184,7 +184,7 @@ class TinkerService:
 
     async def _end_silent(self, seconds: float, owner: str | None = None) -> None:
         """End the sessions, of all owners or of one, that have been silent for `seconds`. They end
-        concurrently, because each waits for its turn at the trainer."""
+        concurrently, because the end of each session waits for a turn at the trainer."""
         oldest = time.monotonic() - seconds
         own = list(self._sessions.values()) if owner is None else self.sessions_of(owner)
         silent = [each for each in own if each.seen < oldest]
@@ -216,7 +216,7 @@ class TinkerService:
         return {"session_id": session.id, "info_message": info}
 
     def _open(self, name: str, owner: str) -> TinkerSession:
-        # All have one owner where the server has a key.
+        # All sessions have the same owner if the server has a key.
         account = owner if self._config.serving.key is None else name
         session = TinkerSession(name, owner, Futures(account, self._held))
         self._sessions[name] = session
@@ -268,7 +268,7 @@ class TinkerService:
         await model.log.close()
         try:
             await self._trainer.remove(model.id)
-        except TurnwiseError as error:  # the trainer's own watch ends the server if it died
+        except TurnwiseError as error:  # if the trainer died, its own watch ends the server
             logger.warning("the adapter %s is not removed: %s", model.id, error)
 
     # Requests
@@ -278,8 +278,8 @@ class TinkerService:
         return await self._session(request_id, owner).futures.retrieve(request_id)
 
     async def cancel(self, owner: str, asked: requests.Named) -> JsonObject:
-        """Cancel a sample that its client no longer wants. Ignore other requests: a model's later
-        requests wait for them."""
+        """Cancel a sample that its client no longer wants. Ignore requests of other kinds,
+        because a model's later requests wait for them."""
         if ":sample:" in asked.request_id and (own := self._own(asked.request_id, owner)):
             own.futures.drop(asked.request_id)
         return {}
@@ -289,7 +289,7 @@ class TinkerService:
     async def new_model(
         self, owner: str, tree: JsonObject, kind: type[_Kind], work: _Work
     ) -> JsonObject:
-        """Answer a request for a new model; `work` makes it from its name, session and request."""
+        """Answer a request for a new model; `work` makes it from name, session and request."""
         given = parsed(requests.OfNewModel, tree)
         session = self._session(given.session_id, owner)
         name = f"{session.id}:train:{given.model_seq_id}"
@@ -358,7 +358,7 @@ class TinkerService:
             model.log.add(request, outputs, loss)
             return await run_in_thread(training_reply, outputs, loss)
         except Exception as error:
-            # If the first part is refused (InputError), nothing ran: the gradient is intact.
+            # If the first part is refused (InputError), nothing ran, so the gradient is intact.
             if not request.forward_only and (outputs or not isinstance(error, InputError)):
                 model.lost = text_of(error)
             raise
@@ -367,7 +367,7 @@ class TinkerService:
         self, owner: str, tree: JsonObject, kind: type[_Kind], work: _Work
     ) -> JsonObject:
         """Answer a model's request with `work`, once the model's earlier requests have ended. A
-        malformed request also fails only then, because a client cannot reuse its position."""
+        malformed request also waits before it fails: a client cannot reuse its position."""
         given = parsed(requests.OfModel, tree)
         model = self._model(given.model_id, owner)
         answer = partial(self._answer, kind, work, tree, model)
@@ -482,7 +482,7 @@ class TinkerService:
         return saved
 
     def _enqueue(self, model: Model, position: int, work: Work, size: int = 0) -> JsonObject:
-        """Begin a model's request of `size` bytes, which runs after the model's earlier ones."""
+        """Begin a model's request of `size` bytes; it runs after the model's earlier requests."""
         name = f"{model.id}:{position}"
 
         async def run() -> Reply:

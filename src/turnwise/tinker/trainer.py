@@ -1,4 +1,4 @@
-"""The trainer as clients see it: passes over their data, and steps, of one adapter at a time."""
+"""The trainer as clients see it: it runs passes and optimizer steps of one adapter at a time."""
 
 import random
 from collections.abc import Coroutine, Sequence
@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 
 
 class AdapterTrainer:
-    """Calls a trainer for models, each in the turn of the model's owner."""
+    """Calls a trainer for models; each call waits for the turn of the model's owner."""
 
     def __init__(self, trainer: TrainerGroup, algorithm: AlgorithmConfig) -> None:
         self.queue = TrainerQueue()
@@ -57,8 +57,9 @@ class AdapterTrainer:
         await self._call(name, self._trainer.drop(name))
 
     async def run(self, name: str, part: TrainingRequest) -> tuple[list[Array], float]:
-        """Run a part of a pass, and add up its gradient unless it is forward-only. Return log-prob
-        and loss of each datum's targets, [2, T] or [2, T, K], and the sum of the loss."""
+        """Run a part of a forward-backward pass, and add its gradient unless it is forward-only.
+        Return log-prob and loss of each datum's targets, [2, T] or [2, T, K], and the sum of the
+        loss."""
         loss = loss_named(part.loss, part.loss_config)
         samples = await run_in_thread(samples_of, part.data, loss)
 
@@ -73,8 +74,8 @@ class AdapterTrainer:
         return outputs, float(sum(each[1].sum(dtype=np.float64) for each in outputs))
 
     async def step(self, name: str, step: AdamStep) -> dict[str, float]:
-        """Take an optimizer step and return its metrics. If the gradient is not finite, drop it and
-        raise an InputError."""
+        """Take an optimizer step and return its metrics. If the gradient is not finite, drop the
+        gradient and raise an InputError."""
         found = await self._call(name, self._trainer.optim_step(step.settings, name))
         norm = float(found["grad_norm"])
         if found["skipped_updates"]:

@@ -20,14 +20,14 @@ from turnwise.trajectory import Prompt
 
 Array = npt.NDArray[np.generic]
 Joined = Callable[[Sequence[Chunk], str], Prompt]
-"""Makes a prompt of chunks, like `ChunkReader.joined`."""
+"""Makes a prompt from chunks, like `ChunkReader.joined`."""
 PROTOBUF = "application/x-protobuf"
 """Content type of these messages."""
 _FLOAT32, _INT64 = 1, 2
 _DTYPES: dict[int, type[np.generic]] = {_FLOAT32: np.float32, _INT64: np.int64, 3: np.int32}
 _NO_LOGPROB = -99999.0  # the protocol's value where there is no token
 MAX_VALUES = 2**26
-"""Maximum number of values of all tensors of a request, as dense tensors."""
+"""Maximum number of values in all tensors of a request, each counted as a dense tensor."""
 _MAX_PARTS = 2**19  # maximum number of data, chunks and tensors of a request
 _TYPES = {"double": 1, "int64": 3, "int32": 5, "bool": 8, "string": 9, "bytes": 12, "uint32": 13}
 _PACKAGE = "turnwise_tinker"
@@ -78,7 +78,8 @@ class TrainingRequest:
     loss_config: Mapping[str, float | str] = field(default_factory=dict)
     forward_only: bool = False
     mistake: str = ""
-    """Reason why the data cannot be used; "" if they can. The request still has its position."""
+    """Reason why the data cannot be used; "" if they can. Such a request still takes its position
+    in the model's order."""
 
     @property
     def size(self) -> int:
@@ -125,8 +126,8 @@ def _add(message: Foreign, name: str, number: int, kind: str, *, is_list: bool =
 
 
 def read_training_request(body: bytes, joined: Joined) -> TrainingRequest:
-    """Parse a training request; InputError if `body` is not such a message. `joined` makes a prompt
-    of each datum's chunks."""
+    """Parse a training request, with a `mistake` if its data cannot be used; raise InputError if
+    `body` is not such a message. `joined` makes a prompt from each datum's chunks."""
     request = message_classes()["ForwardBackwardRequest"]()
     try:
         request.ParseFromString(body)
@@ -255,14 +256,14 @@ def sample_reply(
         values = [np.nan if value is None else value for value in prompt]
         values[:before] = [np.nan] * before
         reply.prompt_logprobs = np.asarray(values, np.float32).tobytes()
-        rows = first.prompt_alternatives[max(0, before - 1) :]  # the first token has none
+        rows = first.prompt_alternatives[max(0, before - 1) :]  # no row for the first token
         rows = [[] for _ in range(len(prompt) - len(rows))] + rows
         _put_likeliest(reply, "topk_prompt_logprobs", rows, likeliest[0])
     return bytes(reply.SerializeToString())
 
 
 def _put_likeliest(message: Foreign, name: str, rows: Alternatives, count: int) -> None:
-    """Set the most likely tokens of each position; in `rows` they follow the position's token."""
+    """Set the most likely tokens of each position; in its row they follow the position's token."""
     if not count:
         return
     ids = np.zeros((len(rows), count), np.int32)

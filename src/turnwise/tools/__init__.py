@@ -1,4 +1,4 @@
-"""Tools that the model may call, and their safe calling."""
+"""Tools that the model may call, and the code that calls them safely."""
 
 import importlib
 from typing import TYPE_CHECKING

@@ -1,8 +1,8 @@
-"""The tools `python` and `shell`: they run the model's code in a sandbox of its trajectory.
+"""The tools `python` and `shell`, which run the model's code in the trajectory's own sandbox.
 
 Whatever the code does, a call returns a text in time and the sandbox ends with the environment.
-The sandbox's output is untrusted. It is read without blocking and kept up to a limit. It decides
-only the text for the model, and when the call ends before its deadline.
+The sandbox's output is untrusted. It is read without blocking and kept up to a limit. The output
+can only affect the text for the model, and end a call before its deadline.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ _ABOUT = {
         "A bash command.",
     ),
 }
-"""Description of each tool, and name and description of its argument."""
+"""Description of each tool, and the name and description of the tool's argument."""
 GRACE_SECONDS = 2.0
 """Time between the interruption of late code inside the sandbox and the end of the sandbox."""
 _START_SECONDS = 60.0
@@ -55,8 +55,9 @@ _END_SECONDS = 10.0
 _MAX_CODE = 1 << 20
 _PIPE_BYTES = 1 << 20  # maximum size of a pipe
 _MAX_OUTPUT = 8000
-"""Maximum number of bytes of a call's output that are kept, half of them from its end."""
-_KEEPERS_ENVIRONMENT = {  # a keeper needs nothing of this process's environment, sandlock a HOME
+"""Maximum number of bytes of a call's output that are kept: half from its start, and half from its
+end."""
+_KEEPERS_ENVIRONMENT = {  # a keeper needs no variable of this process; sandlock needs a HOME
     "PATH": "/usr/local/bin:/usr/bin:/bin",
     "LANG": "C.UTF-8",
     "HOME": "/nonexistent",
@@ -65,7 +66,7 @@ _choosing = threading.Lock()
 
 
 class CodeTool:
-    """A sandboxed tool; each trajectory opens its own toolset, with its own sandbox.
+    """A sandboxed tool; each trajectory opens its own toolset and has its own sandbox.
 
     Args:
         options: Keys of a `python` or `shell` entry in `rollout.tools` (`CodeToolConfig`).
@@ -77,8 +78,8 @@ class CodeTool:
         self._session: Sandbox | None = None
 
     def choose(self) -> Callable[..., Sandbox]:
-        """Return the class or function that makes this tool's sandboxes, from the limits and
-        `shell`. InputError when no backend works, or a class cannot be imported."""
+        """Return the class or function that makes this tool's sandboxes from the limits and
+        `shell`. Raise InputError when no backend works, or the class cannot be imported."""
         wanted = self.limits.sandbox
         if wanted.startswith(("http://", "https://")):
             return HttpSandbox
@@ -107,7 +108,7 @@ class CodeTool:
         def call(arguments: JsonObject) -> str:
             try:
                 return session.run(arguments[argument])
-            except InputError as error:  # the sandbox does not start: the model cannot repair that
+            except InputError as error:  # the sandbox does not start, which the model cannot repair
                 raise TrajectoryError("sandbox_error", str(error)) from error
 
         return [Tool(self.name, about, parameters, call, in_order=True)]
@@ -144,10 +145,10 @@ def shell(**options: object) -> CodeTool:
 
 @lru_cache
 def choose(wanted: str, interpreter: str | None = None, image: str | None = None) -> Backend:
-    """Return the first backend that works on this machine, after a test run of code in it.
+    """Return the first backend that works on this machine; test runs of code show this.
 
-    The candidate is `wanted`; for `auto` they are sandlock, then bubblewrap. InputError when none
-    works; it names the packages to install.
+    Only `wanted` is tried; for `auto`, sandlock is tried, then bubblewrap. Raise InputError, with
+    the packages to install, if no backend works.
     """
     if wanted == "none":
         return "none"
@@ -183,7 +184,8 @@ def choose(wanted: str, interpreter: str | None = None, image: str | None = None
 
 
 class CodeSession:
-    """One interpreter; the first call starts it, and so does the first call after it ended."""
+    """One interpreter; the first call starts it. If the interpreter has ended, the next call starts
+    a new one."""
 
     def __init__(self, backend: Backend, limits: CodeToolConfig, *, shell: bool = False) -> None:
         self._backend = backend
@@ -196,8 +198,8 @@ class CodeSession:
     def run(self, code: str) -> str:
         """Run code and return the text for the model: output and value, or the error.
 
-        The call blocks for at most the sum of `limits.timeout`, `GRACE_SECONDS` and the start of an
-        interpreter. InputError when no interpreter starts.
+        The call blocks for at most the sum of `limits.timeout`, `GRACE_SECONDS` and the time in
+        which an interpreter starts. Raise InputError if the interpreter does not start.
         """
         seconds = self._limits.timeout
         if len(code) > _MAX_CODE:
@@ -209,7 +211,7 @@ class CodeSession:
                 raise InputError("the sandbox is closed")
             if (process := self._process) is None:
                 self._process = process = _Process(self._backend, self._limits, self._shell)
-                if self._closed.is_set():  # a `close` at the same time may have seen no process
+                if self._closed.is_set():  # a concurrent `close` may not have seen the process
                     process.cut()
                 outcome, text = process.exchange(b"", b"ready", _START_SECONDS)
                 if outcome != "answered":
@@ -238,7 +240,7 @@ class CodeSession:
             self._calls.release()
 
     def close(self) -> None:
-        """End the interpreter and all its processes, also during a call."""
+        """End the interpreter and all its processes, even during a call."""
         self._closed.set()
         if (process := self._process) is None:
             return
@@ -257,7 +259,8 @@ class _Process:
     def __init__(self, backend: Backend, limits: CodeToolConfig, shell: bool) -> None:
         self._one_stream = backend in ENGINES
         self.complaint = ""
-        """The last bytes that came instead of an answer, such as why a sandbox does not start."""
+        """The last text that came instead of an answer, such as the reason why a sandbox does not
+        start."""
         lifeline, end = os.pipe()
         self._lifeline: IO[bytes] = open(end, "wb", 0)  # noqa: SIM115
         try:
@@ -283,8 +286,8 @@ class _Process:
             os.set_blocking(pipe.fileno(), False)
 
     def exchange(self, request: bytes, answer: bytes, seconds: float) -> tuple[str, str]:
-        """Send a request and read until its answer. Return "answered", "ended" or "late", and the
-        output, whose middle may be left out."""
+        """Send a request and read until its answer arrives. Return "answered", "ended" or "late",
+        and the output; the middle of a long output is left out."""
         ends, said, outcome = time.monotonic() + seconds, b"", ""
         output, half, left_out = bytearray(), _MAX_OUTPUT // 2, 0
         poll = select.poll()
@@ -328,7 +331,7 @@ class _Process:
                         outcome = "answered" if answer in said else "ended"
                         break
                     said = said[-1000:]
-        unread = _PIPE_BYTES if outcome else 0  # read output that is in the pipe already
+        unread = _PIPE_BYTES if outcome else 0  # read the output that is still in the pipe
         while unread > 0 and (part := _read(self._output)):
             keep(part)
             unread -= len(part)
@@ -337,11 +340,12 @@ class _Process:
         return outcome or "late", output.decode("utf-8", "replace").rstrip("\n")
 
     def cut(self) -> None:
-        """Let the keeper end its sandbox; thread-safe."""
+        """Make the keeper end its sandbox; thread-safe."""
         self._lifeline.close()
 
     def stop(self) -> int | None:
-        """End everything and return the keeper's exit code; None if it had to be killed."""
+        """End the sandbox and its keeper, and return the keeper's exit code; None if the keeper did
+        not end in time."""
         self.cut()
         try:
             return self._keeper.wait(_END_SECONDS)
@@ -358,7 +362,8 @@ class _Process:
 
 
 def _read(fd: int) -> bytes | None:
-    """Return the bytes that can be read now: b"" at the end of the file, None if there are none."""
+    """Return the bytes that can be read now; b"" at the end of the file, None if no bytes are there
+    yet."""
     try:
         return os.read(fd, 1 << 16)
     except BlockingIOError:

@@ -1,7 +1,7 @@
-"""Tools of openai-agents, pydantic-ai, LangChain and smolagents, taken as they are.
+"""Conversion of tools of openai-agents, pydantic-ai, LangChain and smolagents.
 
-They are recognised by their attributes, and described by their own packages, so that the prompt is
-the same as in these frameworks. A package is imported only for a tool that comes from it.
+Tools are recognised by their attributes, and described by their own packages, so that the prompt is
+the same as in these frameworks. A package is imported only if a tool comes from it.
 """
 
 import inspect
@@ -22,18 +22,18 @@ from turnwise.tools.tool import Tool
 
 
 def adopted(tool: Foreign, context: object = None) -> Foreign:
-    """Convert a tool of another framework to a `Tool`; return any other object as it is.
+    """Convert a tool of one of these frameworks to a `Tool`; return any other object unchanged.
 
     Args:
-        context: Object that the tool finds as `context` in openai-agents' run context, or as `deps`
-            in pydantic-ai's.
+        context: Object that the tool finds as `context` in the run context of openai-agents, or as
+            `deps` in the run context of pydantic-ai.
     """
     if isinstance(tool, type | Tool):
         return tool
     if inspect.isroutine(tool):
         hint: Foreign = None
         if "pydantic_ai" in sys.modules:
-            with suppress(Exception):  # without hints it is treated as any other function
+            with suppress(Exception):  # without readable hints it is an ordinary function
                 first = next(iter(inspect.signature(tool).parameters))
                 hint = get_type_hints(tool)[first]
         # A function whose first argument is pydantic-ai's `RunContext` is a tool of pydantic-ai.
@@ -107,4 +107,4 @@ _FRAMEWORKS: dict[tuple[str, ...], Callable[[Foreign, object], Tool]] = {
     ("name", "inputs", "output_type", "forward"): _from_smolagents,
 }
 """The attributes by which each framework's tools are recognised, and the function that converts
-them."""
+these tools."""

@@ -1,9 +1,9 @@
 """Validation of arguments by JSON schemas that come from outside, such as an MCP server's.
 
 Neither the schema nor the arguments are trusted. A schema may not refer to another document, so
-nothing is fetched. Its patterns are matched in linear time; patterns with lookarounds or
-backreferences have a limited number of steps. The cost of a call is computed before it is paid: a
-schema whose references double at each step, and arguments nested too deeply, are refused.
+nothing is fetched. Most patterns in a schema are matched in linear time; patterns with lookarounds
+or backreferences have a limited number of steps. The cost of a call is computed before validation:
+a schema whose references double at each step, and arguments nested too deeply, are refused.
 """
 
 import json
@@ -30,30 +30,31 @@ _MAX_CHARS = 1 << 18
 _MAX_COST = 100_000
 """Maximum number of checks of one value in the arguments, counted by `_cost_by_depth`."""
 _MAX_CALL_COST = 5_000_000
-"""Maximum number of checks of one call: about 0.1 s, in which the GIL may be held."""
+"""Maximum number of checks of one call: about 0.1 s, during which the GIL may be held."""
 _MAX_NAMED_COST = 200_000
-"""Maximum number of checks of a call for which mistakes are listed one by one."""
+"""Maximum number of checks of a call whose mistakes are listed one by one."""
 _MAX_DEPTH = 100
 """Maximum number of levels of the arguments."""
 _MAX_WORK = 2_000_000
-"""Maximum number of steps of the count itself: about half a second."""
+"""Maximum number of steps to compute the cost of a schema: about half a second."""
 _MIN_DEPTH = 2
-"""Number of levels below the arguments object that each tool's schema must allow."""
+"""Number of levels below the arguments object at which a schema's cost must not be too high."""
 _MAX_CHAIN = 100
-"""Maximum number of schemas in a row that apply to the same value."""
+"""Maximum length of a chain of schemas that refer to each other for the same value."""
 _MAX_FRAMES = 2_000
-"""Maximum product of the longest such chain and the levels of arguments: validation recurses."""
+"""Maximum product of the length of the longest chain and the levels of arguments, because
+validation recurses."""
 _MAX_PATTERNS = 500
 _PATTERN_COST, _LOOKING_COST = 20, 1_000
-"""Cost of a pattern, in checks: for matching in linear time, and for backtracking."""
+"""Cost of a pattern, in checks: if it is matched in linear time, and if it needs backtracking."""
 _MAX_STEPS = 5_000
 """Maximum number of backtracking steps of a pattern with lookarounds or backreferences."""
 _PATTERN_BYTES = 1 << 20
 _SHOWN = 100
 
 _Step = Literal["here", "member", "item", "name"]
-"""The values to which a part of a schema applies: the same value as the schema, an object's
-members, an array's items, or an object's keys."""
+"""The values to which a schema inside a schema applies: the same value as the outer schema
+("here"), an object's members, an array's items, or an object's keys ("name")."""
 _PARTS: dict[str, tuple[_Step, Literal["one", "list", "map"]]] = {
     **dict.fromkeys(("not", "if", "then", "else"), ("here", "one")),
     **dict.fromkeys(("allOf", "anyOf", "oneOf"), ("here", "list")),
@@ -73,18 +74,19 @@ _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 class ArgumentsSchema:
     """The JSON schema of a tool's arguments; `$schema` chooses the draft, by default 2020-12.
 
-    `format` is not checked. A pattern that cannot be read is logged once, and not checked.
+    `format` is not checked. A pattern that cannot be read is logged and not checked.
 
     Args:
         schema: The schema, as JSON text.
         name: Name of the tool, for messages.
 
     Raises:
-        InputError: when it is not a JSON schema, refers to another document, or costs too much.
+        InputError: when the text is not a JSON schema, refers to another document, or costs too
+            much.
     """
 
     def __init__(self, schema: str, name: str) -> None:
-        import jsonschema_rs  # late, because many runs have only functions as tools
+        import jsonschema_rs  # late, because the tools of many runs are only functions
 
         if len(schema) > _MAX_CHARS:
             raise _refused(name, f"have more than {_MAX_CHARS:,} characters")
@@ -107,7 +109,7 @@ class ArgumentsSchema:
         """Return a call's arguments; call this in a thread, because it can take long.
 
         Raises:
-            ArgumentsError: with the mistakes and their paths.
+            ArgumentsError: when the arguments do not fit; it lists the mistakes and their paths.
         """
         try:
             arguments = json.loads(arguments_json, parse_constant=_no_constant)
@@ -127,7 +129,7 @@ class ArgumentsSchema:
         try:
             if self._validator.is_valid(arguments):
                 return arguments
-            # Listing mistakes is slow: the validator makes all of them, with their values.
+            # Listing mistakes is slow, because the validator makes all mistakes, with their values.
             if max(cost, len(arguments_json)) > _MAX_NAMED_COST:
                 raise ArgumentsError("arguments: do not fit the tool's JSON schema")
             found = islice(self._validator.iter_errors(arguments), MAX_MISTAKES)
@@ -145,8 +147,8 @@ def arguments_schema(schema: str, name: str) -> ArgumentsSchema:
 
 
 def check_parameters(parameters: object, name: str) -> ArgumentsSchema:
-    """Return the schema of a tool's parameters; InputError if `ArgumentsSchema` refuses them or
-    they are not JSON."""
+    """Return the schema of a tool's parameters; raise InputError if `ArgumentsSchema` refuses the
+    parameters, or they are not JSON."""
     try:
         return arguments_schema(json.dumps(parameters), name)
     except (TypeError, ValueError, RecursionError) as error:  # not JSON, or it contains itself
@@ -158,7 +160,8 @@ def _refused(name: str, why: str) -> InputError:
 
 
 def _named(error: Foreign) -> str:
-    """Return a mistake with its path. Cut a long message in the middle: its end names the rule."""
+    """Return a mistake with its path. A long message is cut in the middle, because its end names
+    the violated rule."""
     message = visible(error.message)
     if len(message) > 2 * _SHOWN:
         message = f"{message[:_SHOWN]}...{message[-_SHOWN:]}"
@@ -171,7 +174,7 @@ def _no_constant(name: str) -> object:
 
 
 def _measured(value: object) -> tuple[int, int]:
-    """Return the number of values, keys included, and the number of levels below the first."""
+    """Return the number of values, including keys, and the number of levels below the value."""
     values, depth, level = 1, -1, [value]
     while level:
         depth += 1
@@ -220,11 +223,11 @@ class _Node:
     index of a single member or item; None if the schema applies to several."""
     cost: int = 1
     chain: int = 0
-    """Maximum number of schemas in a row that apply to a value, from this one on."""
+    """Length of the longest chain of schemas for the same value that starts at this schema."""
 
 
 class _Graph:
-    """All schemas that a schema's validation can reach; they are changed in place."""
+    """All schemas that a schema's validation can reach; the schemas are changed in place."""
 
     def __init__(self, root: object, name: str) -> None:
         self._root, self._name = root, name
@@ -276,7 +279,8 @@ class _Graph:
                 yield step, None, value
 
     def _targets(self, reference: str) -> list[object]:
-        """Return the schemas to which a reference may lead: one, unless anchors share a name."""
+        """Return the schemas to which a reference may lead: one schema, unless anchors share a
+        name."""
         if not reference.startswith("#"):
             raise _refused(self._name, f"refer to another document, {reference!r:.80}")
         place = unquote(reference[1:])
@@ -294,7 +298,8 @@ class _Graph:
         return [at]  # the validator refuses None, and names the place
 
     def drop_unreadable_patterns(self) -> None:
-        """Remove patterns that cannot be read, and log them: the tool may be useful without."""
+        """Remove patterns that cannot be read, and log them, because the tool may be useful without
+        them."""
         number = 0
         for node in self._nodes.values():
             schema, named = node.schema, node.schema.get("patternProperties")
@@ -311,7 +316,7 @@ class _Graph:
                     schema.pop("pattern", None)
                 if pattern in named:
                     del named[pattern]
-                    # Without the pattern, the set of additional properties is unknown, too.
+                    # Without the pattern, it is unknown which properties are additional.
                     for others in ("additionalProperties", "unevaluatedProperties"):
                         schema.pop(others, None)
                 _LOG.warning(
@@ -321,8 +326,8 @@ class _Graph:
                 )
 
     def _ordered(self) -> list[_Node]:
-        """Return the schemas in topological order: each comes before the schemas to which it leads
-        for the same value. Set `chain`. InputError when a schema leads to itself."""
+        """Return the schemas in topological order: each schema comes before the schemas to which it
+        leads for the same value. Also set `chain`. Raise InputError if a schema leads to itself."""
         done: dict[int, _Node] = {}
         begun: set[int] = set()
         stack = [(node, False) for node in self._nodes.values()]
@@ -345,10 +350,11 @@ class _Graph:
         return [*reversed(done.values())]
 
     def limits(self) -> tuple[int, int]:
-        """Return the maximum number of levels of arguments, and of checks of one value.
+        """Return the maximum number of levels of arguments, and the maximum number of checks of one
+        value.
 
         Raises:
-            InputError: when values within `_MIN_DEPTH` levels would cost too many checks.
+            InputError: when values within `_MIN_DEPTH` levels would need too many checks.
         """
         longest = max((node.chain for node in self._order), default=1)
         depth, largest = min(_MAX_DEPTH, _MAX_FRAMES // longest), 1
@@ -364,20 +370,20 @@ class _Graph:
         return depth, largest
 
     def _cost_by_depth(self) -> Iterator[int]:
-        """Yield, for each level of arguments, the maximum number of checks of one value: the sum of
-        how often each schema applies to it, for the worst arguments."""
+        """Yield, for each level of arguments, the maximum number of checks of one value: the sum,
+        over all schemas, of the number of times that the schema applies, times its own checks."""
         if not self._order:
             return
         passed = self._passed()
         times, before = passed[id(self._root)], _Times()
-        while times and times != before:  # if equal, all further levels are equal, too
+        while times and times != before:  # if two levels are equal, so are all further levels
             yield sum(count * self._nodes[each].cost for each, count in times.items())
             below: dict[tuple[_Step, str | int | None], _Times] = defaultdict(_Times)
             for each, count in times.items():
                 for step, key, part in self._nodes[each].below:
                     self._add_times(below[step, key], passed[id(part.schema)], count)
             times, before = _Times(), times
-            # For the worst key: its own schemas, and the schemas that apply to all keys.
+            # Find the worst key. Its own schemas apply, and also the schemas for all keys.
             for (step, key), found in below.items():
                 if key is not None:
                     self._add_times(found, below.get((step, None), _Times()))
@@ -385,7 +391,8 @@ class _Graph:
                     times[each] = max(times.get(each, 0), count)
 
     def _passed(self) -> dict[int, "_Times"]:
-        """Return, for each schema, how often it and the schemas after it apply to a value."""
+        """Return, for each schema, the number of times that it and the schemas to which it leads
+        apply to a value."""
         passed: dict[int, _Times] = {}
         for node in reversed(self._order):
             own = passed[id(node.schema)] = _Times({id(node.schema): 1})

@@ -1,9 +1,9 @@
 """MCP servers as toolsets: `MCPServer`, in an environment's `tools` or in `rollout.tools`.
 
-All connections live on one event loop in a separate thread, so that neither user code nor the
-training loop blocks them. A process has one pool of connections for each configuration; the pool
-lists the server's tools once. If a connection fails during a call, that call is an error, and the
-next call connects again. Servers are not trusted: names, schemas and sizes are checked.
+All connections use one event loop in a separate thread, so that neither user code nor the training
+loop blocks them. A process has one pool of connections for each configuration; the pool lists the
+server's tools once. If a connection fails during a call, that call raises an error, and the next
+call connects again. Servers are not trusted, so names, schemas and sizes are checked.
 """
 
 import asyncio
@@ -32,9 +32,10 @@ _Listed: TypeAlias = Sequence[tuple[str, str, JsonObject]]
 """Name, description and parameters of each tool that a server lists."""
 _NAME = re.compile(r"[A-Za-z0-9_./-]{1,128}")
 IDLE_SECONDS = 600.0
-"""Time after which warm and shared connections end, if no trajectory uses them."""
+"""Seconds after which warm connections (opened in advance) and shared connections end, if no
+trajectory uses them."""
 _MAX_POOLS = 1000
-"""Number of pools above which unused pools are forgotten."""
+"""Number of pools from which on unused pools are forgotten."""
 _starting = asyncio.Semaphore(2 * (os.cpu_count() or 1))
 """Limits the number of servers that start at the same time."""
 
@@ -44,9 +45,9 @@ class MCPServer:
 
     Args:
         command: Program to start, which speaks MCP over its standard input and output.
-        args: Its arguments.
-        **options: The other keys of an `mcp` entry in `rollout.tools` (`McpConfig`), such as `url`,
-            `env`, `tools` and `shared`, with the same defaults.
+        args: Arguments of the program.
+        **options: All further keys of an `mcp` entry in `rollout.tools` (`McpConfig`), such as
+            `url`, `env`, `tools` and `shared`, with the same defaults.
 
     Raises:
         InputError: when the arguments contradict each other.
@@ -61,7 +62,7 @@ class MCPServer:
         self, command: str | None = None, args: Sequence[str] = (), **options: object
     ) -> None:
         given = {"command": command, "args": args, **options}
-        # `start_timeout=None` means no deadline; any other None means the default.
+        # `start_timeout=None` means no deadline; for every other key, None means the default.
         keys = {k: v for k, v in given.items() if v is not None or k == "start_timeout"}
         try:
             self.config = McpConfig.model_validate(keys)
@@ -74,8 +75,8 @@ class MCPServer:
         return McpToolset(self.config)
 
     async def close(self) -> None:
-        """End the connections that no trajectory uses. Without this call they end after
-        `IDLE_SECONDS` without use, or at exit."""
+        """End the connections that no trajectory uses. Without this call the connections end after
+        `IDLE_SECONDS` without use, or when the process exits."""
         await _on_loop(pool_of(self.config).drain())
 
 
@@ -89,8 +90,12 @@ class McpToolset:
         self._line: Line | None = None
 
     async def open(self) -> list[Tool]:
-        """Connect, and return the server's tools; McpError when they cannot be offered, or an error
-        of `McpConnection.opened`."""
+        """Connect, and return the server's tools.
+
+        Raises:
+            McpError: when the tools cannot be offered to the model.
+            TurnwiseError: with the same errors as `McpConnection.opened`.
+        """
         self._pool = pool = pool_of(self._config)
 
         async def listed() -> _Listed:
@@ -120,11 +125,11 @@ class McpToolset:
         return [tools[name] for name in config.tools] if config.tools else list(tools.values())
 
     async def close(self) -> None:
-        """Disconnect, and end the process of a command; takes a few seconds at most."""
+        """Disconnect, and end the process that `command` started; takes at most a few seconds."""
         if (pool := self._pool) is None:
             return
 
-        async def leave() -> None:  # on the loop, so it sees a line that a cancelled `open` made
+        async def leave() -> None:  # runs on the loop, to see a line that a cancelled `open` made
             line, self._line = self._line, None
             if line is not None:
                 await pool.leave(line)
@@ -133,7 +138,7 @@ class McpToolset:
 
 
 def _name_of(config: McpConfig) -> str:
-    """Return a server's name in errors."""
+    """Return the name that errors use for a server."""
     if config.url:
         return f"the MCP server {re.sub('//[^/@]*@', '//', config.url)}"
     return f"the MCP server {' '.join([config.command or '', *config.args])[:100]}"
@@ -147,14 +152,14 @@ class Line:
         self._connection: McpConnection | None = None
         self._opening: asyncio.Task[McpConnection] | None = None
         self.users = 0
-        """Number of trajectories that use it."""
+        """Number of trajectories that use the connection."""
 
     async def connection(self) -> "McpConnection":
-        """Return the connection, or a new one if it cannot be used; raise the errors of
-        `McpConnection.opened`.
+        """Return the connection, or a new connection if the current one cannot be used; raise the
+        errors of `McpConnection.opened`.
 
-        A start continues if the call that needs it is late or cancelled, and the next call can use
-        it.
+        If the call that needs a new connection is late or cancelled, the connection still starts,
+        and the next call can use it.
         """
 
         async def usable() -> "McpConnection":
@@ -173,30 +178,31 @@ class Line:
         """Call a tool; see `McpConnection.call`."""
         try:
             connection = await self.connection()
-        except DeadlineError as error:  # of the start: it must not count as the call's deadline
+        except DeadlineError as error:  # the start's deadline must not count as the call's
             raise McpError(str(error)) from None
         return await connection.call(name, arguments, session)
 
     async def close(self) -> None:
-        """End the connection, or its start."""
+        """End the connection, or stop its start."""
         opening, self._opening = self._opening, None
         if opening is not None:
             opening.cancel()
             await asyncio.wait([opening])
             if not opening.cancelled():
-                opening.exception()  # the call that needed it has reported it
+                opening.exception()  # the call that needed the connection has reported this error
         connection, self._connection = self._connection, None
         if connection is not None:
             await connection.close()
 
 
 class Pool:
-    """All connections with one configuration: warm ones, and a shared one."""
+    """All connections with one configuration: warm connections, opened in advance, and one that
+    trajectories share."""
 
     def __init__(self, config: McpConfig) -> None:
         self._config = config
         self._warm: list[asyncio.Task[McpConnection]] = []
-        """Connections that start or wait for a trajectory."""
+        """Connections that are starting, or waiting for a trajectory."""
         self._users = 0
         self._idle: asyncio.TimerHandle | None = None
         self._shared = Line(lambda: self._connect("shared"))
@@ -205,7 +211,7 @@ class Pool:
 
     @property
     def unused(self) -> bool:
-        """Whether it has no connections, and no trajectory that needs one."""
+        """Whether the pool has no connections, and no trajectory that needs a connection."""
         return not self._users and not self._warm and self._idle is None
 
     def join(self, session: str) -> Line:
@@ -215,7 +221,7 @@ class Pool:
             """Return a warm connection, or open a new one; keep `warm` connections ready."""
             while (task := next((task for task in self._warm if task.done()), None)) is not None:
                 self._warm.remove(task)
-                if task.exception() is None:  # else the new connection reports the same error
+                if task.exception() is None:  # otherwise the new connection reports the same error
                     if await task.result().usable():
                         self._fill()
                         return task.result()
@@ -260,13 +266,13 @@ class Pool:
         await asyncio.gather(*closing)
 
     def _stay(self) -> None:
-        """Cancel the planned end of an unused pool."""
+        """Cancel the timer that ends the connections of an unused pool."""
         if self._idle is not None:
             self._idle.cancel()
             self._idle = None
 
     def _end_idle(self) -> None:
-        self._ending = asyncio.create_task(self.drain())  # keeps the task from being collected
+        self._ending = asyncio.create_task(self.drain())  # the reference keeps the task alive
 
     def _fill(self) -> None:
         while len(self._warm) < self._config.warm:
@@ -288,7 +294,8 @@ _pools: dict[str, Pool] = {}
 
 @cache
 def _loop() -> asyncio.AbstractEventLoop:
-    """Return the loop of all connections. The first call starts it, and must hold `_choosing`."""
+    """Return the loop of all connections. The first call starts the loop, and must hold
+    `_choosing`."""
     loop = asyncio.new_event_loop()
     threading.Thread(target=loop.run_forever, daemon=True, name="turnwise-mcp").start()
     return loop
@@ -300,7 +307,7 @@ def pool_of(config: McpConfig) -> Pool:
     with _choosing:
         _loop()
         if key not in _pools:
-            if len(_pools) >= _MAX_POOLS:  # possible if each row has another server
+            if len(_pools) >= _MAX_POOLS:  # possible if each row of the data has its own server
                 for other in [k for k, pool in _pools.items() if pool.unused]:
                     del _pools[other]
             _pools[key] = Pool(config)

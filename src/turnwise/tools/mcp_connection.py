@@ -1,10 +1,10 @@
 """One connection to an MCP server, from its start to its end, on the loop of all connections.
 
 One task owns the SDK's contexts, because the same task must enter and leave them; calls come from
-other tasks. The transports have two limits that the SDK's own lack: the size of a message, and the
-number of a process's lines that are not answers. The end of the process's standard error is kept
-for error messages, and all its child processes end with it. Importing the SDK takes a second, so
-this module is imported late.
+different tasks. The transports have two limits that the SDK's transports lack: the size of a
+message, and the number of a process's lines that are not answers. The last part of the process's
+standard error is kept for error messages; when the process ends, all its child processes are ended
+too. Importing the SDK takes a second, so this module is imported late.
 """
 
 import asyncio
@@ -49,7 +49,8 @@ if TYPE_CHECKING:
 _ALIVE_SECONDS = 5.0
 """Time for a server to answer a ping after a call that it did not answer."""
 _CLOSE_SECONDS = 8.0
-"""Time for a connection to end once it is cancelled; longer than the sum of its parts' limits."""
+"""Time for a connection to end once it is cancelled; longer than the sum of the limits below that
+apply then."""
 _POLITE_SECONDS = 3.0
 """Time for a session to end by itself, before it is cancelled."""
 _CONNECT_SECONDS = 30.0
@@ -93,15 +94,15 @@ class McpConnection:
         self._owner = asyncio.create_task(own(), name=name)
         self._owner.add_done_callback(lambda owner: owner.cancelled() or owner.exception())
         self._end = ""
-        """Reason of the process's end; "" while it runs, and for a server with a URL."""
+        """Reason why the process ended; "" while it runs, and for a server with a URL."""
         self._failed = self._doubtful = False
 
     async def opened(self) -> None:
         """Wait until the server has started and the handshake is done.
 
         Raises:
-            McpError: when it does not start, or is not an MCP server.
-            DeadlineError: when it does not answer within `start_timeout`.
+            McpError: when the server does not start, or is not an MCP server.
+            DeadlineError: when the server does not answer within `start_timeout`.
             InputError: when an environment variable is missing.
         """
         either: list[asyncio.Future[Any]] = [self._ready, self._owner]
@@ -148,7 +149,8 @@ class McpConnection:
 
     @asynccontextmanager
     async def _stdio(self) -> "AsyncIterator[TransportStreams]":
-        """Start the server's process, and end it with the block. OSError when it does not start."""
+        """Start the server's process, and end it at the end of the `with` block. Raise OSError when
+        the process does not start."""
         config = self._config
         environment = {**get_default_environment(), **_expanded(config.env, "env")}
         command = [config.command or "", *config.args]
@@ -183,14 +185,15 @@ class McpConnection:
                 tasks.cancel_scope.cancel()
 
     async def usable(self) -> bool:
-        """Return whether it can be used; ping the server if it left a call unanswered."""
+        """Return whether the connection can be used; ping the server if it left a call
+        unanswered."""
         if self._failed or self._end or self._leaving.is_set() or self._owner.done():
             return False
         if self._doubtful:
             try:
                 async with deadline(_ALIVE_SECONDS, ""):
                     await self._request(mcp_types.PingRequest(), mcp_types.EmptyResult)
-            except McpError:  # an error is an answer too, unless the connection failed
+            except McpError:  # an error is also an answer, unless the connection failed
                 pass
             except TurnwiseError:
                 return False
@@ -199,8 +202,8 @@ class McpConnection:
         return True
 
     async def list_tools(self) -> list[tuple[str, str, JsonObject]]:
-        """Return name, description and parameters of all tools that the server lists; McpError when
-        a tool has an invalid schema, or there are too many tools or pages."""
+        """Return name, description and parameters of all tools that the server lists. Raise
+        McpError when a tool has an invalid schema, or there are too many tools or pages."""
         tools: list[tuple[str, str, JsonObject]] = []
         cursor: str | None = None
         for _ in range(_MAX_PAGES):
@@ -223,8 +226,8 @@ class McpConnection:
         raise McpError(f"{self._name} lists more than {_MAX_TOOLS} tools or {_MAX_PAGES} pages")
 
     async def call(self, name: str, arguments: JsonObject, session: str) -> object:
-        """Call a tool, and return its texts, one per line, or a list of texts and images if there
-        is an image. For other parts the text has a note that they are left out.
+        """Call a tool, and return its texts joined by line breaks, or a list of texts and images if
+        the result has an image. A note takes the place of each part that is left out.
 
         A shared server gets the trajectory's `session` as `_meta["turnwise/session"]`.
 
@@ -257,12 +260,13 @@ class McpConnection:
         return text
 
     async def _request(self, request: Any, kind: type[Any]) -> Any:
-        """Send a request and return its answer; McpError if the connection has ended."""
+        """Send a request and return its answer; raise McpError for an error or an invalid answer,
+        or if the connection has ended."""
         asking = asyncio.ensure_future(self._ready.result().send_request(request, kind))
         try:
             return await asyncio.shield(asking)
         except asyncio.CancelledError:
-            asking.cancel()  # not awaited, because it sends a notice to the server
+            asking.cancel()  # not awaited, because the cancelled task sends a notice to the server
             self._doubtful = True  # the server may hang, or just be slow
             raise
         except MCPError as error:
@@ -280,8 +284,8 @@ class McpConnection:
         return McpError(f"{self._name} {why}; it can be called again")
 
     async def close(self) -> None:
-        """End the connection, and the server's process, in a few seconds at most. They end even if
-        this call is cancelled. It may be called again."""
+        """End the connection and the server's process, in at most a few seconds, even if this call
+        is cancelled. It may be called again."""
         polite = _POLITE_SECONDS if self._ready.done() else 0.0
         if not self._leaving.is_set():
             self._leaving.set()
@@ -307,7 +311,7 @@ def _expanded(values: Mapping[str, str], key: str) -> dict[str, str]:
 async def _pass_on(
     child: Child, received: MemoryObjectSendStream[SessionMessage | Exception]
 ) -> str:
-    """Pass on the messages of a process until its output ends; return the reason of the end."""
+    """Pass on the messages of a process until its output ends; return the reason why it ended."""
     unasked = 0
     while unasked <= _MAX_UNASKED:
         try:
@@ -315,7 +319,7 @@ async def _pass_on(
         except AnswerError as error:
             return str(error)
         if not line:
-            await child.exited(1.0)  # its status and its last words explain the end
+            await child.exited(1.0)  # the status and the last lines of stderr explain the end
             await child.heard(1.0)
             status, lines = child.status, child.last_words.splitlines()
             how = "closed its output" if status is None else f"ended with status {status}"

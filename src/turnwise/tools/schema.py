@@ -1,9 +1,9 @@
-"""A function as a tool: its JSON schema, and the arguments of a call as the function's types.
+"""A function as a tool: its JSON schema, and conversion of a call's arguments to its types.
 
-Pydantic reads the type hints, docstring_parser reads the docstring. If all arguments are required
-and have plain types and descriptions, a function gets the same description as from Transformers'
-`get_json_schema`, and so as from TRL. In all other descriptions objects are closed, as OpenAI's
-strict mode requires.
+Pydantic reads the type hints, and docstring_parser reads the docstring. If all arguments are
+required and have plain types and descriptions, a function gets the same description as from
+Transformers' `get_json_schema`, which TRL uses. In all other descriptions, objects do not allow
+additional properties, as OpenAI's strict mode requires.
 """
 
 import inspect
@@ -28,18 +28,19 @@ from turnwise.tools.tool import ToolFunction
 
 _LOG = logging.getLogger(__name__)
 MAX_MISTAKES = 5
-"""Maximum number of mistakes in a call's arguments that its error names."""
+"""Maximum number of mistakes in a call's arguments that the error lists."""
 _PLAIN_KEYS = {"type", "enum", "items", "additionalProperties", "description"}
-"""Keywords of types that Transformers describes as completely as pydantic does."""
+"""JSON schema keywords of plain types: types that Transformers describes as completely as
+pydantic."""
 
 
 class ArgumentsError(Exception):
-    """Arguments that do not fit the tool; the message names each mistake."""
+    """Raised for arguments that do not fit the tool; the message lists the mistakes."""
 
 
 @dataclass(frozen=True, slots=True)
 class FunctionSchema:
-    """A function's description for the model, and the reading of its arguments."""
+    """A function's description for the model, and the parser of its arguments."""
 
     description: JsonObject
     """Description in OpenAI's format: {"type": "function", "function": {...}}."""
@@ -53,7 +54,7 @@ class FunctionSchema:
         This runs user code, because types may have validators.
 
         Raises:
-            ArgumentsError: with the mistakes and their paths.
+            ArgumentsError: when the arguments do not fit; it lists the mistakes and their paths.
         """
         try:
             model = self._model.model_validate_json(arguments_json)
@@ -74,12 +75,12 @@ def function_schema(function: ToolFunction) -> FunctionSchema:
     """Describe a function to the model, by its type hints and its docstring.
 
     Docstrings are read in the styles of Google, NumPy and Sphinx. A description in `Annotated`, as
-    a text or a `Field`, takes precedence. `*args` and `**kwargs` are left out. A warning, once for
-    each function, names them, a missing docstring, and descriptions of unknown arguments.
+    a text or a `Field`, takes precedence. `*args` and `**kwargs` are left out. They are logged as
+    warnings, once for each function, like a missing docstring or descriptions of unknown arguments.
 
     Raises:
-        InputError: with the function and the argument, when it has no type hint, or its type is not
-            one of JSON's, for example a function.
+        InputError: when an argument has no type hint, or a type that JSON cannot hold, such as a
+            function; it names the tool and the argument.
     """
     several = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
     parameters = tuple(inspect.signature(function).parameters.values())
@@ -87,7 +88,7 @@ def function_schema(function: ToolFunction) -> FunctionSchema:
     if first and first.name in ("self", "cls") and first.annotation is Parameter.empty:
         parameters = parameters[1:]
     unfilled = [str(p).partition(":")[0] for p in parameters if p.kind in several]
-    parameters = tuple(p for p in parameters if p.kind not in several)  # those a model can fill
+    parameters = tuple(p for p in parameters if p.kind not in several)  # which a model can fill
     try:
         hints = get_type_hints(function, include_extras=True)
     except Exception as error:
@@ -103,8 +104,8 @@ def function_schema(function: ToolFunction) -> FunctionSchema:
         for name in line.arg_name.split(",")
     }
     _note_gaps(function.__name__, unfilled, read, {p.name for p in parameters} | {*hints})
-    fields: JsonObject = {}  # pydantic's fields: the type of each, or its type and default
-    annotated: Foreign = Annotated  # its metadata here is not known to a type checker
+    fields: JsonObject = {}  # pydantic's fields: each is a type, or a type and a default
+    annotated: Foreign = Annotated  # a type checker does not know the metadata used here
     for number, parameter in enumerate(parameters):
         hint, default = hints[parameter.name], parameter.default
         kind, *extras = get_args(hint) if get_origin(hint) is Annotated else (hint,)
@@ -113,7 +114,7 @@ def function_schema(function: ToolFunction) -> FunctionSchema:
         # This `Field` comes first, so that a `Field` of the user takes precedence.
         known = Field(alias=parameter.name, description=line or None)
         field = annotated[(kind, known, *extras)]
-        # Not the parameter's name, which may be an attribute of pydantic's models, such as `copy`.
+        # The parameter's own name may be an attribute of pydantic's models, such as `copy`.
         name = f"argument_{number}"
         fields[name] = field if default is Parameter.empty else (field, default)
     try:
@@ -162,7 +163,7 @@ def describe_mistakes(error: ValidationError, arguments_json: str) -> str:
         found.setdefault(".".join(steps) or "arguments", []).append(mistake["msg"])
     lines = []
     for path, messages in islice(found.items(), MAX_MISTAKES):
-        first, *others = dict.fromkeys(messages)  # several if a union's members all refuse a value
+        first, *others = dict.fromkeys(messages)  # several if all members of a union refuse a value
         more = (other.removeprefix("Input should be ") for other in others)
         lines.append(" or ".join([f"{path}: {first}", *more]))
     return "; ".join(lines)
@@ -191,7 +192,7 @@ def _refused(function: ToolFunction, why: str) -> InputError:
 
 
 def _untypable(parameters: tuple[Parameter, ...], hints: Mapping[str, Foreign]) -> str | None:
-    """Describe the first argument whose type pydantic cannot read; None if it reads all types."""
+    """Describe the first argument whose type pydantic cannot read; None if it can read all."""
     for parameter in parameters:
         try:
             TypeAdapter(hints[parameter.name]).json_schema(schema_generator=_JsonSchema)
@@ -249,20 +250,22 @@ def _returned(
 
 
 def _tidied(described: JsonObject) -> tuple[JsonObject, JsonObject]:
-    """Return a schema of pydantic in the form of chat templates and OpenAI's strict mode, and the
-    definitions that its references need.
+    """Convert a schema of pydantic to the form that chat templates and OpenAI's strict mode need;
+    return it with the definitions that its references need.
 
-    It has no titles, and references only to types that contain themselves. It uses `anyOf` for all
-    unions and `enum` for all choices, and closes objects with fields.
+    The result has no titles, and keeps references only to types that contain themselves. It uses
+    `anyOf` for all unions and `enum` for all choices. Objects with fields do not allow additional
+    properties.
     """
     given: JsonObject = described.get("$defs", {})
     recursive: dict[str, None] = {}
 
     def tidy(schema: object, within: tuple[str, ...] = ()) -> Foreign:
-        """Return a tidied copy of a schema inside the definitions whose names are `within`."""
+        """Return a converted copy of a schema. `within` has the names of the definitions that
+        contain the schema."""
         if not isinstance(schema, dict):
             return schema  # true or false
-        if "$ref" in schema:  # replace it by its definition, except inside that definition
+        if "$ref" in schema:  # replace a reference by its definition, except inside the definition
             name = schema["$ref"].removeprefix("#/$defs/")
             if name in within:
                 recursive[name] = None
@@ -289,11 +292,11 @@ def _tidied(described: JsonObject) -> tuple[JsonObject, JsonObject]:
                     tidied[key] = value
         first, *others = tidied.get("prefixItems", [None])
         if first is not None and all(other == first for other in others) and "items" not in tidied:
-            del tidied["prefixItems"]  # more servers understand `items`
+            del tidied["prefixItems"]  # because more servers understand `items`
             tidied["items"] = first
-        if "properties" in tidied:  # closed, unless its type takes other fields
+        if "properties" in tidied:  # no additional properties, unless the type takes them
             tidied.setdefault("additionalProperties", False)
-        elif tidied.get("additionalProperties") in (True, {}):  # the default
+        elif tidied.get("additionalProperties") in (True, {}):  # which is the default
             del tidied["additionalProperties"]
         if tidied.get("items") in (True, {}):
             del tidied["items"]

@@ -8,8 +8,8 @@ from turnwise.core.json_types import JsonObject
 from turnwise.errors import TurnwiseError
 
 ToolFunction = Callable[..., object]
-"""A function that the model may call, sync or async, with type hints. It returns a text, a value
-that JSON can hold, or images: a PIL image, or a list of images, texts and parts of a message."""
+"""A function with type hints, sync or async, that the model may call. It returns a text, a value
+that JSON can hold, a PIL image, or a list of images, texts and parts of a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +34,13 @@ class Tool:
     parameters: JsonObject
     """JSON schema of the arguments, of type object."""
     call: Callable[[JsonObject], object]
-    """Function of the arguments, sync or async. It may return the same values as a
+    """Function, sync or async, that gets the arguments. It may return the same values as a
     `ToolFunction`."""
     in_order: bool = False
-    """Run its calls one after another, in the order in which the model wrote them, instead of
-    together. All tools of a trajectory with this option share one order."""
+    """Run the tool's calls one after another, in the order in which the model wrote them, instead
+    of concurrently. All tools of a trajectory that have this option share one order."""
     hidden: bool = False
-    """Leave it out of the descriptions that the chat template shows, because the environment
+    """Leave the tool out of the descriptions that the chat template shows, because the environment
     describes it to the model later."""
 
 
@@ -56,7 +56,7 @@ class Toolset(Protocol):
         ...
 
     async def close(self) -> None:
-        """Stop everything that `open` started; called once, also after a failed `open`."""
+        """Stop everything that `open` started; called once, even if `open` failed."""
         ...
 
 
@@ -69,22 +69,22 @@ class ToolsetFactory(Protocol):
 
 
 class ForeignTool(Protocol):
-    """A tool of openai-agents, pydantic-ai, LangChain or smolagents, which is taken as it is."""
+    """A tool of openai-agents, pydantic-ai, LangChain or smolagents; it needs no changes."""
 
     @property
     def name(self) -> str: ...
 
 
 AnyTool = ToolFunction | Tool | Toolset | ToolsetFactory | ForeignTool | Mapping[str, Any]
-"""A tool in any form. A mapping is a description in OpenAI's format; the environment's `call_tool`
-answers its calls."""
+"""A tool in any form. A mapping describes a tool in OpenAI's format, whose calls the environment's
+`call_tool` answers."""
 
 
 def is_toolset(tool: object) -> TypeGuard[Toolset]:
-    """Return whether an object, or the instances of a class, are toolsets."""
+    """Return whether an object is a toolset, or a class whose instances are toolsets."""
     return all(callable(getattr(tool, name, None)) for name in ("open", "close"))
 
 
 def is_toolset_factory(tool: object) -> TypeGuard[ToolsetFactory]:
-    """Return whether an object, or the instances of a class, make toolsets."""
+    """Return whether an object is a toolset factory, or a class whose instances are factories."""
     return callable(getattr(tool, "toolset", None))

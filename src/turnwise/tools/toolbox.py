@@ -2,8 +2,8 @@
 
 A call does not raise for mistakes of the model or errors of the tool: an unknown name, wrong
 arguments, an exception and a missed deadline become a text for the model and an outcome to count.
-Every text is limited in length and can be encoded, whatever the tool returns or raises. Images are
-checked by `core.images`; a broken image is an error of its call.
+Every text is limited in length and can be encoded, whatever the tool returns or raises.
+`core.images` checks images; a broken image counts as an error of the call that returned it.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from turnwise.tools.tool import Tool, ToolFunction
 _T = TypeVar("_T")
 ToolOutcome = Literal["ok", "unknown", "bad_arguments", "error", "timeout", "truncated"]
 _MAX_COUNTED = 1_000_000
-"""Maximum number of characters of a result's JSON that are made only to count them."""
+"""Maximum number of characters of a result's JSON that are made only to be counted."""
 _ARRAYS = ("numpy", "torch", "jaxlib")
 _PLAIN = (str, int, float, bool, type(None))
 
@@ -46,7 +46,7 @@ class ToolResult:
     """The text, with `[image left out]` in place of each image."""
     outcome: ToolOutcome
     error: Exception | None = None
-    """The tool's exception, for people and not for the model; None if the tool raised none."""
+    """The tool's exception, for people and not for the model; None if the tool did not raise."""
     parts: list[JsonObject] | None = None
     """The result as parts of a message, `{"type": "image", "image": Image}` and texts, for a model
     that takes images; None if the result has no image."""
@@ -58,12 +58,12 @@ class _Callable(NamedTuple):
     schema: JsonObject
     """Description in OpenAI's format: {"type": "function", "function": {...}}."""
     call: Callable[[str], object]
-    """Calls the tool with its arguments, given as JSON; raises `ArgumentsError`. The whole call
-    counts as user code, because the user's own types may read the arguments."""
+    """Calls the tool with its arguments, given as JSON; may raise `ArgumentsError`. The whole call
+    is treated as user code, because the user's own types may parse the arguments."""
     in_order: bool = False
     hidden: bool = False
     own: bool = False
-    """Whether the toolbox calls it in the environment's thread; see `is_plain`."""
+    """Whether the toolbox calls the tool in the environment's thread; see `is_plain`."""
 
 
 class Toolbox:
@@ -72,10 +72,10 @@ class Toolbox:
     Args:
         tools: Plain functions, bound methods, `Tool` objects, or tools of other frameworks.
         timeout: Seconds for one call.
-        max_chars: Maximum number of characters of one result that the model reads.
-        thread: The environment's thread. It runs calls of the environment's `own` tools one after
-            another, except plain tools (`is_plain`), which cannot use the environment's objects.
-        own: The tools among `tools` that are the environment's own.
+        max_chars: Maximum number of a result's characters that the model reads.
+        thread: The environment's thread. It runs calls of the tools in `own` one after another,
+            except plain tools (`is_plain`), which cannot use the environment's objects.
+        own: The tools among `tools` that belong to the environment.
 
     Raises:
         InputError: when an entry is not a tool, an argument lacks a type hint or has a type that
@@ -117,9 +117,11 @@ class Toolbox:
         return [tool.schema for tool in self._tools.values() if not tool.hidden]
 
     async def call(self, name: str, arguments_json: str) -> ToolResult:
-        """Call a tool by name with its arguments as a JSON object.
+        """Call a tool by name, with its arguments as a JSON object, and return the result.
 
-        Return its result. The call raises only cancellation, and a TrajectoryError of the tool.
+        Raises:
+            TrajectoryError: when the tool raises it.
+            CancelledError: when the call is cancelled.
         """
         if (tool := self._tools.get(name)) is None:
             names = ", ".join(self.names) or "none"
@@ -142,11 +144,11 @@ class Toolbox:
                 value = await run(tool.call, arguments_json)
                 if type(value) in _PLAIN:
                     result = read_result(value, self._max_chars)
-                else:  # off the event loop: this may take long, and call a __str__ of the user
+                else:  # off the event loop, because it may take long, or call the user's __str__
                     result = await run(read_result, value, self._max_chars)
             except DeadlineError:
                 return self._failed(f"{name} did not answer within {self._timeout:g} s", "timeout")
-            except TrajectoryError:  # it ends the trajectory; the model cannot correct it
+            except TrajectoryError:  # ends the trajectory, because the model cannot correct it
                 raise
             except ArgumentsError as error:
                 text = f"{name} cannot take these arguments: {error}"
@@ -160,7 +162,7 @@ class Toolbox:
     def _failed(
         self, text: str, outcome: ToolOutcome, error: Exception | None = None, unseen: int = 0
     ) -> ToolResult:
-        """Return an error for the model, from which `unseen` characters are left out already."""
+        """Return an error for the model. `unseen` characters of its text are left out already."""
         text = f"Error: {text}"
         left_out = max(0, len(text) - self._max_chars) + unseen
         more = f"\n[{left_out} more characters left out]" if left_out else ""
@@ -185,7 +187,7 @@ def make_toolbox(
 
 def is_plain(tool: ToolFunction | Tool) -> bool:
     """Return whether calls of a tool may run at the same time, in any thread. This holds for
-    coroutines, and for functions of a module, because they hold no objects of an environment."""
+    coroutine functions, and for functions of a module, which hold no objects of an environment."""
     function = tool.call if isinstance(tool, Tool) else tool
     if inspect.iscoroutinefunction(function):
         return True
@@ -222,8 +224,8 @@ async def _message(error: Exception, longest: int) -> tuple[str, int]:
 
 
 def read_result(value: object, longest: int) -> ToolResult:
-    """Return a tool's value as its result, with at most `longest` characters of text and a note of
-    the number left out; InputError when it has an image that cannot be read."""
+    """Convert the value that a tool returned to a result with at most `longest` characters of text;
+    a note gives the number of characters left out. Raise InputError if an image cannot be read."""
     given = None if type(value) in _PLAIN else parts_of(value)
     if given is None:
         text, left_out = _shown(value, longest)
@@ -244,10 +246,11 @@ def read_result(value: object, longest: int) -> ToolResult:
 
 
 def _shown(value: object, longest: int) -> tuple[str, str]:
-    """Return a tool's value as text of at most `longest` characters, and the number left out."""
+    """Return a tool's value as text of at most `longest` characters, and the number of characters
+    left out."""
     parts: Iterable[str] = [value] if isinstance(value, str) else _JSON.iterencode(value)
     text, length = "", 0
-    # In parts, because a single call would hold the GIL, and so block the event loop, to its end.
+    # In parts, because a single call would hold the GIL until its end, and so block the event loop.
     for part in parts:
         text += part[: max(0, longest - length)]
         length += len(part)
@@ -257,8 +260,8 @@ def _shown(value: object, longest: int) -> tuple[str, str]:
 
 
 def _jsonable(value: object) -> object:
-    """Convert a value of a type that JSON lacks: objects with fields to objects, numbers and arrays
-    of numpy and torch to JSON's, other values to text."""
+    """Convert a value whose type JSON lacks: objects with fields become JSON objects, numbers and
+    arrays of numpy and torch become numbers and lists, and all other values become text."""
     if (package := type(value).__module__.partition(".")[0]) in _ARRAYS:
         array: Foreign = value
         if package == "numpy" and array.dtype.kind == "f" and array.dtype.itemsize < 8:

@@ -1,4 +1,4 @@
-"""Samples in, better weights out: the policy's ranks, its algorithms, its checkpoints."""
+"""Training of weights from samples: the trainer's ranks, the algorithms, and the checkpoints."""
 
 from turnwise.training.sample import Sample
 

@@ -1,8 +1,8 @@
 """The adapters that are added to a trainer while it runs, each with its gradient and optimizer.
 
-Every rank holds them whole, and averages their gradients before a step. The least recently used
-adapters are offloaded if the device has no room for all. Methods raise `InputError` for mistakes of
-their caller.
+Every rank holds all adapters whole, and averages their gradients over the ranks before a step. The
+least recently used adapters are offloaded if the device has no room for all of them. Methods raise
+`InputError` if the caller made a mistake.
 """
 
 import itertools
@@ -29,16 +29,16 @@ from turnwise.training.offload import Offload
 from turnwise.training.optimizer import TrainableModule
 
 ALPHA = 32.0
-"""`lora_alpha` of adapters, whatever their rank, unless `model.lora.alpha` is set. It is Tinker's
-value, so that learning rates have the same effect."""
+"""`lora_alpha` of adapters of any rank, unless `model.lora.alpha` is set. It is Tinker's value, so
+that learning rates have the same effect as in Tinker."""
 _BYTES = 16
-"""Bytes of each parameter of an adapter: value, gradient and two moments in float32."""
+"""Bytes for each parameter of an adapter: its value, gradient and two moments in float32."""
 _NEAR, _FAR = 0.25, 0.5
-"""Shares of the memory that is free once the base model is loaded: of the device's memory for
-adapters that are not offloaded, and of the host's memory for all others."""
+"""Shares of the memory that is free once the base model is loaded: the share of the device's memory
+for adapters that are not offloaded, and the share of the host's memory for offloaded adapters."""
 _OPTIMIZER = "optimizer.pt"
 _ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
-"""Matches names of layers that are part of attention; all others count as part of the MLP."""
+"""Matches names of layers that are part of attention; all other layers count as part of the MLP."""
 
 
 class AdapterSpec(NamedTuple):
@@ -46,11 +46,11 @@ class AdapterSpec(NamedTuple):
 
     rank: int
     seed: int
-    """Seed of its initial values."""
+    """Seed of the adapter's initial values."""
     attention: bool = True
-    """Whether the layers of attention have the adapter."""
+    """Whether to adapt the layers of attention."""
     mlp: bool = True
-    """Whether all other layers have the adapter."""
+    """Whether to adapt all other layers."""
 
 
 @dataclass(slots=True, eq=False)
@@ -58,7 +58,8 @@ class Adapter:
     """An added adapter with its optimizer."""
 
     label: str
-    """PEFT's name of the adapter; the caller's name may have dots, which PEFT refuses."""
+    """PEFT's name of the adapter. It differs from the caller's name, which may have dots, because
+    PEFT refuses dots."""
     learner: TrainableModule
     offloaded: bool = False
 
@@ -78,18 +79,18 @@ class Adapter:
             yield from self.learner.optimizer.state[parameter].values()
 
     def average(self) -> None:
-        """Replace the gradient by its mean over all ranks."""
+        """Replace the adapter's gradient by its mean over all ranks."""
         if not dist.is_initialized():
             return
         for parameter in self.parameters:
-            if parameter.grad is None:  # this rank had no sample of it
+            if parameter.grad is None:  # this rank had no sample for the adapter
                 parameter.grad = torch.zeros_like(parameter)
             dist.all_reduce(parameter.grad)
             parameter.grad /= dist.get_world_size()
 
 
 class Adapters:
-    """All added adapters on one rank, of a model whose layers PEFT has wrapped."""
+    """All added adapters on one rank; PEFT has wrapped the layers of their model."""
 
     def __init__(
         self,
@@ -104,7 +105,7 @@ class Adapters:
         self._model, self._device = model, device
         self._layers = lora.adapted_layers(model)
         self._held: dict[str, Adapter] = {}
-        """Adapters by name, the least recently used first."""
+        """Adapters by name, in order of use; the least recently used adapter is the first."""
         self._numbers = itertools.count(1)
         self._tensors: dict[str, Callable[[], Iterator[torch.Tensor]]] = {}
         self._offload = Offload(self._tensors, folder)
@@ -132,14 +133,15 @@ class Adapters:
                 parameter.data = parameter.data.to(self._device)
             part = lora.trained_part(self._model, label)
             learner = TrainableModule(part, self._training, self._rate, None)
-        except BaseException:  # the device may be full; nobody could remove a part of an adapter
+        except BaseException:  # such as a full device: leave no part of an adapter behind
             lora.remove_adapter(self._model, label)
             raise
         made = Adapter(label, learner)
         self._held[name], self._tensors[name] = made, made.tensors
 
     def _check_memory(self, rank: int, targets: Sequence[str]) -> None:
-        """Make room on the device for a new adapter; raise InputError if memory is too small."""
+        """Make room on the device for a new adapter; raise InputError if there is not enough
+        memory."""
         layers = [self._layers[name].base_layer for name in targets]
         needed = _BYTES * rank * sum(each.in_features + each.out_features for each in layers)
         taken = sum(each.nbytes for each in self._held.values())
@@ -164,8 +166,8 @@ class Adapters:
             taken -= each.nbytes
 
     def use(self, name: str) -> Adapter:
-        """Return an adapter after moving it to the device, if needed. It becomes the most recently
-        used one."""
+        """Return an adapter, after moving it to the device if it was offloaded. It becomes the most
+        recently used adapter."""
         if (adapter := self._held.pop(name, None)) is None:
             raise InputError(
                 f"the trainer has no adapter {name}: it was removed before it was saved"
@@ -178,8 +180,8 @@ class Adapters:
         return adapter
 
     def write(self, name: str, folder: Path, optimizer: bool = False) -> None:
-        """Write an adapter in PEFT's format into a folder; with `optimizer`, also the optimizer's
-        state."""
+        """Write an adapter in PEFT's format into a folder; with `optimizer`, also write the state
+        of the adapter's optimizer."""
         adapter, base = self.use(name), path_of(self._settings)
         found = lora.adapter_parameters(self._model, adapter.label)
         tensors = {key: tensor.detach().cpu().contiguous() for key, tensor in found}
@@ -190,8 +192,8 @@ class Adapters:
             torch.save(adapter.learner.optimizer.state_dict(), folder / _OPTIMIZER)
 
     def read(self, name: str, folder: Path, optimizer: bool) -> None:
-        """Load the values of a saved adapter into the adapter `name`, and the saved state of its
-        optimizer, or an empty state. Gradients that were added are dropped."""
+        """Load the values of a saved adapter into the adapter `name`; also load the saved state of
+        its optimizer, or reset this state. Gradients that were added are dropped."""
         adapter, moments = self.use(name), folder / _OPTIMIZER
         own = adapter.learner.optimizer
         state = own.state_dict() | {"state": {}}
@@ -216,7 +218,7 @@ class Adapters:
             for key, tensor in parameters.items():
                 tensor.copy_(found[key])
         own.load_state_dict(state)
-        for values in own.state.values():  # tensors from a file cannot be offloaded
+        for values in own.state.values():  # copy: tensors loaded from a file cannot be offloaded
             values.update({key: value.clone() for key, value in values.items()})
         own.zero_grad()
 
@@ -229,7 +231,7 @@ class Adapters:
 
 
 def _moments(file: Path) -> dict[int, dict[str, torch.Tensor]]:
-    """Return the moments of a saved optimizer, by the number of the parameter."""
+    """Return the moments of a saved optimizer, by the index of the parameter."""
     found: dict[int, dict[str, torch.Tensor]]
     found = torch.load(file, map_location="cpu", weights_only=True)["state"]
     return found

@@ -12,16 +12,17 @@ from turnwise.trajectory import allowed_bits
 
 @dataclass(frozen=True, slots=True)
 class Allowed:
-    """Sets of ids, and the set of each of `N` targets."""
+    """Sets of allowed ids, and the number of the set for each of `N` targets."""
 
     sets_MB: torch.Tensor
-    """Bits of `M` sets, eight ids to a byte, the lowest first; set 0 stands for all ids."""
+    """Bits of `M` sets, eight ids to a byte, the lowest id in the lowest bit; at set 0, all ids are
+    allowed."""
     number_N: torch.Tensor
     """The number of each target's set."""
 
     @classmethod
     def of(cls, samples: Sequence[Sample], own_N: np.ndarray, device: torch.device) -> "Allowed":
-        """Return the sets of some of the samples' targets; `own_N` has the indices of these."""
+        """Return the sets for those targets of the samples whose indices are in `own_N`."""
         numbers: dict[bytes, int] = {b"": 0}
         found: list[np.ndarray] = [np.zeros(0, np.int64)]
         for sample in samples:
@@ -40,7 +41,7 @@ class Allowed:
         return Allowed(self.sets_MB, self.number_N[part])
 
     def outside_NV(self, targets_NK: torch.Tensor, vocabulary: int) -> torch.Tensor:
-        """Return whether an id is outside a target's set; the target itself never is."""
+        """Return whether each id is outside a target's set; the target itself never is outside."""
         bits_NB = self.sets_MB[self.number_N]
         places_8 = torch.arange(8, dtype=torch.uint8, device=bits_NB.device)
         inside_NV = ((bits_NB[..., None] >> places_8) & 1).flatten(1)[:, :vocabulary].bool()

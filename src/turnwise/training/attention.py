@@ -1,9 +1,9 @@
 """Attention of packed rows without a mask.
 
 Transformers separates the sequences of a packed row by a mask of [T, T], which costs memory and
-keeps torch from its fastest kernels. Here each sequence attends on its own: the same numbers,
-memory that grows with T, and no work for pairs of tokens in different sequences. The kernels of
-Transformers' other implementations (`training.attention`) compute all sequences at once.
+prevents torch from using its fastest kernels. Here each sequence attends on its own: the results
+are the same, memory grows linearly with T, and pairs of tokens in different sequences cost no work.
+Transformers' own implementations (`training.attention`) compute all sequences at once.
 """
 
 from collections.abc import Iterator
@@ -24,17 +24,18 @@ CONTEXT_KEY = "training.context_parallel"
 _NAME = "turnwise_packed"  # name of `packed_attention` in Transformers
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Keys of the number of experts in a model's configuration."""
-_MASK_ROWS = 1024  # maximum number of queries of a mask, where masks are needed
+_MASK_ROWS = 1024  # maximum number of queries in one mask, where masks are needed
 _expected: ContextVar[Columns | None] = ContextVar("_expected", default=None)
 """Columns that a model's layers must pass on to attention in this forward pass, if any."""
 
 
 def use_packed_attention(model: PreTrainedModel, name: str = "auto") -> bool:
     """Make a model's layers attend within sequences if they use torch's attention; return whether
-    they now do.
+    they now attend within sequences.
 
-    Models with attention of their own (soft caps, for instance) keep it. With any `name` other than
-    "auto" (`training.attention`), a model gets Transformers' implementation of this name instead.
+    Models with attention of their own (soft caps, for instance) keep it. `name` is
+    `training.attention`: with any name other than "auto", a model gets Transformers' implementation
+    of this name instead.
     """
     if name != "auto":
         try:
@@ -50,7 +51,7 @@ def use_packed_attention(model: PreTrainedModel, name: str = "auto") -> bool:
 
 def check_attention_name(name: str) -> None:
     """Raise an `InputError` for a `training.attention` that Transformers does not know. A name with
-    a slash is a kernel of the Hub, and is not checked."""
+    a slash is not checked, because it is a kernel of the Hugging Face Hub."""
     others = (key for key in AttentionInterface().valid_keys() if key != _NAME and "|" not in key)
     known = ["auto", "eager", *others]
     if name not in known and "/" not in name:
@@ -76,16 +77,16 @@ def attention_costs(model: PreTrainedModel, device: torch.device) -> Costs:
         a pair of a query and a key in a layer    4 * heads * head_dim operations
         a token in a layer                        2 * parameters, of experts only the token's
 
-    On a CPU, an operation of torch's attention takes as long as one of its matrix products. The
-    pairs above the diagonal are computed too, with a mask or without, and the calls for a sequence
-    take as long as two tokens. On a GPU, a causal kernel skips the pairs above the diagonal, and a
-    kernel with a mask took 3 times as long for a pair (one measurement on an H100: two thirds more
-    time for the second sequence of each pair). The calls for a sequence count there as 16 tokens,
-    which is an estimate.
+    On a CPU, an operation of torch's attention takes as long as an operation of torch's matrix
+    products. The pairs above the diagonal are computed too, with a mask or without, and the calls
+    for a sequence take as long as two tokens. On a GPU, a causal kernel skips the pairs above the
+    diagonal, and a kernel with a mask took 3 times as long for a pair (one measurement on an H100:
+    two thirds more time for the second of two sequences). On a GPU, the calls for a sequence count
+    as 16 tokens, which is an estimate.
     """
     text = model.config.get_text_config()
 
-    def first(*names: str) -> int:  # a few models have a list in its place, or no such key
+    def first(*names: str) -> int:  # a few models have a list in place of a number, or no such key
         values = (getattr(text, name, None) for name in names)
         return next((value for value in values if isinstance(value, int) and value), 0)
 
@@ -108,7 +109,7 @@ def attention_costs(model: PreTrainedModel, device: torch.device) -> Costs:
 
 def check_divisible(model: PreTrainedModel, size: int, exchanges: bool) -> None:
     """Raise an `InputError` if the `size` ranks of a context group cannot share a model's
-    sequences; `exchanges` says whether its attention exchanges columns for heads."""
+    sequences; `exchanges` says whether the model's attention exchanges columns for heads."""
     if size == 1:
         return
     text, name = model.config.get_text_config(), model.config.model_type
@@ -131,8 +132,9 @@ def check_divisible(model: PreTrainedModel, size: int, exchanges: bool) -> None:
 
 @contextmanager
 def attending(model: PreTrainedModel, columns: Columns) -> Iterator[dict[str, Columns]]:
-    """Yield the argument that gives a model's layers the sequences of a packed row and the ranks
-    that share it. It is empty if there are neither, or if the model's attention is not packed."""
+    """Yield the argument by which a model's layers learn the sequences of a packed row and the
+    ranks that share the row. Yield no argument if the row is not packed and no ranks share it, or
+    if the model does not use `packed_attention`."""
     if (columns.lengths is None and columns.group is None) or not is_packed(model):
         yield {}
         return
@@ -169,7 +171,7 @@ def packed_attention(
     lengths = (columns.lengths if columns is not None else None) or [tensors[0].shape[2]]
     sizes = [lengths, lengths, lengths]
     if columns is not None and columns.column_S is not None and columns.own is not None:
-        sizes[0] = columns.own  # each sample's own queries, and keys and values of all its tokens
+        sizes[0] = columns.own  # each sample's own queries; keys and values of all its tokens
         tensors[1:] = [tensor.index_select(2, columns.column_S) for tensor in tensors[1:]]
     sequences = [torch.split(t, size, dim=2) for t, size in zip(tensors, sizes, strict=True)]
     causal = getattr(module, "is_causal", True)
@@ -192,7 +194,7 @@ def _attention(
     window: int | None,
     causal: bool,
 ) -> torch.Tensor:
-    """Attend within one sequence; the queries are its last tokens."""
+    """Attend within one sequence; the queries are the sequence's last tokens."""
     length = key.shape[2]
     before = length - query.shape[2]
     if not before and (window is None or length <= window):

@@ -1,8 +1,8 @@
 """Samples to micro-batches: within a budget of tokens, balanced over ranks, in one of 3 layouts.
 
 Every rank gets the same number of micro-batches, because ranks that share a model compute
-together; micro-batches computed at the same time are of similar size. The assignment to ranks
-changes no result.
+together; micro-batches computed at the same time are of similar size. Which rank computes which
+micro-batch does not change any result.
 """
 
 import os
@@ -27,43 +27,44 @@ from turnwise.trajectory.turn import TEACHER
 
 Layout = Literal["padded", "packed", "shared"]
 """Layout of a micro-batch: rows with padding, one row of concatenated samples, or one row in which
-samples with a common beginning compute it once (`_placed`)."""
+a common beginning of several samples is computed once (`_placed`)."""
 _Ids = npt.NDArray[np.int64]
 _Key = npt.NDArray[np.integer]
-"""`Prompt.key`: a number for each position; equal where samples have the same token or image."""
+"""`Prompt.key`: a number for each position; two samples have the same number at a position if they
+have the same token or image there."""
 
 
 class Costs(NamedTuple):
-    """Time of attention in a run's micro-batches. The unit is the time that the rest of the model
-    takes for one token."""
+    """Time that attention takes in a run's micro-batches. The unit is the time that the rest of the
+    model takes for one token."""
 
-    pair: float = 0.0  # a query-key pair, if all tokens of its sequence are computed
-    ending: float = 0.0  # a query-key pair under a mask, if only the sequence's end is computed
-    sequence: float = 0.0  # the calls for one more sequence in a row
-    rows: bool = False  # whether a mask separates packed sequences: all pairs of a row are computed
+    pair: float = 0.0  # of a query-key pair, if all tokens of its sequence are computed
+    ending: float = 0.0  # of a query-key pair under a mask, if only a sequence's end is computed
+    sequence: float = 0.0  # of the calls for one more sequence in a row
+    rows: bool = False  # whether masks separate packed sequences, so all pairs of a row cost time
 
 
 class Layouts(NamedTuple):
     """Layouts that a run's micro-batches may have, and the costs that decide among them."""
 
     allowed: tuple[Layout, ...] = ("padded",)
-    """Each optimizer step takes the layout that costs least, or the first of several such."""
-    patches: float = 0.0  # number of patches for each token of an image
+    """Each optimizer step takes the cheapest of these layouts; of equally cheap ones, the first."""
+    patches: float = 0.0  # number of image patches for each token of an image
     costs: Costs = Costs()
 
 
-_BEGINS = 512  # fixed cost of a micro-batch, in tokens that take the same time
+_BEGINS = 512  # fixed cost of a micro-batch: the number of tokens that take as long
 _COPIED = 12
 """Copying the keys and values of 12 shared tokens takes as much memory as computing one token."""
 
 
 class _Unit(NamedTuple):
-    """A pair or a sequence, and the size that it adds to a micro-batch, in tokens."""
+    """A pair or a sequence, and the number of tokens that it adds to a micro-batch."""
 
     samples: list[Sample]
-    tokens_first: int  # if it is the first of its micro-batch
-    tokens_after: int  # if it follows the unit before it
-    patches: dict[Image, float]  # of each of its images; a micro-batch reads each image once
+    tokens_first: int  # added if the unit is the first in its micro-batch
+    tokens_after: int  # added if the unit follows its predecessor in the sorted order
+    patches: dict[Image, float]  # patches of each image; a micro-batch reads each image once
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class RankBatches:
 
     micro_batches: list[list[Sample]]
     trajectory_tokens: dict[int, int]
-    """Number of trained tokens of each trajectory on all ranks, `counted_only` samples included; 0
+    """Number of trained tokens of each trajectory on all ranks, including `counted_only` samples; 0
     if the trajectory is left out."""
     layout: Layout = "padded"
     images: bool = False
@@ -89,7 +90,7 @@ class RankBatches:
 
 def micro_batch_tokens(training: TrainingConfig, on_gpu: bool) -> int:
     """Return `training.micro_batch_tokens`, or the device's default if it is null."""
-    # A few tokens keep a CPU's cores busy: more would only take memory.
+    # A few tokens keep a CPU's cores busy, and more tokens would only take memory.
     return training.micro_batch_tokens or (16_384 if on_gpu else 2048)
 
 
@@ -111,11 +112,11 @@ def plan_micro_batches(
     in which they cost least in total (`_time`).
 
     Args:
-        samples: At least one of them is not `counted_only`.
-        updates: Optimizer steps; fewer if there are fewer trajectories.
-        max_tokens: Maximum size of a micro-batch, padding included; a longer pair or sequence gets
-            its own. Patches of images count as tokens.
-        layouts: The run's layouts, or the only one.
+        samples: At least one sample must not be `counted_only`.
+        updates: Number of optimizer steps; fewer are planned if there are fewer trajectories.
+        max_tokens: Maximum size of a micro-batch in tokens, including padding; a longer pair or
+            sequence gets a micro-batch of its own. Patches of images count as tokens.
+        layouts: The run's layouts, or its only layout.
     """
     known = Layouts((layouts,)) if isinstance(layouts, str) else layouts
     computed: dict[int, list[Sample]] = {}
@@ -125,7 +126,7 @@ def plan_micro_batches(
         trajectories.setdefault(sample.trajectory, []).append(sample)
     updates = min(updates, len(computed))
     shares: list[list[RankBatches]] = [[] for _ in range(ranks)]
-    for index in range(updates):  # each with trajectories from the whole batch
+    for index in range(updates):  # each update gets trajectories from the whole batch
         own, others = (
             [s for trajectory in list(kind.values())[index::updates] for s in trajectory]
             for kind in (computed, counted)
@@ -141,13 +142,14 @@ def plan_micro_batches(
             for layout in known.allowed
         ]
         layout, buckets = min(found, key=lambda each: _time(each[1], each[0], known.costs))
-        # By tokens without padding, in every layout: ranks then compute similar buckets together.
+        # Sort by tokens without padding, in every layout, so that ranks compute similar buckets at
+        # the same time.
         buckets.sort(key=lambda bucket: -_cost(bucket, "packed"))
         dealt: list[list[list[Sample]]] = [[] for _ in range(ranks)]
         for number, start in enumerate(range(0, len(buckets), ranks)):  # of similar size
             row = [[s for unit in b for s in unit.samples] for b in buckets[start : start + ranks]]
             row += [[] for _ in range(ranks - len(row))]
-            # Every other round in reverse order: no rank always gets the largest.
+            # Every other round is in reverse order, so that no rank always gets the largest bucket.
             for rank, bucket in enumerate(row[::-1] if number % 2 else row):
                 dealt[rank].append(bucket)
         for share, micro_batches in zip(shares, dealt, strict=True):
@@ -193,7 +195,7 @@ def _buckets(
 
 
 def _divided(units: Sequence[_Unit], max_tokens: int, layout: Layout) -> list[list[_Unit]]:
-    """Divide units into buckets of neighbours, so that the fewest tokens are computed."""
+    """Divide units into buckets of neighbours so that as few tokens as possible are computed."""
     best = [(0, 0)]  # for the first n units: the lowest cost, and the start of the last bucket
     for end in range(1, len(units) + 1):
         longest = max(sample.length for sample in units[end - 1].samples)  # padded: sorted by it
@@ -257,32 +259,34 @@ def _time(buckets: Sequence[Sequence[_Unit]], layout: Layout, costs: Costs) -> f
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The columns of `B` rows of `T` tokens that this rank computes: all, or its share.
+    """The columns of `B` rows of `T` tokens that this rank computes: all columns, or its share.
 
-    *Targets* are the tokens to score, each from the logits before it. If not padded, B is 1 and
-    `position_ids_BT` restarts at each sample.
+    *Targets* are the tokens to score, each from the logits at the position before it. If the layout
+    is not padded, B is 1 and `position_ids_BT` restarts at each sample.
     """
 
     token_ids_BT: torch.Tensor
-    position_ids_BT: torch.Tensor | None  # None where each row begins at 0
-    before_N: torch.Tensor  # positions before masked tokens, counted row by row
-    targets_N: torch.Tensor  # the masked tokens that follow them
+    position_ids_BT: torch.Tensor | None  # None if the positions of each row are 0, 1, 2, ...
+    before_N: torch.Tensor  # positions just before trained tokens, counted row by row
+    targets_N: torch.Tensor  # the tokens to score after these positions
     lengths: list[int] | None
     """Number of tokens of each sequence of the whole packed row; None if it is not packed."""
     group: ContextGroup | None
     number_N: torch.Tensor  # index of each target among the targets of all columns
     total: int  # number of targets in all columns
     experts_BTR: torch.Tensor | None = None
-    """Recorded experts of each token: a byte that is 1 if the token has a record, then its row of
-    `Turn.experts`; None if no token has a record."""
+    """For each token, a byte that is 1 if the engine recorded the token's experts, then its row of
+    `Turn.experts`; None if the engine recorded no experts."""
     column_S: torch.Tensor | None = None
-    """Column of each token, sequence by sequence, if sequences share columns; None: in order."""
+    """Column of each token, sequence by sequence, if sequences share columns; None if they do not,
+    so that the columns are in order."""
     own: list[int] | None = None
-    """If sequences share columns: the number of last tokens of each that no earlier one has."""
+    """If sequences share columns: the number of tokens at the end of each sequence that it does not
+    share with an earlier sequence."""
     images: tuple[Image, ...] = ()
     """Images of all rows, in the order of their columns."""
     image_BT: torch.Tensor | None = None
-    """1 + the index of the image that a token stands for, 0 at other tokens, on the CPU; None
+    """1 + the index of the image at the tokens of an image, 0 at all other tokens; on the CPU. None
     without images."""
     distributions: tuple[tuple[Distribution, torch.Tensor], ...] = ()
     """Distributions that targets of this rank were drawn from, each with the indices of its
@@ -290,9 +294,9 @@ class Columns:
     allowed: Allowed | None = None
     """Ids that grammars allowed at the targets of this rank; None without a grammar."""
     learns_N: torch.Tensor | None = None
-    """Whether each target of this rank has a gradient; None: all have."""
+    """Whether each target of this rank has a gradient; None if all targets have."""
     others_see: bool = False
-    """Whether any columns of the same optimizer step have images, on this rank or another."""
+    """Whether any columns of the same optimizer step, on any rank, have images."""
 
     @classmethod
     def of(
@@ -303,7 +307,7 @@ class Columns:
         group: ContextGroup | None = None,
         others_see: bool = False,
     ) -> "Columns":
-        """Lay samples out and return this rank's columns: all of them if there is no group.
+        """Lay samples out and return this rank's columns: all columns if there is no group.
 
         Without samples, return a row of one token that is not a target.
         """
@@ -318,7 +322,7 @@ class Columns:
         positions = np.tile(np.pad(np.arange(width), (0, missing)), rows)
         width += missing
         if lengths is not None:
-            lengths[-1] += missing  # the padding: attention is causal, and nothing reads it
+            lengths[-1] += missing  # padding, which no token reads because attention is causal
         if padded:
             columns = [row * width + column_T for row, column_T in enumerate(columns)]
         ids = np.zeros(rows * width, np.int64)
@@ -381,7 +385,7 @@ class Columns:
         return [(0, part) for part in torch.split(columns_S, self.lengths)]
 
     def whole(self, values_N: torch.Tensor) -> torch.Tensor:
-        """Return the values of the targets of all columns, row by row, given this rank's values."""
+        """Return the values of all columns' targets, row by row, given those of this rank."""
         if self.group is None:
             return values_N
         return self.group.union(values_N, self.number_N, self.total)
@@ -389,11 +393,11 @@ class Columns:
 
 def _placed(tokens: Sequence[_Key], layout: Layout) -> tuple[list[int], list[_Ids], list[int]]:
     """Return the order of the sequences in the row, the columns of each sequence's tokens, and, in
-    the row's order, the number of last tokens of each sequence that no earlier sequence has.
+    the row's order, the number of tokens at each sequence's end that no earlier sequence shares.
 
     Padded sequences have a row each. In the shared layout, a common prefix is computed once, such
     as a group's prompt or the history of a trajectory's branches. Sequences are sorted by their
-    tokens: the sequence just before has the longest prefix in common, of all earlier ones. Each
+    tokens, so that of all earlier sequences the one just before has the longest common prefix. Each
     token attends only to tokens of its own sequence. So log-probs are the same as for sequences
     computed one by one, and the gradients of a common prefix add up.
 
@@ -420,8 +424,8 @@ def _placed(tokens: Sequence[_Key], layout: Layout) -> tuple[list[int], list[_Id
 def _images(
     samples: Sequence[Sample], columns: Sequence[_Ids], count: int
 ) -> tuple[tuple[Image, ...], _Ids]:
-    """Return `Columns.images`, and `Columns.image_BT` of all columns if there are any."""
-    places = {  # by their first columns: sequences may share an image
+    """Return `Columns.images`, and `Columns.image_BT` of all columns if there are any images."""
+    places = {  # by an image's first column, because sequences may share an image
         int(column_T[one.start]): (one.image, column_T[one.start : one.end])
         for sample, column_T in zip(samples, columns, strict=True)
         for one in sample.images
@@ -434,7 +438,7 @@ def _images(
 
 
 def _experts(samples: Sequence[Sample], columns: Sequence[_Ids], count: int) -> Array | None:
-    """Return `Columns.experts_BTR` of all columns; a sample's last token never has a record."""
+    """Return `Columns.experts_BTR` of all columns; a sample's last token has no record."""
     sizes = {len(s.experts) // (s.length - 1) for s in samples if s.experts}
     if not sizes:
         return None
@@ -448,8 +452,8 @@ def _experts(samples: Sequence[Sample], columns: Sequence[_Ids], count: int) -> 
 
 
 def _distributions(samples: Sequence[Sample], targets: int) -> tuple[list[Distribution], _Ids]:
-    """Return the distributions of targets, and for each target 1 + the index of its distribution;
-    0 for a target that was drawn under the run's `sampling`."""
+    """Return the distributions of the targets, and for each target 1 + the index of its
+    distribution, or 0 if the target was drawn under the run's `sampling`."""
     numbers: dict[Distribution, int] = {}
     kind_N = np.zeros(targets, np.int64)
     start = 0
@@ -484,8 +488,8 @@ def _concatenated(parts: Iterable[_Ids]) -> _Ids:
 
 
 def _in_order(tokens: Sequence[_Key]) -> list[int]:
-    """Return the indices of the sequences, sorted by their tokens. Images are after all ids, in the
-    order of their first occurrence."""
+    """Return the indices of the sequences, sorted by their tokens. Images sort after all token ids,
+    in the order of their first occurrence."""
     numbers, keys = dict[int, int](), list[bytes]()
     for key_T in tokens:
         order_T = key_T.astype(np.int64)
@@ -504,10 +508,11 @@ class MicroBatch:
     tokens: Tokens
     """The input of the loss. All log-probs are the engine's until the policy has scored the tokens.
     With a value model, `advantages_N` are rewards until advantages are computed from them."""
-    call_N: torch.Tensor  # number of the engine's call that sampled each token
-    size: int  # tokens without padding, trained or not
+    call_N: torch.Tensor  # index of the engine call that sampled each token
+    size: int  # number of tokens without padding, trained or not
     old_logprobs_N: torch.Tensor | None = None
-    """The policy's log-probs from before the step; None if nothing needs them."""
+    """The policy's log-probs from before the step; None if neither the KL penalty nor a correction
+    needs them."""
     values_N: torch.Tensor | None = None
     returns_N: torch.Tensor | None = None
     low_entropy_N: torch.Tensor | None = None
@@ -531,7 +536,7 @@ def make_micro_batch(
     group: ContextGroup | None = None,
     others_see: bool = False,
 ) -> MicroBatch:
-    """Return the tensors of samples; with a group, this rank's share of the columns.
+    """Return the tensors of samples; with a group, return this rank's share of the columns.
 
     `trajectory_tokens` is `RankBatches.trajectory_tokens`, and `version` is the weight version at
     the start of the step.

@@ -1,9 +1,10 @@
-"""Checkpoint folders: their order, when they are complete, which ones are kept.
+"""Checkpoint folders: their order, when they are complete, and which of them are kept.
 
-`state/` of `checkpoints/step-NNNN` has what a resumed run needs (see `checkpoint_state`), the
-loop's state in loop.json, and files.json: every file and its size, written last, so that a
-checkpoint that agrees with it is complete. It is written to `step-NNNN.tmp`, flushed to the disk
-and renamed; only then are older ones removed. Importing this needs no torch.
+The folder `state/` in `checkpoints/step-NNNN` contains what a resumed run needs (see
+`checkpoint_state`), the training loop's state in loop.json, and files.json, which lists every file
+and its size. As files.json is written last, a checkpoint whose files agree with it is complete. A
+checkpoint is written to `step-NNNN.tmp`, flushed to the disk and renamed; older checkpoints are
+removed only after that. Importing this module needs no torch.
 """
 
 import errno
@@ -34,7 +35,7 @@ def folder_of(run: Path, step: int) -> Path:
 
 
 def list_checkpoints(checkpoints: Path) -> list[Path]:
-    """Return the checkpoints in a folder by their step, complete or not; the newest is the last."""
+    """Return all checkpoints in a folder, complete or not, in the order of their steps."""
     for left in numbered(checkpoints, _STEP, ".old"):
         recover(left.with_suffix(""), _is_whole)
     return numbered(checkpoints, _STEP)
@@ -50,7 +51,7 @@ def begin(folder: Path) -> Path:
 
 
 def commit(folder: Path) -> None:
-    """Put the temporary folder in its place, which completes the checkpoint on the disk."""
+    """Complete the checkpoint on the disk by moving its temporary folder to the final path."""
     place = temporary(folder)
     with translate_disk_full(place):
         sizes = {
@@ -63,13 +64,13 @@ def commit(folder: Path) -> None:
 
 
 def write_loop(folder: Path, state: Mapping[str, object]) -> None:
-    """Add the loop's state, plain values, to a checkpoint that is not yet complete."""
+    """Add the training loop's state, as JSON values, to a checkpoint that is not yet complete."""
     with translate_disk_full(folder):
         (temporary(folder) / "state" / _LOOP).write_text(json.dumps(state) + "\n")
 
 
 def read_loop(folder: Path) -> JsonObject:
-    """Return the loop's state, as `write_loop` wrote it."""
+    """Return the training loop's state, as `write_loop` wrote it."""
     path = folder / "state" / _LOOP
     try:
         state: JsonObject = json.loads(path.read_text())
@@ -85,7 +86,7 @@ def incomplete_reason(folder: Path) -> str:
 
 
 def to_go_on_from(folder: str | Path) -> Path:
-    """Return the absolute path of a checkpoint; InputError if it is not whole."""
+    """Return the absolute path of a checkpoint; raise InputError if it is incomplete."""
     place = Path(folder).expanduser().resolve()
     if flaw := incomplete_reason(place):
         raise InputError(f"{place} is no checkpoint to resume from: {flaw}")
@@ -93,8 +94,8 @@ def to_go_on_from(folder: str | Path) -> Path:
 
 
 def to_write(folder: Path) -> Path:
-    """Return the absolute path of a new checkpoint; InputError if there already is something other
-    than a complete checkpoint or an empty folder."""
+    """Return the absolute path of a new checkpoint; raise InputError if the path exists and is
+    neither a complete checkpoint nor an empty folder."""
     place = folder.expanduser().resolve()
     taken = place.exists() and (not place.is_dir() or any(place.iterdir()))
     if taken and (flaw := incomplete_reason(place)):
@@ -126,7 +127,7 @@ def _flaw(folder: Path) -> str:
 
 
 def newest_whole(checkpoints: Path) -> tuple[Path, list[str]]:
-    """Return the newest complete checkpoint, and the reasons why newer ones are not."""
+    """Return the newest complete checkpoint, and the reasons why newer ones are incomplete."""
     skipped: list[str] = []
     for folder in reversed(list_checkpoints(checkpoints)):
         if not (why := incomplete_reason(folder)):
@@ -139,10 +140,11 @@ def newest_whole(checkpoints: Path) -> tuple[Path, list[str]]:
 def prune(
     checkpoints: Path, keep_last: int, best: int | None, committed: int | None = None
 ) -> None:
-    """Remove all checkpoints except the last `keep_last` and the best, and remains of crashes.
+    """Keep only the last `keep_last` checkpoints and the best; also remove leftovers of crashes.
 
-    `committed` is the step of the newest complete checkpoint; None: the last one in the folder.
-    Later checkpoints, which a resumed run found incomplete, are neither counted nor removed.
+    `committed` is the step of the newest complete checkpoint; None means the last checkpoint in the
+    folder. Later checkpoints, which a resumed run found incomplete, are neither counted nor
+    removed.
     """
     folders = list_checkpoints(checkpoints)
     if committed is None:
@@ -168,7 +170,8 @@ def causes(error: BaseException | None) -> Iterator[BaseException]:
 
 @contextmanager
 def translate_disk_full(path: Path) -> Iterator[None]:
-    """Turn errors that a full disk causes, in any library, into a TurnwiseError that says so."""
+    """Turn errors that a full disk causes, in any library, into a TurnwiseError that says that the
+    disk is full."""
     try:
         yield
     except Exception as error:

@@ -2,8 +2,9 @@
 
 A rank writes its shards with torch's distributed checkpoint (.metadata, *.distcp), which any number
 of ranks can read. It writes its position in the schedule, version and random state to rank-N.pt.
-8-bit moments are in rank-N.pt, too: their blocks cannot be divided over another number of ranks.
-Rates, decay, betas and the schedule are not saved: a resumed run takes them from its configuration.
+8-bit moments are in rank-N.pt too, because their blocks cannot be divided over a different number
+of ranks. Rates, decay, betas and the schedule are not saved, because a resumed run takes them from
+its configuration.
 Loading never runs code stored in a checkpoint.
 """
 
@@ -33,12 +34,13 @@ from turnwise.training.optimizer import TrainableModule
 
 _METADATA = ".metadata"
 _REFERENCE = "reference"
-_ALONE = "torch.distributed is disabled"  # beginning of torch's warning to a single rank
+_ALONE = "torch.distributed is disabled"  # beginning of torch's warning when there is one rank
 _MOMENTS = ("step", "exp_avg", "exp_avg_sq", "momentum_buffer")
 """Keys of a parameter's state in AdamW and Muon; `step` is a scalar."""
 _UNREADABLE = (OSError, RuntimeError, KeyError, ValueError, UnpicklingError, CheckpointException)
 _Moments = dict[str, dict[str, torch.Tensor]]
-"""State of the optimizer by the parameter's name, without parameters that were never updated."""
+"""State of the optimizer, by the name of the parameter; a parameter that was never updated is
+missing."""
 
 
 def save_state(
@@ -48,8 +50,8 @@ def save_state(
     extra: JsonObject,
     reference: nn.Module | None = None,
 ) -> None:
-    """Write this rank's part of the weights and optimizers, and of a reference model that moves,
-    and `extra`; every rank must call this."""
+    """Write `extra` and this rank's part of the weights, the optimizers, and the reference model if
+    its weights change; every rank must call this."""
     state = folder / "state"
     states: dict[str, object] = {
         name: _state(learner.module, {} if learner.in_8_bits else _moments_of(learner))
@@ -70,8 +72,8 @@ def save_state(
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=_ALONE)
                 save(states, checkpoint_id=state, no_dist=not dist.is_initialized())
-        except CheckpointException as error:  # not an Exception: it would end the process
-            # The first rank's error, which torch wraps.
+        except CheckpointException as error:  # a BaseException, which would end the process
+            # The error of the first rank that failed; torch wraps it.
             failure = next((failure for failure, _ in error.failures.values()), error)
             raise TurnwiseError(
                 f"{state} cannot be written: {first_line(failure)}; earlier checkpoints are "
@@ -89,7 +91,7 @@ def load_state(
     reference: nn.Module | None = None,
 ) -> JsonObject:
     """Load what `save_state` wrote, with any number of ranks; return `extra`. The reference model
-    keeps its weights if the checkpoint has none."""
+    keeps its weights if the checkpoint has no weights for it."""
     state = folder / "state"
     try:
         reader = _Reader(state)
@@ -101,7 +103,7 @@ def load_state(
                     f"it has no state of the {name}: algorithm.advantage.name cannot change to one "
                     "with a value model, nor rollout.policies, when a run is resumed"
                 )
-            moments[name] = {  # room for the moments that the checkpoint has
+            moments[name] = {  # empty tensors for the moments that the checkpoint has
                 own: room
                 for own, parameter in learner.module.named_parameters()
                 if (
@@ -169,8 +171,8 @@ def _ranks() -> int:
 
 
 def load_moved(folder: Path, name: str, module: nn.Module) -> None:
-    """Load the weights that `save_state` wrote of a module without an optimizer, in a process of
-    its own. The module keeps its weights if the checkpoint has none for it."""
+    """Load the weights that `save_state` wrote for a module without an optimizer, in a process of
+    its own. The module keeps its weights if the checkpoint has no weights for it."""
     try:
         reader = _Reader(folder / "state")
         if _has(reader.read_metadata().state_dict_metadata, name):
@@ -191,13 +193,13 @@ def _load(states: dict[str, object], reader: "_Reader") -> None:
 
 
 def _state(module: nn.Module, moments: _Moments | None = None) -> dict[str, object]:
-    # Not torch's function for optimizers: it would take a step if there is no state yet.
+    # Not torch's function for optimizers, which would take a step if there is no state yet.
     state: dict[str, object] = {"model": get_model_state_dict(module)}
     return state if moments is None else {**state, "optimizer": {"state": moments}}
 
 
 class _Reader(filesystem.FileSystemReader):
-    """Reads `.metadata`, a pickle, without running code that it may contain."""
+    """Reads `.metadata`, which is a pickle, without running any code that it may contain."""
 
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         with (Path(self.path) / _METADATA).open("rb") as file:
@@ -238,7 +240,7 @@ class _MetadataUnpickler(Unpickler):
 
 
 class _Planner(DefaultLoadPlanner):
-    """Reads only tensors: torch would unpickle anything else, which can run code."""
+    """Reads only tensors: torch would unpickle all other values, and unpickling can run code."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         raise UnpicklingError(f"{read_item.dest_index.fqn} is no tensor")

@@ -10,13 +10,13 @@ import torch.distributed as dist
 
 @dataclass(frozen=True, slots=True)
 class ContextGroup:
-    """The ranks that share this rank's sequences; all make the same calls in the same order.
+    """The ranks that share this rank's sequences; they all make the same calls in the same order.
 
-    Each rank computes an equal share of the columns. Only attention needs all columns: there the
-    ranks exchange columns for heads, each attends with some heads over all columns, and they
-    exchange back (DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509). Each rank computes the same
-    loss from all log-probs, and the ranks' gradients add up to the gradient of a single rank with
-    all columns.
+    Each rank computes an equal share of the columns. Only attention needs all columns. For it, the
+    ranks exchange columns for heads, each rank attends with some heads over all columns, and the
+    ranks exchange heads for columns again (DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509).
+    Each rank computes the same loss from all log-probs, and the ranks' gradients add up to the
+    gradient of a single rank with all columns.
     """
 
     ranks: dist.ProcessGroup
@@ -50,18 +50,20 @@ class ContextGroup:
         return own_BHTD
 
     def union(self, values_N: torch.Tensor, number_N: torch.Tensor, total: int) -> torch.Tensor:
-        """Return the values of all ranks, each at its index among all targets: [total], or
-        [total, K]."""
+        """Return the values of all ranks, each at the index of its target among all targets:
+        [total], or [total, K]."""
         own_N = values_N.new_zeros(total, *values_N.shape[1:]).index_copy(0, number_N, values_N)
         whole_N = own_N.detach().clone()
         dist.all_reduce(whole_N, group=self.ranks)
-        # All ranks compute the same loss from the union, so no gradient of own values is missing.
+        # All ranks compute the same loss from the union, so the gradient of this rank's own values
+        # is complete.
         is_own_N = torch.zeros_like(whole_N, dtype=torch.bool).index_fill(0, number_N, True)
         return torch.where(is_own_N, own_N, whole_N)
 
 
 class _Exchange(torch.autograd.Function):
-    """An exchange of equal parts: part i goes to rank i. Its gradient is the same exchange."""
+    """An exchange of equal parts: part i goes to rank i. Its gradient is exchanged in the same
+    way."""
 
     @staticmethod
     def forward(ctx: Any, parts_CBHTD: torch.Tensor, ranks: dist.ProcessGroup) -> torch.Tensor:

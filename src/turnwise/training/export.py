@@ -58,7 +58,8 @@ def export_model(
 ) -> None:
     """Write the model and its tokenizer in Hugging Face's format, in `model.dtype`.
 
-    All ranks gather the tensors one by one; only rank 0 writes them, and keeps none.
+    All ranks gather the tensors one by one. Only rank 0 writes them, and it keeps no tensor after
+    writing it.
     """
     buffers = saved_buffers(model)
     with drained(chain(full_tensors(model), buffers.items())) as source:
@@ -72,7 +73,7 @@ def export_model(
                 empty = language_model_class(model.config).from_config(
                     model.config, dtype=dtype, trust_remote_code=trust
                 )
-            empty.save_pretrained(folder, state_dict={})  # everything but the weights
+            empty.save_pretrained(folder, state_dict={})  # everything except the weights
             del empty
             give_back()
             names: dict[str, str] = {}
@@ -97,8 +98,8 @@ def export_adapters(
     policies: Sequence[str],
     model: PreTrainedModel,
 ) -> None:
-    """Write the policy's adapter in PEFT's format, in float32, with the tokenizer, on rank 0. Each
-    of several policies has a folder of its name in `POLICIES`."""
+    """Write the policy's adapter in PEFT's format, in float32, with the tokenizer, on rank 0. If
+    there are several policies, each has its own folder in `POLICIES`, named after the policy."""
     sent = adapter_tensors(model, policies)
     whole = by_policy((name, tensor.cpu().contiguous()) for name, tensor in sent)
     if rank:
@@ -112,8 +113,8 @@ def export_adapters(
 
 
 def _save_rest(folder: Path, settings: ModelConfig) -> None:
-    """Add the tokenizer, and the settings of generation, such as stop ids, and of the model's image
-    processor."""
+    """Add the tokenizer, the generation settings, such as stop ids, and the settings of the model's
+    image processor."""
     read_tokenizer(settings).save_pretrained(folder)
     path = path_of(settings)
     for name in (GENERATION_CONFIG_NAME, *(f"{name}.json" for name in _OF_IMAGES)):
@@ -124,11 +125,12 @@ def _save_rest(folder: Path, settings: ModelConfig) -> None:
 
 @torch.no_grad()
 def merge_adapter(adapter: Path, folder: Path, settings: ModelConfig) -> None:
-    """Write the model of `model.path` with an adapter added, as engines computed with it."""
+    """Write the model of `model.path` with an adapter merged in, which gives the same outputs as
+    engines that apply the adapter."""
     form = json.loads((adapter / ADAPTER_CONFIG).read_text())
     rank = form["r"]
     scale = form["lora_alpha"] / (math.sqrt(rank) if form["use_rslora"] else rank)
-    # With the default training settings, which need no GPU.
+    # Load it with the default training settings, which need no GPU.
     model = load_model(settings, TrainingConfig(), dtype=dtype_of(settings))
     weights = dict(model.named_parameters())
     factors = load_file(adapter / ADAPTER_TENSORS)
@@ -141,7 +143,8 @@ def merge_adapter(adapter: Path, folder: Path, settings: ModelConfig) -> None:
         if weight is None or weight.shape != (len(second), first.shape[1]):
             raise InputError(f"{adapter}: {settings.path} has no layer {layer} of this shape")
         weight.copy_(add_product(weight, first, second, scale))
-    # `_save_rest` copies the model's own settings, as Transformers refuses to write some of them.
+    # `_save_rest` copies the model's own generation settings, because Transformers refuses to write
+    # some of them.
     model.generation_config = GenerationConfig.from_model_config(model.config)
     with translate_disk_full(folder):
         model.save_pretrained(folder)

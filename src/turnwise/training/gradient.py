@@ -1,4 +1,4 @@
-"""The gradient of a rank's micro-batches: what losses need, the losses, and the backward pass."""
+"""The gradient of a rank's micro-batches: inputs of the losses, the losses, and backward passes."""
 
 import time
 from collections.abc import Sequence
@@ -20,19 +20,21 @@ from turnwise.training.reports import UpdateReport
 
 _T = TypeVar("_T")
 _GIVE_BACK_SECONDS = 10.0
-"""Seconds until a rank on a CPU gives freed memory back again: holes between the blocks of
-different micro-batches add up. More often would cost time, as the rank then needs new pages."""
+"""Minimum seconds between two times that a rank on a CPU returns freed memory to the system, which
+it does because holes between the blocks of different micro-batches add up. Doing it more often
+would cost time, because the rank then needs new pages."""
 
 
 class How(NamedTuple):
-    """Algorithm, loss and model of a gradient."""
+    """The algorithm, loss and model with which a gradient is computed."""
 
     algorithm: AlgorithmConfig
     loss: Loss
     model: str = "policy"
-    """A policy, or an adapter that was added, by PEFT's name."""
+    """Name of a policy, or PEFT's name of an added adapter."""
     sampling: SamplingConfig | None = None
-    """Distribution to score all tokens under; None: each token's own, which it was drawn from."""
+    """Distribution to score all tokens under; None: the distribution that each token was drawn
+    from."""
     learns: bool = True
 
 
@@ -71,8 +73,8 @@ class Gradients:
         recorded: list[torch.Tensor],
         warming: bool = False,
     ) -> UpdateReport:
-        """Add the gradient of the loss, which is a sum over the trained tokens of all ranks, and
-        the tokens' `RECORDED` values. `warming` trains only the value model."""
+        """Add the gradient of the loss (a sum over the trained tokens of all ranks), and append the
+        tokens' `RECORDED` values to `recorded`. `warming` trains only the value model."""
         report = UpdateReport()
         counted = share.total_tokens
         if not warming:
@@ -99,7 +101,7 @@ class Gradients:
 
     def prepare(self, batches: Sequence[MicroBatch], how: How, updates: int) -> None:
         """Compute what the losses need before the first update of a step: log-probs of the policy
-        and of the reference model, values, and from them each token's advantage."""
+        and of the reference model, the value model's estimates, and, given these, advantages."""
         algorithm, loss = how.algorithm, how.loss
         kl, corrected = algorithm.kl, algorithm.correction.name != "none"
         penalised = bool(kl.coef) and kl.where == "reward"  # the KL penalty is part of the reward
@@ -145,8 +147,8 @@ class Gradients:
     def _find_low_entropies(
         self, batches: Sequence[MicroBatch], share: RankBatches, how: How
     ) -> int:
-        """Find the tokens that `algorithm.entropy.top_quantile` leaves out of an update; return the
-        number of tokens of all ranks that it keeps."""
+        """Find the tokens that `algorithm.entropy.top_quantile` leaves out of an update; return how
+        many tokens of all ranks the quantile keeps."""
         quantile = how.algorithm.entropy.top_quantile
         if quantile >= 1:
             return share.total_tokens
@@ -160,7 +162,7 @@ class Gradients:
         return int((entropies >= floor).sum())
 
     def of_all_ranks(self, value: _T) -> list[_T]:
-        """Return the values of all ranks, one for each group that shares its sequences."""
+        """Return the values of all ranks; ranks that share sequences give one value together."""
         values = [value] * self._ranks
         if self._ranks > 1:
             dist.all_gather_object(values, value)
@@ -175,16 +177,16 @@ class Gradients:
         report: UpdateReport,
         recorded: list[torch.Tensor],
     ) -> None:
-        """Add a micro-batch's part of the policy's gradient, and its tokens' `RECORDED` values;
-        `counted` tokens of the update count in the mean entropy."""
+        """Add a micro-batch's part of the policy's gradient, and append the tokens' `RECORDED`
+        values to `recorded`. `counted` is the number of tokens in the update's mean entropy."""
         algorithm, loss, columns = how.algorithm, how.loss, batch.columns
         engine_N, advantages_N = batch.tokens.engine_logprobs_N, batch.tokens.advantages_N
         if loss.scaled:
             learns_N = advantages_N.reshape(len(advantages_N), -1).any(dim=1)
             columns = replace(columns, learns_N=learns_N[columns.number_N])
         logprobs_N, entropy_N = self._models.score(how.model, columns, how.sampling)
-        # Ratios are relative to the old log-probs: the engine's or, with a correction, the policy's
-        # own from before the step.
+        # Ratios are relative to the old log-probs: the engine's log-probs or, with a correction,
+        # the policy's own log-probs from before the step.
         if algorithm.correction.name == "none":
             old_N = engine_N
         elif batch.old_logprobs_N is not None:

@@ -1,9 +1,10 @@
-"""The check before training: the trainer's log-probs are the model's own, in the run's layout.
+"""Check before training that the trainer's log-probs in the run's layout are the model's own.
 
-A few random sequences are scored one by one, with the attention that Transformers chose, and one of
-them is compared with the model's own logits. Then all are scored in the layout of the run. Three
-errors show as a difference, in any architecture: states that leak into the next sequence of a row,
-masks that ignore where sequences begin, and sliding windows that are not applied.
+A few random sequences are scored one by one, with the attention that Transformers chose, and the
+log-probs of one sequence are compared with the model's own logits. Then all sequences are scored in
+the layout of the run. In any architecture, three errors show as a difference: states that leak into
+the next sequence of a row, masks that ignore where sequences begin, and sliding windows that are
+not applied.
 """
 
 import inspect
@@ -39,23 +40,24 @@ from turnwise.trajectory import Prompt
 
 _PLAIN = SamplingConfig()
 _LENGTHS = (25, 22, 17)
-"""Minimum numbers of tokens of the sequences; the first two have a common prefix. In a packed row,
-sequences begin at odd columns, where no chunk of a model begins."""
+"""Minimum lengths of the sequences in tokens; the first two sequences have a common prefix. In a
+packed row, the sequences begin at odd columns, where no chunk of a model begins."""
 _COMMON = 11  # tokens of the common prefix
 _LONGEST = 16384
 _BLOCK = 8
-"""Number of tokens over which differences are averaged. If tokens see another sequence, all tokens
-of a block differ; if rounding makes a router choose another expert, only single tokens differ."""
+"""Number of tokens over which differences are averaged. If tokens see a sequence that is not their
+own, all tokens of a block differ; if rounding changes a router's choice, only single tokens do."""
 _ROUNDING = {torch.float32: (3e-5, 0.02), torch.bfloat16: (0.03, 0.25)}
-"""Limits, low and high, of the largest difference that counts as rounding, relative to the spread
+"""Lower and upper limit of the largest difference that counts as rounding, relative to the spread
 of the log-probs. In 100 architectures, tokens that saw another sequence differed by at least 0.29
-(less if weights are as small as before training); rounding was 1e-6 in float32 and 0.03 in
-bfloat16. Between the limits, the largest difference is `_TIMES` what another batch shape makes:
-it rounds sums in another order, which the routers of a mixture of experts amplify."""
+(less if weights are as small as before training), while rounding made differences of 1e-6 in
+float32 and 0.03 in bfloat16. Between the limits, the largest difference is `_TIMES` the difference
+that a change of the batch shape makes: sums are then rounded in a different order, and the routers
+of a mixture of experts amplify this."""
 _TIMES = 3
 _MIN_SPREAD = 1e-3
-"""Minimum spread of log-probs in nats that differences are divided by: the spread of an untrained
-model, which hardly tells tokens apart, may be smaller."""
+"""Minimum spread of log-probs, in nats, by which differences are divided. An untrained model gives
+all tokens nearly the same log-prob, so its spread may be smaller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ class Difference:
     """The difference between computed log-probs and the expected ones."""
 
     nats: float
-    """Largest mean over a block of tokens; inf if log-probs are not finite, or cannot be
+    """Largest mean difference over a block of tokens; inf if log-probs are not finite, or cannot be
     computed."""
     relative: float  # `nats` relative to the spread of the model's log-probs
     rounding: float  # maximum of `relative` that counts as rounding
@@ -81,7 +83,7 @@ class Difference:
 
 
 class ModelCheck:
-    """The check of one model. All ranks make the same calls, and get the same answers."""
+    """The check of one model. All ranks make the same calls and get the same results."""
 
     @torch.no_grad()
     def __init__(
@@ -96,16 +98,17 @@ class ModelCheck:
             self._samples = samples = _with_images(samples, module.images)
         self._rounding, largest = _ROUNDING[module.dtype]
         packed = is_packed(self._model)
-        # One by one, each rank alone, and with the attention that Transformers chose.
+        # Score the samples one by one, on each rank alone, with the attention that Transformers
+        # chose.
         self._group: ContextGroup | None = None
         set_packed(self._model, False)
         self._alone, why = _attempt(lambda: [self._values([s], "padded")[0] for s in samples])
-        # Judged by the strict bound, as both have the same shape.
+        # The strict bound applies here, because both batches have the same shape.
         by_logits = _attempt(self._by_logits) if self._alone else ([], why)
         self.own = self._difference(by_logits, self._alone[-1:])
         """Difference between one sequence's log-probs and those from the model's own logits."""
-        # Score them again with more tokens at the end, which are not scored: the difference that
-        # another batch shape makes widens the bound from here on.
+        # Score the samples again, followed by tokens that are not scored. The difference that this
+        # change of the batch shape makes widens the bound from here on.
         followed = [_followed(sample) for sample in samples[1:]]
         found = _attempt(lambda: self._values(followed, "padded"))
         again = self._difference(found, self._alone[1:])
@@ -115,8 +118,8 @@ class ModelCheck:
 
     @torch.no_grad()
     def compare_and_choose_attention(self, layout: Layout) -> Difference:
-        """Return the difference between log-probs in a layout and those one by one. If the
-        trainer's attention causes it, switch the model back to its own attention."""
+        """Return the difference between log-probs in a layout and log-probs computed one by one. If
+        the trainer's attention causes a difference, switch the model back to its own attention."""
         found = self._compared(layout)
         if found.small or not is_packed(self._model):
             return found
@@ -127,7 +130,7 @@ class ModelCheck:
 
     def _compared(self, layout: Layout) -> Difference:
         parts = [self._samples]
-        if layout == "padded":  # the first may be long, and rows of its length would be large
+        if layout == "padded":  # the first sample may be long, and pads all rows to its length
             parts = [self._samples[:1], self._samples[1:]]
         found = _attempt(lambda: [v for part in parts for v in self._values(part, layout)])
         return self._difference(found, self._alone)
@@ -137,7 +140,7 @@ class ModelCheck:
         tokens = {sample.trajectory: sample.trained for sample in samples}
         batch = make_micro_batch(samples, tokens, 0, layout, self._models.device, self._group)
         if isinstance(self._module, Critic):
-            # With a head that tells hidden states apart: a new head predicts 0 for all of them.
+            # Use a head that distinguishes hidden states, as a new head predicts 0 for all of them.
             weight = self._module.head.weight.detach()
             own = weight.to_local() if isinstance(weight, DTensor) else weight
             before = own.clone()
@@ -166,7 +169,7 @@ class ModelCheck:
             given = {name: tensor for name, tensor in given.items() if name in taken}
         with self._models.computing(self._module):
             if isinstance(self._module, FSDPModule):
-                self._module.unshard()  # the head's weights; layers gather their own
+                self._module.unshard()  # gather the head's weights; layers gather their own
             logits = self._model(input_ids=ids_1T, use_cache=False, **given).logits
         logprobs_T = logits[0, :-1].float().log_softmax(-1).gather(-1, ids_1T[0, 1:, None])[:, 0]
         return [logprobs_T.cpu()[torch.from_numpy(sample.response_mask_T[1:])]]
@@ -174,11 +177,11 @@ class ModelCheck:
     def _difference(
         self, found: tuple[list[torch.Tensor], str], expected: Sequence[torch.Tensor]
     ) -> Difference:
-        """Return the largest difference of values of all samples, on any rank."""
+        """Return the largest difference over all samples and ranks."""
         values, error = found
         nats = inf if error else 0.0
         for ours_T, theirs_T in zip(values, expected, strict=False):
-            # A model may give a token the probability 0: both are -inf then.
+            # If a model gives a token the probability 0, both log-probs are -inf.
             apart_T = torch.where(ours_T == theirs_T, 0.0, (ours_T - theirs_T).abs())
             blocks = apart_T.tensor_split(max(1, len(apart_T) // _BLOCK))
             nats = max(nats, *(float(block.mean().nan_to_num(inf, inf)) for block in blocks))
@@ -194,7 +197,7 @@ class ModelCheck:
 
 def possible_layouts(training: TrainingConfig, *, replays_routing: bool) -> tuple[Layout, ...]:
     """Return the layouts that a run may have if they change no log-probs: the configured layout, or
-    all layouts that the run's other keys allow."""
+    all layouts that the run's other settings allow."""
     if training.packing != "auto":
         return (training.packing,)
     refused = training.context_parallel > 1 or training.attention != "auto"
@@ -205,8 +208,8 @@ def possible_layouts(training: TrainingConfig, *, replays_routing: bool) -> tupl
 def agreed_layouts(
     checks: Sequence[ModelCheck], training: TrainingConfig, possible: Sequence[Layout]
 ) -> tuple[tuple[Layout, ...], list[str]]:
-    """Return the possible layouts that change no model's log-probs, and a sentence about each other
-    layout.
+    """Return the possible layouts that change no model's log-probs, and a sentence about each of
+    the remaining layouts.
 
     Raises:
         InputError: if no layout is left, or if log-probs differ from a model's own logits.
@@ -217,7 +220,7 @@ def agreed_layouts(
                 f"a {check.kind} model cannot be trained: the trainer's log-probs are not those of "
                 f"the model's own logits ({check.own})"
             )
-    # In order: the check of the first layout, if padded, decides which attention a model has.
+    # Keep the order: the check of the first layout, if padded, decides a model's attention.
     wrong = {layout: _wrong(checks, layout) for layout in possible}
     agreed = tuple(layout for layout in possible if not wrong[layout])
     layout, why = next(iter(wrong.items()))
@@ -237,20 +240,20 @@ def check_run(
     """Check all models of a run, with images if they can have any.
 
     Returns:
-        The layouts that change no log-probs, neither of text nor, if samples can have images, of
-        images; a sentence about the layouts; and why no sample may have an image, or "".
+        The layouts that change no log-probs, of text and, if samples can have images, of samples
+        with images; a sentence about the layouts; and why no sample may have an image, or "".
     """
     patches, left = 0.0, list[str]()
     possible = possible_layouts(training, replays_routing=engine.routing_replay)
     length, why = model.max_length, _without_images(models, model.path, engine, training)
-    try:  # images first: their check may change the attention, with which the others are then made
+    try:  # images first, because their check may change the attention for the checks that follow
         if not why and (reader := models.policy.images) is not None:
             patches = patches_per_token(models.policy.model, reader.processed(probe(0)))
             checks = [ModelCheck(models, module, length, True) for module in models.modules()]
             possible, left = agreed_layouts(checks, training, possible)
     except (torch.OutOfMemoryError, dist.DistError):
         raise  # not the model's fault
-    except Exception as error:  # from code that supports only some models that read images
+    except Exception as error:  # raised by code that supports only some models with images
         for module in models.modules():  # undo what these checks changed
             use_packed_attention(_checked(module), training.attention)
         why = str(error) if isinstance(error, InputError) else describe_error(error)
@@ -281,7 +284,8 @@ def _checked(module: Scorer | Critic) -> PreTrainedModel:
 
 
 def _wrong(checks: Sequence[ModelCheck], layout: Layout) -> str:
-    """Return whose log-probs a layout changes, and by how much; "" if it changes none."""
+    """Return which model's log-probs a layout changes the most, and by how much; "" if the layout
+    changes no log-probs."""
     found = [(check.kind, check.compare_and_choose_attention(layout)) for check in checks]
     kind, worst = max(found, key=lambda each: (not each[1].small, each[1].nats))
     return "" if worst.small else f"the log-probs of a {kind} model ({worst})"
@@ -290,7 +294,7 @@ def _wrong(checks: Sequence[ModelCheck], layout: Layout) -> str:
 def check_policy(
     model: ModelConfig, training: TrainingConfig, sampling: SamplingConfig, device: torch.device
 ) -> ModelCheck:
-    """Load the policy alone, without anything to train it, and return its check."""
+    """Load only the policy, without an optimizer or other models, and return its check."""
     dtype = dtype_of(model)
     scorer = Scorer(load_model(model, training, dtype=dtype), sampling, dtype)
     models = Models(scorer.to(device), None, None, device)
@@ -298,7 +302,8 @@ def check_policy(
 
 
 def _samples(shape: PretrainedConfig, max_length: int) -> list[Sample]:
-    """Return three sequences of random tokens; the first is twice as long as the longest window."""
+    """Return three sequences of random tokens; the first is about twice as long as the longest
+    attention window."""
     text = shape.get_text_config()
     values = text.to_dict()
     positions = getattr(text, "max_position_embeddings", None) or max_length
@@ -323,7 +328,7 @@ def _samples(shape: PretrainedConfig, max_length: int) -> list[Sample]:
 
 def _with_images(samples: Sequence[Sample], images: ModelImages) -> list[Sample]:
     """Return the last two samples, each with an image after the common prefix, and a copy of the
-    last one in which only the image's pixels differ."""
+    last sample in which only the image's pixels differ."""
     text, others = samples[0].ids[:_COMMON], samples[1:]
     made = []
     for number, (sample, picture) in enumerate(zip((*others, others[-1]), (0, 0, 1), strict=True)):
@@ -335,13 +340,13 @@ def _with_images(samples: Sequence[Sample], images: ModelImages) -> list[Sample]
 
 
 def _followed(sample: Sample) -> Sample:
-    """Return a sample with tokens after it that are not scored."""
+    """Return a sample with additional tokens at its end that are not scored."""
     more, mask = sample.ids.ids[:_BLOCK], [1, *sample.response_mask_T.tolist()[1:]]
     return Sample.to_score(sample.ids + more, mask + [0] * len(more), sample.sequence)
 
 
 def _attempt(compute: Callable[[], list[torch.Tensor]]) -> tuple[list[torch.Tensor], str]:
-    """Return the result of a call and "", or no result and the reason."""
+    """Return a call's result and "", or an empty list and the reason why the call failed."""
     try:
         return compute(), ""
     except (torch.OutOfMemoryError, dist.DistError):

@@ -2,7 +2,8 @@
 
 torch uses MKL, which takes twice as long on AMD's processors, both forwards and backwards; the
 results differ only by rounding. oneDNN compiles kernels for every number of tokens, so small layers
-would gain nothing. They, and layers of other types, stay torch's own.
+would gain nothing. Small layers, and layers that are not plain `nn.Linear`, still use torch's own
+code.
 """
 
 import os
@@ -18,17 +19,18 @@ ENVIRONMENT = {
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 }
 """Environment variables of a process with such layers: the number of kernels in oneDNN's cache, and
-in torch's own cache of them. A micro-batch needs about 15 kernels. With the default of 1,024,
-memory would grow for hundreds of steps."""
+in torch's own cache of oneDNN kernels. A micro-batch needs about 15 kernels. With the default of
+1,024 kernels, memory would grow for hundreds of steps."""
 _SMALLEST = 2**16
-"""Minimum number of values of a matrix that oneDNN multiplies."""
+"""Minimum number of values in a matrix for oneDNN to multiply it."""
 _COPIED = 2**24
 """Maximum number of values of an output's gradient that oneDNN transposes, by a copy, for the
-gradient of a matrix: 64 MiB. Larger ones are of logits; their copies would raise peak memory."""
+gradient of a matrix: 64 MiB. Larger gradients belong to logits, and copies of them would raise peak
+memory."""
 
 
 def use_onednn(module: nn.Module, device: torch.device) -> None:
-    """Let oneDNN compute a module's linear layers where that is possible and pays off."""
+    """Let oneDNN compute a module's linear layers where this is possible and faster."""
     if device.type == "cpu" and HAS_ONEDNN:
         for layer in module.modules():
             if type(layer) is nn.Linear and layer.weight.numel() >= _SMALLEST:

@@ -1,8 +1,8 @@
 """The trainer's models: their roles, their data types, their parts, and how they are loaded.
 
-Forward passes use `model.dtype`. Weights that learn are kept in float32, since steps with a small
-learning rate vanish in bfloat16; or they are kept in bfloat16, and steps are rounded at random
-(`training.weights_dtype`).
+Forward passes use `model.dtype`. Weights that learn are kept in float32, because steps with a small
+learning rate vanish in bfloat16. With `training.weights_dtype` bfloat16, they are kept in bfloat16,
+and steps are rounded at random.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -56,7 +56,8 @@ POLICY = OtherModel()
 
 
 def missing_model(config: AlgorithmConfig, name: str) -> str:
-    """Return why the trainer lacks a model, and the key that adds it; "" if it has the model."""
+    """Return why the trainer lacks a model, and the setting that adds it; "" if the trainer has the
+    model."""
     algorithm, kl = make_algorithm(config), config.kl
     if name == "value" and not algorithm.advantage.needs_values:
         return "there is no value model: set algorithm.advantage.name to gae"
@@ -86,8 +87,8 @@ def models_beside(
 def shared_roles(
     model: ModelConfig, policies: Sequence[str], beside: Mapping[ModelName, OtherModel]
 ) -> tuple[str, ...]:
-    """Return the roles that the policy's backbone plays with adapters: all policies, and the other
-    models that have the policy's path and precision. Without LoRA there are none."""
+    """Return the roles that the policy's backbone plays with adapters: all policies, and the models
+    in `beside` that have the policy's path and precision; () without LoRA."""
     if not model.lora.rank:
         return ()
     shared = (
@@ -99,7 +100,7 @@ def shared_roles(
 
 
 def path_of(model: ModelConfig, other: OtherModel = POLICY) -> str:
-    """Return the path that a model is loaded from: its own, or the policy's."""
+    """Return the path that a model is loaded from: its own path, or the policy's if it has none."""
     return resolve_model(other.path or model.path)
 
 
@@ -113,7 +114,8 @@ def dtype_of(model: ModelConfig, other: OtherModel = POLICY) -> torch.dtype:
 def learning_dtype(
     model: ModelConfig, training: TrainingConfig, other: OtherModel = POLICY
 ) -> torch.dtype:
-    """Return the type that keeps the weights of a model that learns, or of a loaded reference."""
+    """Return the dtype in which weights are kept, for a model that learns or a reference model with
+    weights of its own."""
     kept: torch.dtype = getattr(torch, training.weights_dtype)
     return kept if dtype_of(model, other) == kept else torch.float32
 
@@ -124,8 +126,8 @@ def load_model(
     other: OtherModel = POLICY,
     dtype: torch.dtype = torch.float32,
 ) -> PreTrainedModel:
-    """Load a language model, with the part that reads images if it has one. With several ranks,
-    weights that `distribute` can read from the files are not loaded yet."""
+    """Load a language model, including the part that reads images if it has such a part. With
+    several ranks, weights that `distribute` can read from the files are not loaded yet."""
     path, trust = path_of(model, other), model.trust_remote_code
     return _loaded(language_model_class(_shape_of(path, trust)), training, path, dtype, trust)
 
@@ -148,7 +150,7 @@ def _shape_of(path: str, trust: bool) -> PretrainedConfig:
 def load_value_model(
     model: ModelConfig, training: TrainingConfig, other: OtherModel
 ) -> PreTrainedModel:
-    """Load the model that the value model starts from: a language model, or a reward model."""
+    """Load the model that the value model starts from: a language model or a reward model."""
     path, trust = path_of(model, other), model.trust_remote_code
     shape = _shape_of(path, trust)
     dtype = learning_dtype(model, training, other)
@@ -198,8 +200,8 @@ def translate_unreadable(path: str) -> Iterator[None]:
 
 
 def recompute(model: nn.Module, every: bool | int) -> list[nn.Module]:
-    """Make all layers, none, or every N-th (`training.activation_checkpointing`) keep only their
-    input, and compute their activations again in backward passes; return these layers."""
+    """Make all layers, no layer, or every N-th layer (`training.activation_checkpointing`) keep
+    only their input and compute activations again in backward passes; return these layers."""
     chosen = decoder_layers(model)[:: int(every)] if every else []
     for layer in chosen:
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
@@ -212,12 +214,12 @@ def load_models(
     device: torch.device,
     group: ContextGroup | None = None,
 ) -> Models:
-    """Load the policy and the other models `beside` it, and distribute them."""
+    """Load the policy and the models in `beside`, and distribute them over the ranks."""
     settings, training = config.model, config.training
     if training.attention == "flex_attention" and device.type == "cpu":
         raise InputError("training.attention: flex_attention has no gradients on a CPU: set auto")
     roles = shared_roles(settings, config.policies, beside)
-    # A frozen backbone needs no more precision than its forward passes.
+    # A frozen backbone needs no more precision than its forward passes use.
     kept = dtype_of(settings) if roles else learning_dtype(settings, training)
     model = load_model(settings, training, dtype=kept)
     if roles:
@@ -227,7 +229,7 @@ def load_models(
     readers: dict[str, ModelImages] = {}
 
     def prepared(model: PreTrainedModel, other: OtherModel = POLICY) -> ModelImages:
-        """Freeze the part that reads images if it does not learn; return its processor."""
+        """Freeze the part that reads images if it does not learn; return the model's processor."""
         for parameter in () if settings.train_vision else vision_parameters(model):
             parameter.requires_grad_(False)
         path = path_of(settings, other)
@@ -241,7 +243,7 @@ def load_models(
     policy = spread(scorer, path=path_of(settings), recomputed=recomputed)
     reference = policy if "reference" in roles else None
     if reference is None and (other := beside.get("reference")) is not None:
-        kept = learning_dtype(settings, training, other)  # as the policy's
+        kept = learning_dtype(settings, training, other)  # the same rule as for the policy
         model = load_model(settings, training, other, kept)
         images = prepared(model, other)
         frozen = Scorer(model, config.sampling, dtype_of(settings, other), images=images)
@@ -273,9 +275,10 @@ def distribute(
     """Move a module to its device, and shard it if there are several ranks.
 
     Each decoder layer is gathered only for its own computation. The part that reads images is
-    gathered with the embeddings, because ranks that have no image do not compute it. The files at
-    `path`, from which the module was made, hold the weights that it still lacks. `recomputed` is
-    `training.activation_checkpointing`. Without `images`, no rank ever reads an image.
+    gathered together with the embeddings, because ranks without an image do not compute this part.
+    The files at `path`, from which the module was made, hold the weights that the module still
+    lacks. `recomputed` is `training.activation_checkpointing`. Without `images`, no rank ever reads
+    an image.
     """
     use_onednn(module, device)
     recompute(module, recomputed)

@@ -1,9 +1,9 @@
 """LoRA with PEFT: low-rank adapters in a model's linear layers; only the adapters are trained.
 
-One backbone plays all roles: the policy and PPO's value model are the backbone with an adapter of
-their own, the reference model is the backbone without an adapter. Engines get the adapters
-themselves, or weights with the policy's adapter merged in, layer by layer. Only PEFT's layers and
-file formats are used, not its model class.
+One backbone plays all roles: the policy and PPO's value model are the backbone with an adapter
+each, and the reference model is the backbone without an adapter. Engines get the adapters
+themselves, or weights into which the policy's adapter is merged, layer by layer. Only PEFT's layers
+and file formats are used, not its model class.
 """
 
 import inspect
@@ -32,8 +32,8 @@ from turnwise.weights.manifest import NamedTensors
 ModelName = Literal["policy", "reference", "value"]
 """The models of the trainer, by the role that they play in training."""
 _POLICY = "default"
-"""PEFT's name of the policy's adapter. The adapters of the value model, of several policies, and
-those added later have names of their own. The reference model has no adapter."""
+"""PEFT's name of the policy's adapter. The value model's adapter, the adapters of several policies,
+and adapters that are added later have names of their own. The reference model has no adapter."""
 PREFIX = "base_model.model."  # beginning of the names of tensors in PEFT's files
 ADAPTER_TENSORS = "adapter_model.safetensors"
 """PEFT's file of an adapter's tensors, next to `ADAPTER_CONFIG`."""
@@ -44,7 +44,7 @@ POLICIES = "policies"
 def add_adapters(model: Foreign, lora: LoraConfig, roles: Sequence[str]) -> None:
     """Freeze a model, and give its layers that read text an adapter for each role, in float32.
 
-    An adapter changes nothing before its first update: its second factor starts at 0.
+    An adapter changes nothing before its first update, because its second factor starts at 0.
     """
     targets: Foreign = lora.target_modules
     if targets == "all-linear":
@@ -85,7 +85,7 @@ def _all_linear(model: Foreign, lora: LoraConfig) -> list[str]:
 
 def said_without_adapter(model: Foreign, lora: LoraConfig) -> str:
     """Return a sentence about the linear layers and experts to which all-linear gives no adapter;
-    "" if there are none."""
+    "" if it gives all of them an adapter."""
     if not lora.rank or lora.target_modules != "all-linear":
         return ""
     adapted = adapted_layers(model)
@@ -120,8 +120,8 @@ def _is_stack(module: nn.Module) -> bool:
 
 
 def _can_adapt(layer: Foreign, parent: nn.Module, name: str) -> bool:
-    """Return whether a model calls a layer as a plain linear layer, to whose output PEFT's layer
-    can add its product."""
+    """Return whether a model calls a layer as a plain linear layer, so that PEFT's layer can add
+    its product to the output."""
     if not isinstance(layer, nn.Linear):
         return False
     if type(layer).forward is not nn.Linear.forward and not _is_plain(layer):
@@ -130,7 +130,8 @@ def _can_adapt(layer: Foreign, parent: nn.Module, name: str) -> bool:
         source = inspect.getsource(type(parent))
     except (OSError, TypeError):
         return True
-    # Its parent may compute with the weights directly, as fused kernels of state-space models do.
+    # The layer's parent may compute with the weights directly, as fused kernels of state-space
+    # models do.
     child = re.escape(name.rpartition(".")[2])
     return re.search(rf"\bself\.{child}\.(weight|bias)\b(?!\.dtype|\.device|\[)", source) is None
 
@@ -150,7 +151,7 @@ def _is_plain(layer: nn.Linear) -> bool:
 
 
 def _text_part(model: Foreign) -> str:
-    """Return the name of the part of a model that reads text, if another one reads images."""
+    """Return the name of the part of a model that reads text; "" if no other part reads images."""
     if not sees(model.config):
         return ""
     decoder = model.get_decoder()
@@ -160,7 +161,7 @@ def _text_part(model: Foreign) -> str:
 def add_adapter(
     model: Foreign, lora: LoraConfig, name: str, targets: Sequence[str], seed: int
 ) -> None:
-    """Add an adapter, with its own rank and scaling, to some of the layers that have adapters.
+    """Add an adapter, with its own rank and scaling, to some of the layers that PEFT has wrapped.
 
     Args:
         name: PEFT's name of the new adapter, without dots.
@@ -175,7 +176,7 @@ def add_adapter(
 
 
 def remove_adapter(model: Foreign, name: str) -> None:
-    """Remove an adapter; its layers then have no active adapter. Other adapters keep their
+    """Remove an adapter; its layers then have no active adapter. All remaining adapters keep their
     values."""
     for layer in adapted_layers(model).values():
         if name in layer.lora_A:
@@ -186,15 +187,15 @@ def remove_adapter(model: Foreign, name: str) -> None:
 
 
 def _inject(model: Foreign, lora: LoraConfig, name: str, targets: Foreign) -> Foreign:
-    """Add an adapter's factors to the layers; return the names of these layers."""
+    """Add an adapter's factors to the target layers; return the names of these layers."""
     peft = optional("peft", "lora", "model.lora")
     beside = None
-    if text := _text_part(model):  # the part that reads images may have layers of the same names
+    if text := _text_part(model):  # the part that reads images may use the same layer names
         beside = rf"(?!{re.escape(text)}\.).*"
     where: Foreign = {"target_modules": targets, "exclude_modules": beside}
     settings = peft.LoraConfig(**peft_settings(lora), **where, task_type="CAUSAL_LM")
     try:
-        with warnings.catch_warnings(action="ignore"):  # of a second adapter
+        with warnings.catch_warnings(action="ignore"):  # PEFT's warnings about a second adapter
             peft.inject_adapter_in_model(settings, model, name)
     except ValueError as error:
         raise InputError(f"model.lora.target_modules: {error}") from error
@@ -202,7 +203,7 @@ def _inject(model: Foreign, lora: LoraConfig, name: str, targets: Foreign) -> Fo
 
 
 def _draw(layers: Mapping[str, Foreign], name: str) -> None:
-    """Draw an adapter's initial values; they are the same if the model is on the meta device."""
+    """Draw an adapter's initial values, which are the same if the model is on the meta device."""
     for layer in layers.values():
         factors = [f[name] for f in (layer.lora_A, layer.lora_B) if name in f]
         if any(factor.weight.is_meta for factor in factors):
@@ -213,7 +214,7 @@ def _draw(layers: Mapping[str, Foreign], name: str) -> None:
 
 
 def _train_adapters(model: nn.Module) -> None:
-    """Freeze everything but the adapters, which are kept in float32."""
+    """Freeze everything except the adapters, which are kept in float32."""
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name)
         if parameter.requires_grad:
@@ -228,7 +229,7 @@ def adapted_layers(model: nn.Module) -> dict[str, Foreign]:
 
 def take_role(model: nn.Module, role: str) -> None:
     """Activate the adapter of a role, or the adapter with this name in PEFT, for the next forward
-    and backward pass; "reference" activates none."""
+    and backward pass; "reference" deactivates all adapters."""
     activate(adapted_layers(model).values(), [] if role == "reference" else [_adapter_of(role)])
 
 
@@ -237,16 +238,16 @@ def _adapter_of(role: str) -> str:
 
 
 def _adapter_in(parameter: str) -> str:
-    """Return PEFT's name of the adapter from the name of one of its parameters; "" for a parameter
-    of no adapter."""
+    """Return PEFT's name of the adapter that a parameter, given by its name, belongs to; "" if the
+    parameter does not belong to an adapter."""
     _, _, factor = parameter.partition(".lora_")
     return factor.split(".")[1] if factor else ""
 
 
 def trained_part(module: nn.Module, role: str) -> nn.Module:
     """Return a module of the parameters to train for a role, or for the adapter with this name in
-    PEFT: the adapter's and, in the role of the value model, the head's. In their names, slashes
-    replace dots."""
+    PEFT: the adapter's parameters and, in the role of the value model, the head's parameters. Their
+    names have slashes in place of dots."""
     part = nn.Module()
     for name, parameter in module.named_parameters():
         own = _adapter_in(name) == _adapter_of(role)
@@ -256,10 +257,10 @@ def trained_part(module: nn.Module, role: str) -> nn.Module:
 
 
 def changed_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Foreign]]:
-    """Yield the parameters that an update of the engines must contain, each with its name in the
-    plain model, and with PEFT's layer if it has an adapter, else None."""
-    # Also the linear layers next to an adapted layer: an engine may have fused them into one layer
-    # (query, key and value), and can only load the fused layer as a whole.
+    """Yield the parameters that an update of the engines must contain: for each, its name in the
+    plain model, the parameter, and PEFT's layer if it has an adapter, else None."""
+    # This includes linear layers next to an adapted layer, because an engine may have fused them
+    # into one layer (query, key and value), and can only load the fused layer as a whole.
     adapted = adapted_layers(model)
     blocks = {name.rpartition(".")[0] for name in adapted}
     for block, module in model.named_modules():
@@ -275,8 +276,8 @@ def changed_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Fo
 
 @torch.no_grad()
 def merged_tensors(model: nn.Module) -> NamedTensors:
-    """Yield the tensors of `changed_parameters` whole, with the policy's adapter added; every rank
-    must iterate over all."""
+    """Yield the whole tensors of `changed_parameters`, with the policy's adapter added; every rank
+    must iterate over all tensors."""
     for name, parameter, layer in changed_parameters(model):
         tensor = parameter.detach()
         if layer is not None:
@@ -309,7 +310,7 @@ def adapter_parameters(
 
 def adapter_tensors(model: nn.Module, policies: Sequence[str] = ("policy",)) -> NamedTensors:
     """Yield the whole tensors of policies' adapters under PEFT's names; `name_of_tensor` adds the
-    policy's name if there are several. Every rank must iterate over all."""
+    policy's name if there are several policies. Every rank must iterate over all tensors."""
     for policy in policies:
         for name, parameter in adapter_parameters(model, _adapter_of(policy)):
             yield name_of_tensor(POLICY if policy == "policy" else policy, name), whole(parameter)
@@ -319,7 +320,7 @@ def adapter_config(model: Foreign, base: str, adapter: str = "policy") -> dict[s
     """Return the contents of PEFT's `adapter_config.json` for an adapter."""
     settings = model.peft_config[_adapter_of(adapter)].to_dict()
     return {
-        # PEFT makes a set of what it did not find among experts.
+        # JSON has no sets: PEFT makes a set of the names that it did not find among experts.
         **{key: sorted(v) or None if isinstance(v, set) else v for key, v in settings.items()},
         "base_model_name_or_path": base,
         "inference_mode": True,

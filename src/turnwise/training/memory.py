@@ -2,8 +2,8 @@
 
 Memory that is held between steps is a sum of sizes (`held_bytes`). Temporary memory is traced
 (`activation_bytes`): the model's own code in Transformers computes a micro-batch forward and
-backward on torch's fake tensors, and the bytes of live tensors are counted. Attention and experts
-have kernels that differ between devices; functions with results of the same sizes replace them.
+backward on torch's fake tensors, and the bytes of live tensors are counted. As the kernels of
+attention and experts differ between devices, functions with results of the same sizes replace them.
 """
 
 import weakref
@@ -59,13 +59,13 @@ _PLAIN = "turnwise_memory"  # name of the attention and experts functions in Tra
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """Numbers of a model's parameters, and the size of its vocabulary."""
+    """The number of parameters in each part of a model, and the size of its vocabulary."""
 
     parameters: int
-    learning: int  # trained parameters: all, or the adapters'
+    learning: int  # trained parameters: all parameters, or only the adapters'
     largest_layer: int  # parameters of the largest decoder layer
     outside: int  # parameters outside of decoder layers: embeddings and head
-    largest_tensor: int
+    largest_tensor: int  # parameters of the largest tensor
     vocabulary: int
 
 
@@ -113,7 +113,7 @@ def held_bytes(
     policies: Sequence[str],
     beside: Mapping[ModelName, OtherModel],
 ) -> dict[str, int]:
-    """Return the bytes that all ranks together hold between steps, by part."""
+    """Return the number of bytes that all ranks together hold between steps, by part of memory."""
     roles = shared_roles(model, policies, beside)
     size = model_size(model, roles=roles)
     learning = learning_dtype(model, training).itemsize * size.learning
@@ -128,7 +128,7 @@ def held_bytes(
     moments = 2 * learning
     if training.optimizer == "adamw_8bit":
         moments //= 4
-    elif training.optimizer == "muon":  # one moment for matrices in layers, else two
+    elif training.optimizer == "muon":  # one moment for matrices in layers, two for the rest
         moments = learning if model.lora.rank else learning + 4 * size.outside
     return {
         "weights": weights,
@@ -147,7 +147,7 @@ def check_room(
     ranks: int,
 ) -> None:
     """Raise InputError if a rank lacks memory for all models and their optimizers (activations are
-    ignored), or if another model's vocabulary is smaller than the policy's tokenizer."""
+    ignored), or if a model in `beside` has a smaller vocabulary than the policy's tokenizer."""
     keys = {
         "reference": "algorithm.kl.model, or algorithm.teacher",
         "value": "algorithm.advantage.model",
@@ -190,9 +190,10 @@ def activation_bytes(
 ) -> int:
     """Return the peak memory of one micro-batch's forward and backward pass, beyond the weights.
 
-    Gradients of weights count only while they are computed. All weights learn here; with LoRA, the
-    peak is somewhat lower. Images count as tokens of text: as many as in the size of a micro-batch.
-    If `sharded`, FSDP casts the weights in place of autocast; `every` is as in `recompute`.
+    Gradients of weights count only while they are computed. All weights are trained here; with
+    LoRA, the peak is somewhat lower. Images count as the number of text tokens that they add to the
+    size of a micro-batch. If `sharded`, FSDP casts the weights, without autocast; `every` is as in
+    `recompute`.
     """
     shape = AutoConfig.from_pretrained(path, trust_remote_code=trust)
     weights = getattr(torch, dtype) if sharded else torch.float32
@@ -219,7 +220,8 @@ def activation_bytes(
             with torch.autocast("cpu", torch.bfloat16) if cast else nullcontext():
                 hidden_BTH = backbone_of(model)(input_ids=ids_BT, use_cache=False).last_hidden_state
                 hidden_NH = hidden_BTH[:, :-1].flatten(0, 1)
-                # All chunks of logits need the same: a fourth adds only a few bytes per token.
+                # All chunks of logits need the same memory, so three chunks suffice: each further
+                # chunk adds only a few bytes per token.
                 targets_N = ids_BT[:, 1:].flatten()[: 3 * chunk_rows(model)]
                 logprobs_N, entropy_N = score_hidden(
                     model, hidden_NH, targets_N, SamplingConfig(), entropy_gradient
@@ -267,7 +269,7 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _Attention(torch.autograd.Function):
-    """Sizes of a fused attention: it keeps its inputs, its output, and one number for each row."""
+    """The memory of a fused attention, which keeps its inputs, its output, and a number per row."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, *inputs: torch.Tensor) -> torch.Tensor:
@@ -300,7 +302,7 @@ def _experts(
     chosen_NK: torch.Tensor,
     weights_NK: torch.Tensor,
 ) -> torch.Tensor:
-    """Send every token through the first expert, once for each expert that it chose."""
+    """Send each token through the first expert, once for each expert chosen for the token."""
     inputs = hidden_NH.repeat_interleave(chosen_NK.shape[1], dim=0)
     turned = getattr(module, "is_transposed", False)
     up, down = module.gate_up_proj[0], module.down_proj[0]

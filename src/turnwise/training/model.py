@@ -2,9 +2,9 @@
 from, and the value model's estimates.
 
 Temperature, min-p, top-k and top-p are applied as vLLM applies them: a temperature between 0 and
-0.01 counts as 0.01, and at temperature 0 (greedy) log-probs are plain, with none of the four
-applied. Restrictions by `min_tokens` and custom logits processors are not applied; they show in
-`logprob_diff_max`.
+0.01 counts as 0.01, and at temperature 0 (greedy) none of the four is applied to the logits.
+Restrictions by `min_tokens` and custom logits processors are not applied; the difference that they
+make is visible in `logprob_diff_max`.
 """
 
 import re
@@ -48,9 +48,9 @@ _LAYER = re.compile(r"\.layers\.(\d+)\.")
 class RoutingReplay(TorchFunctionMode):
     """A model's routers, made to repeat the engine's choice of experts (R3).
 
-    If two experts are almost equally likely, rounding decides between them, and another choice
-    changes log-probs a lot. Each router computes its own probabilities and takes them at the
-    recorded experts, so that its gradient belongs to this choice
+    If two experts are almost equally likely, rounding decides between them, and a choice that
+    differs from the engine's changes log-probs a lot. Each router computes its own probabilities,
+    but selects the recorded experts, so that its gradient belongs to the engine's choice
     (https://arxiv.org/abs/2510.11370).
     """
 
@@ -59,8 +59,8 @@ class RoutingReplay(TorchFunctionMode):
         text = model.config.get_text_config()
         self._layers: int = text.num_hidden_layers
         self._recorded: tuple[torch.Tensor, torch.Tensor] | None = None
-        """The experts of each token and layer in the order of the top-k [N, L, K], and whether the
-        token has a record [N, 1]."""
+        """The recorded experts of each token and layer in the order of the top-k [N, L, K], and
+        whether the engine recorded the token's experts [N, 1]."""
         self._experts = self._each = self._layer = self._made = 0
         for name, module in model.named_modules():
             layer = _LAYER.search(f".{name}.")
@@ -71,7 +71,7 @@ class RoutingReplay(TorchFunctionMode):
             raise InputError(f"{_KEY}: the routers of a {text.model_type} model are not known")
 
     def use(self, experts_BTR: torch.Tensor | None) -> None:
-        """Set the choices of the next forward and backward pass; None if nothing is recorded."""
+        """Set the experts for the next forward and backward pass; None: routers choose them."""
         self._recorded = None
         if experts_BTR is None:
             return
@@ -88,7 +88,7 @@ class RoutingReplay(TorchFunctionMode):
         self._recorded = chosen_NLK, rows_NR[:, :1].bool()
 
     def _route(self, layer: int, route: Foreign, *arguments: Foreign) -> Foreign:
-        """Compute one router, with the recorded choice in place of its own."""
+        """Compute one router's result with the recorded experts in place of its own choice."""
         if self._recorded is None:
             return route(*arguments)
         self._layer, self._made = layer, 0
@@ -120,16 +120,16 @@ class RoutingReplay(TorchFunctionMode):
 
 
 Scores = tuple[torch.Tensor, torch.Tensor]
-"""Log-probs of targets, and the entropy in nats of the distribution that each was drawn from: [N]
-each. Entropies have a gradient only on request."""
+"""Log-probs of targets, and the entropy in nats of the distribution that each target was drawn
+from: [N] each. Entropies have a gradient only if `entropy_gradient` is set."""
 
 
 class Scorer(nn.Module):
     """A causal language model whose forward pass scores tokens, in `dtype`.
 
-    It plays one role, or several with a LoRA adapter for each. In a policy's role, its routers
-    repeat the engine's choices if there is a `replay`. Entropies have a gradient if
-    `entropy_gradient`. Samples with images need `images`, the model's processor.
+    It plays one role, or several roles with a LoRA adapter for each. In a policy's role, its
+    routers repeat the engine's choices if there is a `replay`. Entropies have a gradient if
+    `entropy_gradient` is set. Samples with images need `images`, the model's processor.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class Scorer(nn.Module):
     ) -> Scores | torch.Tensor:
         """Return the targets' scores, or their values in the role of the value model.
 
-        If `sampling` is None, each target is scored under the distribution it was drawn from.
+        If `sampling` is None, each target is scored under the distribution that it was drawn from.
         """
         if self.roles:
             take_role(self.model, role)
@@ -177,7 +177,7 @@ class Scorer(nn.Module):
 class Critic(nn.Module):
     """PPO's value model: a backbone, and a head that predicts a number for each token.
 
-    The head comes from a reward model, or it is new and predicts 0.
+    The head is copied from a reward model; without a reward model, the head is new and predicts 0.
     """
 
     def __init__(self, model: Any, dtype: torch.dtype, images: ModelImages | None = None) -> None:
@@ -211,21 +211,22 @@ class Models:
 
     policy: Scorer
     reference: Scorer | None
-    """Frozen model of the KL penalty: the policy's module if it can compute without its adapter;
-    None if nothing needs a reference model."""
+    """Frozen model of the KL penalty: the policy's module if the module can compute without its
+    adapter; None if nothing needs a reference model."""
     value: Critic | Scorer | None
-    """Value model: the policy's module if it has an adapter for this role; None if the advantages
-    need no value model."""
+    """Value model: the policy's module if the module has an adapter for this role; None if the
+    advantages need no value model."""
     device: torch.device
     group: ContextGroup | None = None
-    """Ranks that share each sequence; None: each rank computes its own."""
+    """Ranks that share each sequence; None: each rank computes whole sequences."""
 
     def score(self, name: str, columns: Columns, sampling: SamplingConfig | None = None) -> Scores:
         """Return a model's scores of the targets.
 
         Args:
             name: A `ModelName`, one of several policies, or PEFT's name of an adapter.
-            sampling: Distribution to score all targets under; None: what each was drawn from.
+            sampling: Distribution to score all targets under; None: the distribution that each
+                target was drawn from.
         """
         module = self.reference if name == "reference" else self.policy
         assert module is not None, f"there is no {name} model"
@@ -251,7 +252,7 @@ class Models:
 
     @contextmanager
     def computing(self, module: Scorer | Critic) -> Iterator[None]:
-        """Compute in the precision of a model, in a `with` block."""
+        """Compute in a model's precision inside a `with` block."""
         # FSDP itself computes in the module's dtype.
         lower = not isinstance(module, FSDPModule) and any(
             parameter.dtype != module.dtype for parameter in module.parameters()
@@ -259,7 +260,7 @@ class Models:
         with torch.autocast(self.device.type, dtype=module.dtype, enabled=lower):
             yield
         if isinstance(module, FSDPModule) and not torch.is_grad_enabled():
-            module.reshard()  # a backward pass would have done it
+            module.reshard()  # a backward pass would have resharded it
 
     @torch.no_grad()
     def move_reference(self, alpha: float) -> None:
@@ -276,7 +277,7 @@ class Models:
             own.lerp_(new.to(own.dtype), alpha)
 
     def modules(self) -> list[Scorer | Critic]:
-        """Return the modules that play these roles, each once."""
+        """Return the modules that play these roles, without duplicates."""
         roles = (self.policy, self.reference, self.value)
         return list({id(module): module for module in roles if module is not None}.values())
 
@@ -287,7 +288,7 @@ class Models:
 
 
 def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the part of a model that computes the last hidden states, below its head."""
+    """Return the part of a model below its head, which computes the last hidden states."""
     parts = (model.base_model, *model.children())
     return next((p for p in parts if p is not model and isinstance(p, PreTrainedModel)), model)
 
@@ -299,11 +300,11 @@ def score_columns(
     entropy_gradient: bool = False,
     images: ModelImages | None = None,
 ) -> Scores:
-    """Score the targets of all columns; this rank computes its share.
+    """Score the targets of all columns, of which this rank computes its share.
 
     Targets without a distribution of their own are scored under `sampling`.
     """
-    # Padding needs no attention mask: it is on the right, and attention is causal.
+    # Padding needs no attention mask, because it is on the right and attention is causal.
     hidden_NH = hidden_before(backbone_of(model), columns, images)
     targets_N, drawn, allowed = columns.targets_N, columns.distributions, columns.allowed
     learns_N = columns.learns_N if torch.is_grad_enabled() else None
@@ -316,7 +317,7 @@ def score_columns(
     rest_K = other_N.nonzero()[:, 0]
     parts: list[tuple[SamplingConfig | Distribution, torch.Tensor]] = [*drawn]
     parts += [(sampling, rest_K)] if len(rest_K) else []
-    if learns_N is not None:  # the head's backward pass is much of the work: skip it if possible
+    if learns_N is not None:  # skip the head's backward pass if possible: it is much of the work
         parts = [(s, at_K[learns_N[at_K] == own]) for s, at_K in parts for own in (True, False)]
     found = []
     for own, at_K in parts:
@@ -344,9 +345,9 @@ def score_hidden(
 ) -> Scores:
     """Score targets from the last hidden states at the positions before them.
 
-    Targets are [N], or [N, K] for K tokens at each position. If `allowed` is given, they were drawn
-    from these ids only. The logits of many targets are computed in chunks, and again in the
-    backward pass, so that no [B, T, V] tensor exists.
+    Targets are [N], or [N, K] for K tokens at each position. If `allowed` is given, each target was
+    drawn from its allowed ids only. The logits of many targets are computed in chunks, and computed
+    again in the backward pass, so that no [B, T, V] tensor exists.
     """
     rows = chunk_rows(model)
     compute: Callable[..., Scores] = _score
@@ -373,11 +374,12 @@ def chunk_rows(model: PreTrainedModel) -> int:
 def hidden_before(
     backbone: PreTrainedModel, columns: Columns, images: ModelImages | None = None
 ) -> torch.Tensor:
-    """Return the last hidden states at the positions before masked tokens: [N, H]."""
+    """Return the last hidden states at the positions just before the targets: [N, H]."""
     given: dict[str, Any] = {"input_ids": columns.token_ids_BT, "use_cache": False}
     if columns.position_ids_BT is not None:
         given["position_ids"] = columns.position_ids_BT
-    # Outside `attending`: the part of the model that reads images knows nothing about sequences.
+    # `seeing` is entered before `attending`, because the part of the model that reads images knows
+    # nothing about sequences.
     with seeing(backbone, columns, images) as seen, attending(backbone, columns) as more:
         hidden_BTH = backbone(**given | more | seen).last_hidden_state
     hidden_NH: torch.Tensor = hidden_BTH.flatten(0, 1)[columns.before_N]
@@ -399,8 +401,8 @@ class _Output(BaseModelOutput):  # type: ignore[misc]
 def logits_of(model: PreTrainedModel, hidden_NH: torch.Tensor) -> torch.Tensor:
     """Return a model's logits for last hidden states, in float32: [N, V].
 
-    The model's own forward pass computes them, with these states in place of its backbone's output:
-    each model may scale or cap logits after the head in its own way.
+    The model's own forward pass computes them, with these states in place of its backbone's output,
+    because each model may scale or cap logits after the head in its own way.
     """
     given: list[bool] = []
 
@@ -428,7 +430,7 @@ def logits_of(model: PreTrainedModel, hidden_NH: torch.Tensor) -> torch.Tensor:
         raise InputError(
             f"a {model.config.model_type} model computes logits in a way that is not known"
         )
-    # Not `logits_1NV[0]`: the gradient of an index is another tensor of this size.
+    # Not `logits_1NV[0]`: the gradient of an index is a second tensor of this size.
     return logits_1NV.flatten(0, 1).float()
 
 
@@ -462,7 +464,8 @@ def _score(
 class _LogProbs(torch.autograd.Function):
     """Log-probs of targets [N, K], and the log-sum-exp of the logits [N].
 
-    The backward pass takes one more tensor of the logits' size; autograd's would take three.
+    The backward pass needs memory for one more tensor of the logits' size; autograd's backward pass
+    would need three.
     """
 
     @staticmethod
@@ -507,6 +510,6 @@ def _processed(
         outside_NV = sorted_NV.softmax(dim=-1).cumsum(dim=-1) <= 1 - sampling.top_p
         outside_NV[:, -1] = False
         dropped_NV |= torch.zeros_like(dropped_NV).scatter(-1, order_NV, outside_NV)
-    # A target that newer weights would drop stays: its ratio is small but not zero.
+    # Keep a target that newer weights would drop, so that its ratio is small but not zero.
     dropped_NV.scatter_(-1, targets_NK, False)
     return logits_NV.masked_fill(dropped_NV, float("-inf"))

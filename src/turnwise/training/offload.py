@@ -1,7 +1,7 @@
 """Offloading between training steps, so that other processes can use the memory of tensors.
 
-Values on a GPU move to pinned host memory, values on a CPU to a file. A tensor keeps its identity,
-shape and views: only its storage is emptied, and later filled again.
+Values on a GPU move to pinned host memory, and values on a CPU move to a file. A tensor keeps its
+identity, shape and views, because only its storage is emptied, and later filled again.
 """
 
 import gc
@@ -22,11 +22,13 @@ _PART_BYTES = 16 * 2**20
 
 
 _Away = tuple[Any, int, torch.Tensor | None]
-"""A storage, its size in bytes, and its values in host memory, or None if they are in the file."""
+"""A storage, its size in bytes, and its values in host memory; None if the values are in the
+file."""
 
 
 class Offload:
-    """Offloads tensors and brings them back, by kind; each kind has a function that lists them.
+    """Offloads tensors and brings them back, by kind; each kind has a function that lists its
+    tensors.
 
     Values of tensors on a CPU are in files in the folder. The files have no names, so that they
     disappear with the process.
@@ -38,12 +40,12 @@ class Offload:
         self._tensors = tensors
         self._folder = folder
         self._away: dict[str, tuple[list[_Away], IO[bytes]]] = {}
-        """Offloaded storages by kind, and a file with all values that are not in host memory, one
-        after the other."""
+        """Offloaded storages by kind, and a file with all values that are not in host memory, in
+        the order of the storages."""
 
     def put_away(self, kinds: Iterable[str]) -> int:
-        """Empty the storages of these kinds; return the bytes of all kinds that are away. If the
-        values of a kind cannot be written, its tensors stay as they were."""
+        """Offload these kinds; return the number of bytes of all offloaded kinds. If the values of
+        a kind cannot be written, its tensors stay as they were."""
         for kind in kinds:
             if kind in self._away:
                 continue
@@ -54,7 +56,7 @@ class Offload:
                 storage = local.untyped_storage()
                 if not storage.nbytes() or (key := storage_key(storage)) in seen:
                     continue
-                if not storage.resizable():  # such as those that torch.load makes
+                if not storage.resizable():  # such as the storages that torch.load makes
                     raise TurnwiseError(
                         f"the trainer's {kind} have a storage that cannot be resized"
                     )
@@ -89,21 +91,21 @@ class Offload:
 
     @contextmanager
     def brought_back(self, kinds: Iterable[str]) -> Iterator[None]:
-        """Bring these kinds back for a `with` block; those that were away are put away again,
-        also when it fails."""
+        """Bring these kinds back for a `with` block; kinds that were offloaded before are offloaded
+        again afterwards, also when the block fails."""
         away = [kind for kind in kinds if kind in self._away]
         self.bring_back(away)
         try:
             yield
         except BaseException:
-            with suppress(TurnwiseError):  # the disk may be full; the block's error counts
+            with suppress(TurnwiseError):  # the disk may be full; raise the block's error instead
                 self.put_away(away)
             raise
         self.put_away(away)
 
     def bring_back(self, kinds: Iterable[str]) -> None:
-        """Fill the storages of these kinds again, if they are away; a kind whose file cannot be
-        read stays away."""
+        """Fill the storages of these kinds again if they are offloaded; a kind whose file cannot be
+        read stays offloaded."""
         for kind in kinds:
             if kind not in self._away:
                 continue
@@ -130,7 +132,7 @@ class Offload:
             file.close()
 
     def forget(self, kind: str) -> None:
-        """Drop the values of a kind, if they are away."""
+        """Drop the values of a kind if it is offloaded."""
         if (away := self._away.pop(kind, None)) is not None:
             away[1].close()
 

@@ -1,9 +1,9 @@
 """The optimizer of a module, its schedule, and steps that skip gradients that are not finite.
 
 Weights that are kept in bfloat16 have an AdamW of their own. Its steps are computed in float32 and
-rounded at random: up or down, with a probability that makes the mean of the results the exact
-value. Rounding to the nearest value would lose every step below half of the distance between two
-values. This is at least 1/512 of a weight, and most steps of RL are smaller.
+rounded up or down at random, with a probability that makes the mean of the results the exact
+value. Rounding to the nearest bfloat16 value would lose every step that is smaller than half of the
+distance between two such values, which is at least 1/512 of a weight. Most steps in RL are smaller.
 """
 
 import math
@@ -29,16 +29,17 @@ _ADAM_BETAS = (0.9, 0.95)  # gradients of RL change too fast for torch's second 
 _SPARED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 """Names of parameters that do not decay, as in Transformers' trainer."""
 PART = 2**22
-"""Values of a weight that a step of `RoundingAdamW` computes at once."""
+"""Number of a weight's values that a step of `RoundingAdamW` computes at once."""
 PART_BYTES = 26
 """Bytes of temporary memory for each of these values."""
-_LOW_BITS = 2**16  # number of values of the 16 low bits that bfloat16 lacks
+_LOW_BITS = 2**16  # number of possible values of float32's 16 low bits, which bfloat16 lacks
 
 
 class TrainableModule:
     """A module with its optimizer and schedule.
 
-    The rate after warm-up is `rate`, and decays within `total_updates` if they are known.
+    The learning rate after warm-up is `rate`. If `total_updates` is known, the learning rate decays
+    until then, as `training.lr_schedule` says.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class TrainableModule:
     ) -> None:
         self.module = module
         self.updates = 0
-        """Optimizer steps taken so far; the position in the schedule."""
+        """Number of optimizer steps taken so far, which is the position in the schedule."""
         self.in_8_bits = training.optimizer == "adamw_8bit"
         """Whether the moments are torchao's 8-bit tensors."""
         self._training = training
@@ -69,7 +70,7 @@ class TrainableModule:
         self._set_rate()
 
     def step(self, own: OptimSettings = CONFIGURED) -> tuple[float, bool]:
-        """Take a step if the gradient's norm is finite; return the norm, and whether it is."""
+        """Take a step if the gradient's norm is finite; return the norm and if it is finite."""
         limit = self._training.max_grad_norm if own.max_grad_norm is None else own.max_grad_norm
         norm: torch.Tensor = nn.utils.clip_grad_norm_(self.module.parameters(), limit)
         if isinstance(norm, DTensor):
@@ -85,7 +86,7 @@ class TrainableModule:
 
     @contextmanager
     def _with(self, own: OptimSettings) -> Iterator[None]:
-        """Override the optimizer's values in a `with` block."""
+        """Override the optimizer's settings, such as its learning rate, within a `with` block."""
         groups = self.optimizer.param_groups
         before = [dict(group) for group in groups]
         names = {"betas": own.betas, "eps": own.eps}
@@ -102,11 +103,12 @@ class TrainableModule:
                 group.update(kept)
 
     def _set_rate(self) -> None:
-        """Set the rate of the next step, a fraction of the configured one."""
+        """Set the learning rate of the next step, which is a fraction of the configured rate."""
         warmup, total = self._training.warmup_steps, self._total
         fraction = min(1.0, (self.updates + 1) / (warmup + 1))
         if self._training.lr_schedule != "constant" and total is not None:
-            # A program's own loop may go on after the last update: the rate then stays as it is.
+            # A program's own loop may go on after the last planned update: the rate then stays the
+            # same.
             left = min(1.0, max(1, total - self.updates) / max(1, total - warmup))
             if self._training.lr_schedule == "cosine":
                 left = (1 - math.cos(math.pi * left)) / 2
@@ -116,15 +118,15 @@ class TrainableModule:
 
 
 def _set(group: dict[str, Foreign], rate: float) -> None:
-    kept = group["lr"]  # a tensor, if torchao's compiled steps read it
+    kept = group["lr"]  # a tensor if torchao's compiled steps read it
     group["lr"] = kept.fill_(rate) if isinstance(kept, torch.Tensor) else rate
 
 
 def make_optimizer(
     module: nn.Module, training: TrainingConfig, rate: float
 ) -> torch.optim.Optimizer:
-    """Return the optimizer that `training.optimizer` names; InputError when torchao is needed, and
-    is not installed or cannot compute with the shards."""
+    """Return the optimizer that `training.optimizer` names; raise InputError if it needs torchao,
+    and torchao is not installed or cannot compute with the shards."""
     groups = decay_groups(module, training.weight_decay)
     if training.optimizer == "muon":
         chosen = matrices_of(module)
@@ -139,7 +141,7 @@ def make_optimizer(
         _check_shards(module)
     more: dict[str, Foreign] = {}
     if kind is torch.optim.AdamW and all(map(_is_whole_on_cpu, module.parameters())):
-        more["fused"] = True  # one pass over the weights in place of ten, in a quarter of the time
+        more["fused"] = True  # one pass over the weights instead of ten takes a quarter of the time
     optimizer: torch.optim.Optimizer = kind(
         groups, lr=rate, weight_decay=0, betas=_ADAM_BETAS, **more
     )
@@ -151,7 +153,7 @@ def _is_whole_on_cpu(parameter: nn.Parameter) -> bool:
 
 
 def _check_shards(module: nn.Module) -> None:
-    """Refuse shards of different sizes: torch compiles one step for all shards."""
+    """Refuse shards of different sizes, because torch compiles one step for all shards."""
     for name, parameter in module.named_parameters():
         if isinstance(parameter, DTensor) and len(parameter) % parameter.device_mesh.size():
             raise InputError(
@@ -163,19 +165,20 @@ def _check_shards(module: nn.Module) -> None:
 
 def plain_tensors(value: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield this rank's tensors of a value in an optimizer's state: the value itself, or the codes
-    and scales of a value of torchao."""
+    and scales of a torchao value."""
     local = value.to_local() if isinstance(value, DTensor) else value
     parts = getattr(local, "__tensor_flatten__", None)
     yield from [local] if parts is None else [getattr(local, name) for name in parts()[0]]
 
 
 def decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Foreign]]:
-    """Return an optimizer's groups of parameters: those that decay, and norms and biases."""
+    """Return an optimizer's groups of parameters: parameters with weight decay, and norms and
+    biases, which have no decay."""
     norms = [part for part in module.modules() if isinstance(part, nn.LayerNorm)]
     spared = {id(parameter) for norm in norms for parameter in norm.parameters()}
     groups: dict[float, list[nn.Parameter]] = {weight_decay: [], 0.0: []}
     for name, parameter in module.named_parameters():
-        # With adapters, names have slashes for dots.
+        # With adapters, names have slashes in place of dots.
         plain = _SPARED.search(name.replace("/", ".").lower()) or id(parameter) in spared
         groups[0.0 if plain else weight_decay].append(parameter)
     return [
@@ -187,7 +190,7 @@ def decay_groups(module: nn.Module, weight_decay: float) -> list[dict[str, Forei
 
 def matrices_of(module: nn.Module) -> set[int]:
     """Return the `id` of each parameter that Muon trains: matrices outside of embeddings and heads.
-    Experts in one tensor of three dimensions are left to AdamW."""
+    AdamW trains experts that are stored as one tensor of three dimensions."""
     parts: list[nn.Module] = [m for m in module.modules() if isinstance(m, nn.Embedding)]
     models = [part for part in module.modules() if isinstance(part, PreTrainedModel)]
     parts += [head for model in models if (head := model.get_output_embeddings()) is not None]
@@ -197,22 +200,23 @@ def matrices_of(module: nn.Module) -> set[int]:
         for name, parameter in module.named_parameters()
         if parameter.ndim == 2
         and id(parameter) not in spared
-        and not name.startswith(("head.", "head/"))  # of a value model
+        and not name.startswith(("head.", "head/"))  # a value model's head
     }
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
-    """Muon for the groups of parameters that are matrices, AdamW for the others, in one state.
+    """Muon for the parameter groups of matrices and AdamW for all other groups, with one state.
 
         B_t = 0.95 B_{t-1} + 0.05 g_t            momentum
         O_t = orthogonalised(g_t + 0.95 (B_t - g_t))
         W_t = (1 - rate * decay) W_{t-1} - rate * 0.2 sqrt(max(rows, columns)) O_t
 
     Jordan, "Muon: An optimizer for hidden layers in neural networks" (2024,
-    kellerjordan.github.io/posts/muon). The factor 0.2 sqrt(...) gives steps the size of AdamW's, so
-    that AdamW's rates fit: Liu et al., "Muon is Scalable for LLM Training" (arXiv 2502.16982). Both
-    as in `torch.optim.Muon`. As O_t does not depend on the size of the momentum,
-    `training.max_grad_norm` changes only the share of a gradient relative to earlier ones.
+    kellerjordan.github.io/posts/muon). The factor 0.2 sqrt(...) gives steps the size of AdamW's
+    steps, so that AdamW's learning rates fit: Liu et al., "Muon is Scalable for LLM Training"
+    (arXiv 2502.16982). Both are computed as in `torch.optim.Muon`. As O_t does not depend on the
+    size of the momentum, `training.max_grad_norm` changes only the weight of a gradient relative to
+    earlier gradients.
     """
 
     def __init__(
@@ -241,10 +245,10 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
 
 class RoundingAdamW(torch.optim.AdamW):
-    """AdamW without float32 copies of the weights; its moments have the type of the weights.
+    """AdamW without float32 copies of the weights; its moments have the weights' dtype.
 
-    Each step draws its random bits from torch's seed and the number of the step, so a run that
-    resumes from a checkpoint repeats them.
+    The random bits of each step depend on torch's seed, the rank and the number of the step, so a
+    run that resumes from a checkpoint draws the same bits.
 
     Source: Zamirai et al., "Revisiting BFloat16 Training", arXiv:2010.06192.
     """
@@ -270,7 +274,7 @@ class RoundingAdamW(torch.optim.AdamW):
                     generators[weight.device] = torch.Generator(weight.device).manual_seed(seed)
                 generator = generators[weight.device]
                 gradient = weight.grad.contiguous()
-                parts = [  # of this rank's values: parts bound the memory of a step
+                parts = [  # of this rank's values, to limit the memory that a step needs
                     torch.split((t.to_local() if isinstance(t, DTensor) else t).view(-1), PART)
                     for t in (weight, gradient, state["exp_avg"], state["exp_avg_sq"])
                 ]
@@ -287,7 +291,7 @@ def _step(
     count: int,
     generator: torch.Generator,
 ) -> None:
-    """Update a part of a weight and its moments, as torch's AdamW does, in float32."""
+    """Update a part of a weight and its moments in float32, as torch's AdamW does."""
     rate, (first, second) = group["lr"], group["betas"]
     gradient_32 = gradient.float()
     mean_32 = mean.float().lerp_(gradient_32, 1 - first)
@@ -301,11 +305,11 @@ def _step(
 
 
 def rounded(values: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
-    """Round float32 to bfloat16 at random, so that the mean of the results is the value: 1.001 is
-    1.0 in 7 of 8 cases, else 1.0078."""
+    """Round float32 to bfloat16 at random, so that the mean of the results is the exact value:
+    1.001 becomes 1.0 in 7 of 8 cases, else 1.0078."""
     noise = torch.randint(
         _LOW_BITS, values.shape, generator=generator, device=values.device, dtype=torch.int32
     )
-    # A carry out of the low bits moves the value to the next one away from 0.
+    # A carry out of the low bits moves the value to the next bfloat16 value away from 0.
     bits = noise.add_(values.view(torch.int32)).bitwise_and_(-_LOW_BITS)
     return bits.view(torch.float32).bfloat16()

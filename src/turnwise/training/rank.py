@@ -1,8 +1,8 @@
 """One rank of the trainer: its shard of the models, the optimizers, and the weight sender.
 
-It works on samples and tensors, and knows nothing of trajectories, engines or the loop. The weight
-version is the number of optimizer steps. All ranks make the same calls in the same order; each
-computes sums, which the caller adds up.
+It works on samples and tensors, and knows nothing about trajectories, engines or the training loop.
+The weight version is the number of optimizer steps. All ranks make the same calls in the same
+order; each rank computes sums, and the caller adds up the sums of all ranks.
 """
 
 import resource
@@ -66,13 +66,13 @@ _ALL = ("params", "optimizer")
 
 
 class TrainerRank:
-    """One rank of the trainer. If there are several, they rendezvous before they load the model.
+    """One rank of the trainer. Several ranks rendezvous before they load the model.
 
     Args:
         folder: The run's folder.
         rank: Number of this rank, from 0.
         ranks: Number of ranks.
-        address: host:port of rank 0; "" makes no process group, for one rank alone.
+        address: host:port of rank 0; "" for a single rank, which needs no process group.
     """
 
     def __init__(
@@ -152,23 +152,24 @@ class TrainerRank:
                 run.absolute(),
             )
         self._added = defaultdict[str, list[UpdateReport]](list)
-        """Reports of the gradients that wait for `optim_step`, by the model's name."""
+        """Reports of the gradients that wait for `optim_step`, by the name of the policy or
+        adapter."""
         self._steps = 0
         self._skipped_in_row: dict[str, int] = {}
-        """Updates in a row without a finite gradient, by learner."""
+        """Number of consecutive updates without a finite gradient, by the learner's name."""
         self.version = 0
         self._whole = True
-        """Whether the weights are from the end of a step; False from a step's first update to its
-        end."""
+        """Whether the weights are from the end of a step; False between a step's first update and
+        the end of the step."""
 
     def train(
         self, shares: Sequence[RankBatches], name: str = "policy", version: int | None = None
     ) -> StepReport:
-        """Take an optimizer step of a policy on each share, in each pass over them.
+        """Take an optimizer step of a policy on each share, in each pass over the shares.
 
         Args:
-            version: Weight version at the start of the step, if several policies take turns in it;
-                None: the present one.
+            version: Weight version at the start of the training step, if several policies are
+                trained one after the other in it; None: the current version.
 
         Raises:
             TurnwiseError: when `training.max_skipped` updates in a row had no finite gradient.
@@ -183,7 +184,7 @@ class TrainerRank:
         updates: list[UpdateReport] = []
         for _ in range(passes):
             for step, share in zip(steps, shares, strict=True):
-                self.drop(name)  # gradients that a failed update left
+                self.drop(name)  # drop gradients that a failed update left
                 self._added[name].append(
                     self._gradients.add(step, share, how, recorded, self._warming)
                 )
@@ -199,14 +200,14 @@ class TrainerRank:
         name: str = "policy",
         learns: bool = True,
     ) -> StepReport:
-        """Add the gradient of a share to those that wait for `optim_step`; an error drops all of
-        them.
+        """Add the gradient of a share to the gradients that wait for `optim_step`; an error drops
+        all of these gradients.
 
         Args:
             algorithm: Loss, penalties and reduction, in place of the configured ones.
             loss: Loss in place of the loss of `algorithm`.
             name: A policy or an added adapter; an adapter's tokens are scored at temperature 1.
-            learns: Whether to add the gradient; if not, only the report is made.
+            learns: Whether to add the gradient; if False, only make the report.
         """
         started = time.perf_counter()
         self._offload.bring_back(["params"])
@@ -225,7 +226,7 @@ class TrainerRank:
                 self._gradients.prepare(batches, how, 1)
                 report = self._gradients.add(batches, share, how, recorded, warming)
         except BaseException:
-            if learns:  # perhaps a part of it was added
+            if learns:  # a part of the gradient may have been added
                 self.drop(name)
             raise
         if learns:
@@ -235,9 +236,9 @@ class TrainerRank:
     def optim_step(
         self, settings: OptimSettings, name: str | None = None
     ) -> tuple[int, dict[str, UpdateReport]]:
-        """Take an optimizer step with the gradients that were added since the last step, of an
-        added adapter or of all policies. Return the weight version, and a report for each name
-        that had gradients (for an adapter always)."""
+        """Take an optimizer step of an added adapter, or of all policies, with the gradients that
+        were added since the last step. Return the weight version, and a report for each policy
+        that had gradients; an adapter always gets a report."""
         if name is not None:
             adapter, added = self._added_adapters.use(name), self._added.pop(name, [])
             if added:
@@ -254,8 +255,8 @@ class TrainerRank:
         return self.version, reports
 
     def drop(self, name: str | None = None) -> None:
-        """Drop the gradients that wait for a step: of a policy, an added adapter, or all
-        policies."""
+        """Drop the gradients of a policy, an added adapter, or all policies that wait for a
+        step."""
         for each in self._policies if name is None else [name]:
             self._added.pop(each, None)
             learner = self._learners.get(each) or self._added_adapters.use(each).learner
@@ -337,8 +338,8 @@ class TrainerRank:
         return self._steps < self._warmup
 
     def _update(self, name: str, settings: OptimSettings) -> UpdateReport:
-        """Take one optimizer step of a policy; return the report of its last gradient, with the
-        values of the step added."""
+        """Take one optimizer step of a policy; return the report of the last gradient that was
+        added, completed with the values of the step."""
         added, warming, learner = self._added.pop(name), self._warming, self._learners[name]
         report, critic, self._whole = added[-1], self._learners.get("critic"), False
         if not warming:
@@ -391,7 +392,8 @@ class TrainerRank:
         return scored
 
     def publish(self) -> Manifest:
-        """Publish this version for engines; return its manifest and canary."""
+        """Publish this version for engines; return its manifest with the canary, which is a prompt
+        whose log-probs engines must reproduce."""
         self._offload.bring_back(["params"])
         manifest = self._sender.publish(self.version, self._tensors())
         canary = self._canary()
@@ -406,8 +408,8 @@ class TrainerRank:
         return replace(manifest, prompt=canary, logprobs=expected.tolist(), adapter=by)
 
     def _canary(self) -> Prompt:
-        """Return the prompt that engines and the policy score, with an image if they read images
-        and it fits."""
+        """Return the canary prompt, which engines and the policy score. It has an image if they
+        read images and the image fits."""
         canary = Prompt(canary_prompt(self._scorer.model.config.get_text_config().vocab_size))
         if self._no_images or self._scorer.images is None:
             return canary
@@ -417,7 +419,7 @@ class TrainerRank:
         return longer if len(longer) < self._config.model.max_length else canary
 
     def _tensors(self) -> NamedTensors:
-        """Yield the tensors of an update, each whole."""
+        """Yield the whole tensors of a weight update."""
         if not self._config.model.lora.rank:
             return full_tensors(self._model)
         if self._config.weights.lora == "merged":
@@ -425,19 +427,20 @@ class TrainerRank:
         return adapter_tensors(self._model, self._policies)
 
     def _sent(self) -> NamedTensors:
-        """Yield tensors with the names and shapes of an update's tensors."""
+        """Yield tensors with the names and shapes of a weight update's tensors."""
         if self._config.model.lora.rank and self._config.weights.lora == "merged":
             return ((name, parameter) for name, parameter, _ in changed_parameters(self._model))
         return self._tensors() if self._config.model.lora.rank else tensor_shapes(self._model)
 
     def send(self, devices: Sequence[str]) -> None:
-        """Send the published version to the engines' workers on these devices, if the transport
-        streams."""
+        """Send the published version to the engine workers on these devices, if the transport
+        streams weights."""
         self._offload.bring_back(["params"])
         self._sender.send(self.version, self._tensors(), devices)
 
     def offload(self) -> int:
-        """Offload the parts in `training.offload` until they are needed; return their bytes."""
+        """Offload the tensors that `training.offload` names until they are needed; return the
+        number of offloaded bytes."""
         return self._offload.put_away(self._training.offload)
 
     def _moments(self) -> Iterator[torch.Tensor]:
@@ -458,13 +461,13 @@ class TrainerRank:
         self._sender.close()
 
     def whole_version(self) -> int | None:
-        """Return the version of the weights; None in the middle of a step."""
+        """Return the version of the weights; None if a step has not ended."""
         return self.version if self._whole else None
 
     def save(self, folder: Path) -> None:
         """Write this rank's part of a checkpoint: the state to resume from, and, on rank 0, the
-        model in Hugging Face's format or the adapter in PEFT's. Each of several policies has its
-        adapter in a subfolder of `POLICIES`.
+        model in Hugging Face's format or the adapter in PEFT's. If there are several policies, each
+        has its adapter in a subfolder of `POLICIES`.
         """
         rank, lora = self._rank, self._config.model.lora.rank
         state = {
@@ -487,7 +490,7 @@ class TrainerRank:
         return self._models.reference if self._algorithm.kl.sync_steps else None
 
     def load(self, folder: Path) -> int:
-        """Resume from a checkpoint; return its version."""
+        """Resume from a checkpoint; return its weight version."""
         self._offload.bring_back(_ALL)
         self._whole = False
         state = checkpoint_state.load_state(folder, self._rank, self._learners, self._moving)
@@ -500,8 +503,8 @@ class TrainerRank:
 
 
 def begin_process(training: TrainingConfig, rank: int, ranks: int, address: str) -> torch.device:
-    """Set up torch in a rank's process, and its process group if there is an address; return the
-    rank's device."""
+    """Set up torch in a rank's process, and join the process group if there is an address; return
+    the rank's device."""
     torch.set_num_threads(threads_of(training))
     device = torch.device("cpu")
     if torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""Settings of a training step, and the ranks' reports on it, merged into the step's metrics."""
+"""Settings of an optimizer step, and the ranks' reports, which are merged into a step's metrics."""
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from turnwise.training.batching import RankBatches
 
 OF_STEPS = ("grad_norm", "learning_rate", "skipped_updates", "entropy_coef")
-"""Metrics of optimizer steps; a gradient alone does not have them."""
+"""Metrics that only optimizer steps have, not gradients alone."""
 RECORDED = ("trainer_logprob", "entropy", "advantage", "weight", "ratio", "clipped", "loss")
-"""Values of each trained token that a rank reports, in the order of the rows of `tokens_KN`. They
-are from the update that trained the token, before its optimizer step."""
+"""Values of each trained token that a rank reports, in the order of the rows of `tokens_KN`. The
+values are from the update that trained the token, before its optimizer step."""
 _Always = Literal["ratio", "clip_fraction", "entropy", "correction", "logprob_diff_mean"]
 _Masked = Literal["off_policy_masked", "low_entropy_masked", "correction_below", "correction_above"]
 SumName = Literal[_Always, _Masked, "kl", "teacher_kl", "value_loss"]
@@ -29,15 +29,17 @@ SumName = Literal[_Always, _Masked, "kl", "teacher_kl", "value_loss"]
 
 
 class OptimSettings(NamedTuple):
-    """Values of one optimizer step in place of the configured ones; None keeps a configured one."""
+    """Settings of one optimizer step in place of the configured settings; None keeps the configured
+    setting."""
 
     learning_rate: float | None = None
     betas: tuple[float, float] | None = None
-    """Coefficients of AdamW's moments; other optimizers have neither `betas` nor `eps`."""
+    """Coefficients of AdamW's moments; optimizers other than AdamW have neither `betas` nor
+    `eps`."""
     eps: float | None = None
     weight_decay: float | None = None
-    """Decay of all parameters except norms and biases; of norms and biases too if
-    `training.weight_decay` is 0."""
+    """Decay of all parameters except norms and biases; if `training.weight_decay` is 0, norms and
+    biases decay too."""
     max_grad_norm: float | None = None
 
 
@@ -50,21 +52,21 @@ class UpdateReport:
 
     tokens: int = 0  # trained tokens of this rank
     sums: dict[SumName, float] = field(default_factory=lambda: defaultdict(float))
-    """Sums, by the metric whose mean they give."""
+    """Sums over trained tokens, by the name of the metric, which is their mean."""
     loss_metrics: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Sums of the loss's own metrics (`TokenLoss.metrics_N`)."""
     logprob_diff_max: float = 0.0
     """Largest difference between the engine's log-prob of a token and the trainer's."""
-    loss: float = 0.0  # this rank's part of the batch's loss: the parts of all ranks add up to it
-    bonus: float = 0.0  # this rank's part of the entropy bonus in it
+    loss: float = 0.0  # this rank's part of the batch's loss, which is the sum over all ranks
+    bonus: float = 0.0  # this rank's part of the entropy bonus in the loss
     mean_entropy: float = 0.0  # this rank's part of the mean that an adaptive bonus follows
-    entropy_coef: float | None = None  # weight of the bonus after the update; None without one
+    entropy_coef: float | None = None  # weight of the bonus after the update; None without a bonus
     grad_norm: float = 0.0  # norm of the gradient over all ranks
     learning_rate: float = 0.0  # the policy's learning rate; 0 if only the value model was trained
     skipped: bool = False  # whether a gradient was not finite and its update was skipped
 
     def add(self, made: "Objective", diff_N: "torch.Tensor", entropy_N: "torch.Tensor") -> None:
-        """Add one micro-batch."""
+        """Add one micro-batch's values to the sums and the maximum."""
         diff_N = diff_N.abs()
         self.loss += float(made.loss.detach())
         for reason, left_out_N in made.left_out_N.items():
@@ -92,9 +94,9 @@ class StepReport:
     updates: list[UpdateReport]  # one for each optimizer step
     tokens_KN: npt.NDArray[np.float32]
     """`RECORDED` values of all trained tokens, in the order of the updates' micro-batches."""
-    staleness: Counter[int]  # trained tokens by staleness, before the first update
-    layouts: Counter[str]  # updates by the layout of their micro-batches
-    tokens: int  # tokens computed, without padding
+    staleness: Counter[int]  # number of trained tokens by staleness, before the first update
+    layouts: Counter[str]  # number of updates by the layout of their micro-batches
+    tokens: int  # number of computed tokens, without padding
     seconds: float  # duration of the step
     memory_gib: float  # peak memory of the rank so far
 
@@ -103,8 +105,8 @@ def merge(reports: Sequence[StepReport], same: int = 1) -> JsonObject:
     """Return the trainer's part of a step's metrics, as `turnwise.observe.metrics` names them.
 
     Means are over trained tokens, then over the step's updates. `logprob_diff_*` are from before
-    the first update, and `learning_rate` is from the last. Each group of `same` consecutive ranks
-    reports the same tokens.
+    the first update, and `learning_rate` is from the last update. Each group of `same` consecutive
+    ranks reports the same tokens.
     """
     seconds = max(report.seconds for report in reports)
     memory_gib = max(report.memory_gib for report in reports)
@@ -173,8 +175,8 @@ def _token_mean(ranks: Sequence[UpdateReport], sums: Iterable[float]) -> float:
 
 
 def joined(parts: Sequence[JsonObject]) -> JsonObject:
-    """Return the metrics of several gradients or policies of one step: sums of counts, largest
-    maxima, and means over trained tokens of all else."""
+    """Join the metrics of several gradients or policies of one step: counts are added, maxima are
+    the largest, and all other metrics are means over trained tokens."""
     if len(parts) < 2:
         return dict(parts[0]) if parts else {}
     made: JsonObject = {}
@@ -198,8 +200,8 @@ def joined(parts: Sequence[JsonObject]) -> JsonObject:
 
 
 def of_policies(own: Mapping[str, JsonObject]) -> JsonObject:
-    """Return the metrics of a step of several policies: joined for all, and in `policies` the
-    numbers of each policy."""
+    """Return the metrics of a step of several policies: the joined metrics, and in `policies` the
+    metrics of each policy that are numbers."""
     numbers = {
         policy: {name: value for name, value in each.items() if isinstance(value, int | float)}
         for policy, each in own.items()
@@ -218,8 +220,8 @@ TrainedSample = tuple[Sample, npt.NDArray[np.float32]]
 def own_columns(
     values_KN: npt.NDArray[np.float32], wide: int, width: int
 ) -> npt.NDArray[np.float32]:
-    """Return the values of a sample's own targets: `width` for each token, of the `wide` that its
-    micro-batch has."""
+    """Return the values of a sample's own targets: of the `wide` targets that its micro-batch has
+    for each token, the sample has only `width`."""
     if width == wide:
         return values_KN
     return values_KN.reshape(len(values_KN), -1, wide)[:, :, :width].reshape(len(values_KN), -1)
@@ -228,7 +230,7 @@ def own_columns(
 def by_sample(
     shares: Sequence[Sequence["RankBatches"]], reports: Sequence[StepReport]
 ) -> list[TrainedSample]:
-    """Return the token values of each sample, from the ranks' first pass over it."""
+    """Return the token values of each sample, from the ranks' first pass over the sample."""
     found: list[TrainedSample] = []
     for share, report in zip(shares, reports, strict=True):
         start = 0

@@ -1,7 +1,7 @@
-"""Flags in data rows of several systems which say that a message is context and not trained.
+"""Flags in data rows which mark a message as context that is not trained, as in several systems.
 
-A flag is obeyed or refused, never ignored: a key that is named like a mask, but does not clearly
-mean "train this" or "do not train this", is an error of its row.
+A flag is obeyed or refused, never ignored: if a key is named like a mask, but does not clearly
+mean "train this" or "do not train this", its row is refused with an error.
 """
 
 import re
@@ -12,8 +12,8 @@ from turnwise.core.optional import Foreign
 from turnwise.errors import TrajectoryError
 
 FLAGS = ("weight", "loss", "train", "training", "trainable", "loss_mask", "step_loss_mask")
-"""Keys whose value 1 or true trains a message or row, and 0 or false does not. They are used by
-OpenAI, Mistral, slime, ms-swift and axolotl."""
+"""Keys whose value 1 or true means that a message or row is trained, and whose value 0 or false
+means that it is not. OpenAI, Mistral, slime, ms-swift and axolotl use these keys."""
 _LIKE_FLAGS = re.compile(
     r"(?i)(?:.*_)?(?:loss|train|training|trainable|masks?|masked|weights?)(_.*)?"
 )
@@ -29,8 +29,8 @@ def is_trained(message: JsonObject, where: str) -> bool:
         where: Name of the message in errors, such as "message 2".
 
     Raises:
-        TrajectoryError: `unclear_mask`, for a flag of unknown meaning, also in a part of the
-            content.
+        TrajectoryError: `unclear_mask`, if the meaning of a flag in the message, or in a part of
+            its content, is unknown.
     """
     content = message.get("content")
     for part in content if isinstance(content, list) else ():

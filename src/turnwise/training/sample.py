@@ -25,40 +25,40 @@ class Sample:
     weight_versions_T: npt.NDArray[np.int64]
     """Weight version that sampled each token; -1 where the mask is False."""
     advantages_T: npt.NDArray[np.float32]
-    """Advantage of each trained token; with a value model its reward. 0.0 where the mask is
-    False."""
+    """Advantage of each trained token; with a value model, the token's reward. 0.0 where the mask
+    is False."""
     calls_T: npt.NDArray[np.int64]
-    """Number of the engine's call that sampled each trained token; -1 where the mask is False."""
+    """Index of the engine call that sampled each trained token; -1 where the mask is False."""
     sequence: int
-    """Number of the sequence; samples of one sequence share one ratio and one correction if
-    those are per sequence."""
+    """Number of the sequence. Samples of one sequence share one ratio if the loss has a ratio per
+    sequence, and share one weight if the correction has a weight per sequence."""
     pair_id: int
-    """Number of the pair; samples of one pair stay in one micro-batch. Without pairs, each sequence
-    has its own number."""
+    """Number of the pair of a chosen and a rejected trajectory (DPO); samples of one pair stay in
+    one micro-batch. Without pairs, each sequence has its own number."""
     trajectory: int
-    """Number of the trajectory; samples of one trajectory count as one in the batch's mean and stay
-    in one update, and so do the two sides of a pair. A sequence is part of a pair, a pair of a
-    trajectory."""
+    """Number of the trajectory. Samples of one trajectory count as one in the batch's mean and stay
+    in one update. The two sequences of a pair have one trajectory number, so they count as one."""
     counted_only: bool
-    """Whether the sample only counts in the batch's totals, and is not computed."""
+    """Whether the sample only counts in the batch's totals, without being computed."""
     experts: bytes = b""
-    """T - 1 rows of `Turn.experts`, which the trainer's routers repeat; empty if they
-    choose for themselves."""
+    """T - 1 rows of `Turn.experts` (the experts that the engine chose for each token), which the
+    trainer's routers repeat; empty if the routers choose for themselves."""
     teacher_weights: tuple[float, float] = (0.0, 0.0)
     """Factors of the divergence from the teacher, in the advantages and in the loss."""
     distributions: Mapping[int, Distribution] = field(default_factory=dict)
-    """Distributions that the tokens of calls were drawn from, by the call's number; tokens of all
+    """Distributions that tokens were drawn from, by the index of the engine call; tokens of all
     other calls were drawn under the run's `sampling`."""
     allowed: Mapping[int, bytes] = field(default_factory=dict)
-    """`Turn.allowed` of the trained tokens that a grammar restricted, by position."""
+    """`Turn.allowed` (the ids that a grammar allowed) by position, for each restricted trained
+    token."""
     targets_T: npt.NDArray[np.int64] | None = None
-    """Ids to score in place of the trained tokens: [T], or [T, K] for `K` ids at each token;
-    advantages, log-probs and streams then have this shape. None: score the tokens themselves."""
+    """Ids to score in place of the trained tokens: [T], or [T, K] for `K` ids at each token.
+    Advantages, log-probs and streams then have this shape. None: score the tokens themselves."""
     policy: str = "policy"
     """Name of the policy that the sample trains."""
     streams: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict)
-    """Further values of each trained token, by name, for losses (`Tokens.streams`); `teacher` has
-    the log-probs of a teacher outside the ranks."""
+    """Additional values of each trained token, by name, for losses (`Tokens.streams`); `teacher`
+    has the log-probs of a teacher that runs outside the trainer's ranks."""
 
     @classmethod
     def of(
@@ -81,8 +81,8 @@ class Sample:
         streams: Mapping[str, npt.NDArray[np.float32]] | None = None,
     ) -> "Sample":
         """Make a sample from lists of equal length; `advantage` is one value for all tokens, or one
-        for each. By default all tokens are of one call, and the sequence is its own pair and
-        trajectory."""
+        value for each token. By default, all tokens come from one call, and the numbers of the pair
+        and the trajectory are the sequence's."""
         lengths = {len(x) for x in (ids, response_mask, logprobs, weight_versions)}
         assert len(lengths) == 1, f"a sample's lengths differ: {sorted(lengths)}"
         mask = np.asarray(response_mask, dtype=np.bool_)
@@ -109,7 +109,7 @@ class Sample:
 
     @classmethod
     def to_score(cls, ids: PromptLike, mask: Sequence[int], number: int = 0) -> "Sample":
-        """Make a sample that is only scored, not trained: at the tokens where `mask` is 1."""
+        """Make a sample whose tokens with `mask` 1 are scored but not trained."""
         none = [0] * len(ids)
         return cls.of(ids, mask, none, none, 0.0, number)
 
@@ -127,7 +127,7 @@ class Sample:
 
     @property
     def advantage(self) -> float:
-        """Mean advantage of the trained tokens; 0 without any."""
+        """Mean advantage of the trained tokens; 0 if no token is trained."""
         return float(self.advantages_T.sum() / max(1, self.trained))
 
     @property

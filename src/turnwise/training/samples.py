@@ -1,7 +1,8 @@
 """From a step's groups to training samples: rewards -> advantages -> samples, each token audited.
 
-Without players, the trajectories of a group are compared with each other; in a game, the parts that
-the same player played. The audit's report has every trajectory: trained, or the reason why not.
+Without players, the trajectories of a group are compared with each other. In a game, the turns of
+one player are compared with the same player's turns in the other trajectories. The audit's report
+contains every trajectory, either as trained or with the reason why it is not trained.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -30,25 +31,25 @@ class SampleBatch:
     """The samples that a step trains on, and an account of the rest."""
 
     samples: list[Sample] = field(default_factory=list)
-    """Each has trained tokens, or stands for a `truncated` trajectory; empty if there is nothing to
-    train on."""
+    """Samples with trained tokens, and an empty sample for each policy and `truncated` trajectory,
+    which counts in the batch's mean. Empty if there is nothing to train on."""
     origins: dict[int, Trajectory] = field(default_factory=dict)
-    """The trajectory that each sample with tokens is a branch of, by `id(sample)`."""
+    """The trajectory of each sample that has tokens, by `id(sample)`."""
     report: ExactnessReport = field(default_factory=ExactnessReport)
     """Audit of every sampled token."""
     groups_without_signal: int = 0
-    """Groups whose advantages are all 0."""
+    """Number of groups whose advantages are all 0."""
     stale_groups: int = 0
-    """Groups dropped because a token in them was older than the bound."""
+    """Number of groups dropped because one of their tokens was older than the bound."""
     stale_tokens: int = 0
-    """Tokens masked because they were older than the bound."""
+    """Number of tokens masked because they were older than the bound."""
     overlong: int = 0
-    """Trajectories that lost reward for their length."""
+    """Number of trajectories whose reward was reduced because of their length."""
     truncated: int = 0
-    """Trajectories left out of the loss because they end at their maximum length."""
+    """Number of trajectories left out of the loss because they ended at a length limit."""
 
     def drop(self, trajectories: Iterable[Trajectory], reason: str) -> None:
-        """Account for trajectories that give no sample."""
+        """Record in the audit that these trajectories give no sample, for this reason."""
         for trajectory in trajectories:
             self.report += audit(trajectory, [], masked=reason)
 
@@ -79,16 +80,18 @@ def make_samples(
     """Make a step's samples with their advantages, and account for every token.
 
     A group with fewer than two finished trajectories gives no sample; see `Group.dropped`. A group
-    without signal counts in the batch's totals; it is computed only if it matters for more than its
-    advantages, as with penalties. It gives no sample with `algorithm.dynamic_sampling`, which
-    replaces the group by another one, nor for a loss that compares pairs.
+    without signal, in which all advantages are 0, counts in the batch's totals; its tokens are
+    computed only if they matter for more than their advantages, for instance for a penalty. It
+    gives no sample with `algorithm.dynamic_sampling`, which replaces the group by a new one, nor
+    for a loss that compares pairs.
 
     Args:
-        version: Optimizer steps that the trainer has taken.
+        version: Number of optimizer steps that the trainer has taken.
         algorithm: Built from `config.algorithm`; None builds it.
         oldest: Oldest weight version whose tokens are trained, from `Config.recent_versions`.
-            Older tokens are masked; with `training.stale_policy: drop`, their groups are dropped.
-            None assumes that every step took `Config.versions_per_step` optimizer steps.
+            Older tokens are masked; with `training.stale_policy: drop`, groups with older tokens
+            are dropped. None assumes that every step took `Config.versions_per_step` optimizer
+            steps.
 
     Raises:
         InputError: when the user's `Advantage` does not fit its groups.
@@ -144,7 +147,7 @@ def _add_group(
         return
     pair_id = None
     if algorithm.loss.needs_pairs:
-        pair = [group.trajectories[index] for index in advantages]  # the chosen one is the first
+        pair = [group.trajectories[index] for index in advantages]  # the chosen trajectory first
         # A pair compares whole trajectories; versions of tokens that are not trained are negative.
         versions = [
             [v for branch in t.samples() for v in branch.weight_versions if v >= 0] for t in pair
@@ -157,15 +160,15 @@ def _add_group(
         batch.drop(others, "unpaired")
         pair_id = len(batch.samples)
     parts = rules.algorithm
-    # Without penalties, advantages of 0 add nothing to the gradient. But with a quantile, the
-    # entropies of their tokens decide which other tokens train.
+    # Without penalties, tokens with advantage 0 add nothing to the gradient. But with a quantile,
+    # their entropies affect which other tokens are trained.
     needed = parts.has_penalties or parts.entropy.top_quantile < 1
     for index, advantage in advantages.items():
         trajectory = group.trajectories[index]
         if parts.mask_truncated and trajectory.status in ("length", "context_full"):
             batch.truncated += 1
             batch.drop([trajectory], "truncated")
-            for policy in rules.policies:  # a sample without tokens counts in the batch's mean
+            for policy in rules.policies:  # add a sample that only counts in the batch's mean
                 number, none = len(batch.samples), list[int]()
                 own = Sample.of(none, none, none, none, 0.0, number, counted_only=True)
                 batch.samples.append(replace(own, policy=policy))
@@ -196,10 +199,10 @@ def add_trajectory(
 ) -> None:
     """Add the branches of a trajectory as samples, with the advantage of each turn.
 
-    Tokens of versions before `oldest` are context. Each token is scored under the distribution it
-    was drawn from; without `as_sampled`, under the run's `sampling`. A value model gets rewards in
-    place of advantages: the share of each turn is at its last token, and the rest is at the last
-    token of each branch.
+    Tokens of weight versions before `oldest` are context, which is not trained. Each token is
+    scored under the distribution that it was drawn from; without `as_sampled`, it is scored under
+    the run's `sampling`. A value model gets rewards in place of advantages: each turn's own reward
+    is at the turn's last token, and the rest of the reward is at the last token of each branch.
     """
     branches = trajectory.samples(oldest)
     if counted_only:
@@ -250,7 +253,8 @@ def add_trajectory(
 
 
 def _policy_of(branch: Branch, trajectory: Trajectory) -> str:
-    """Return the policy that sampled a branch's trained tokens; InputError if there are several."""
+    """Return the policy that sampled a branch's trained tokens; raise InputError if several
+    policies did."""
     if not any(turn.adapter for turn in trajectory.turns):
         return "policy"
     trained = {turn for turn, own in zip(branch.turns, branch.response_mask, strict=True) if own}
@@ -281,18 +285,19 @@ def _token_rewards(
 
 @dataclass(slots=True)
 class _Side:
-    """The part of a trajectory that one player played; without players, the whole."""
+    """The turns of one player in a trajectory; without players, all turns."""
 
     index: int  # index of the trajectory in its group
     turns: list[int]  # indices of its turns
     reward: float
-    turn_rewards: list[float]  # reward of each turn; the last one's includes the rest of `reward`
-    parts: dict[str, float]  # for `Advantage.of_objectives`
+    turn_rewards: list[float]  # of each turn; the last turn's includes the rest of `reward`
+    parts: dict[str, float]  # parts of the reward, for `Advantage.of_objectives`
     advantages: list[float] | None = None  # of each turn; None if the side is not trained
 
 
 def _sides(group: Group, rules: RewardRules, *, by_part: bool) -> list[list[_Side]]:
-    """Return the sides that are compared with each other, a list for each player."""
+    """Return a list for each player: the player's side of each trajectory. The sides in one list
+    are compared with each other."""
     sides: dict[str, list[_Side]] = {}
     for index, trajectory in enumerate(group.trajectories):
         penalty = _overlong(trajectory, rules)
@@ -320,7 +325,7 @@ def _parts(trajectory: Trajectory, penalty: float, rules: RewardRules) -> dict[s
     if not given:  # a program gave the reward, as a whole
         weights = {"reward": 1.0}
     parts = {name: value for name, value in given.items() if name in weights}
-    if len(weights) == 1:  # the named parts of the only entry's reward, and the remainder
+    if len(weights) == 1:  # compare the named parts of the only entry's reward, and the remainder
         ((label, weight),) = weights.items()
         total = given.get(label, trajectory.reward or 0.0)
         parts = {name: weight * value for name, value in given.items() if name != label}
@@ -333,7 +338,8 @@ def _of_groups(
 ) -> list[_Advantages | None]:
     """Return the advantages of each group: 0 without signal, None if the group is not trained.
 
-    For a loss that compares pairs, they are 1 for the chosen trajectory, then -1 for the rejected.
+    For a loss that compares pairs, the advantages are 1 for the chosen trajectory and -1 for the
+    rejected one, in this order.
     """
     if algorithm.loss.needs_pairs:
         pairs = [(group, choose_pairs(_rewards(group, rules))) for group in groups]
@@ -396,7 +402,7 @@ def _compare(compared: Sequence[Sequence[_Side]], rules: RewardRules, algorithm:
 
 
 def _rewards(group: Group, rules: RewardRules) -> list[float]:
-    """Return the rewards that are trained on, with DAPO's penalty for nearly full contexts."""
+    """Return the rewards to train on, which include DAPO's penalty for nearly full contexts."""
     return [(t.reward or 0.0) + _overlong(t, rules) for t in group.trajectories]
 
 
@@ -409,8 +415,8 @@ def _overlong(trajectory: Trajectory, rules: RewardRules) -> float:
 
 
 def gives_signal(group: Group, rules: RewardRules, algorithm: Algorithm) -> bool:
-    """Return whether the rewards that the algorithm compares, of turns or of trajectories, differ
-    within the group. May call the user's `Advantage`."""
+    """Return whether the rewards that the algorithm compares (of turns or of trajectories) differ
+    within the group. This may call the user's `Advantage`."""
     if algorithm.loss.needs_pairs:
         return choose_pairs(_rewards(group, rules)) is not None
     advantage = algorithm.advantage

@@ -1,9 +1,9 @@
-"""Weights of a sharded model: each rank reads its shards from the files; all gather whole tensors.
+"""Weights of a sharded model: ranks read their shards from the files, and gather whole tensors.
 
 A model is built without memory for its weights (on the meta device) and sharded. Each shard is then
 read from the files, one parameter at a time, so no process ever holds the whole model. The experts
-of a layer may be one parameter in the model and many tensors in the files. Engines and exports get
-the tensors as they are in the files.
+of a layer may be one parameter in the model but many tensors in the files. Engines and exports get
+the tensors in the form that they have in the files.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -38,13 +38,13 @@ from turnwise.weights.delta import layer_of
 from turnwise.weights.manifest import NamedTensors
 
 Slices = dict[str, "_Slice"]
-"""Tensors of files by name; indexing one reads that part of it."""
-_ONE_AT_A_TIME = "HF_DEACTIVATE_ASYNC_LOAD"  # Transformers reads many tensors at once without it
+"""Tensors in files by name; indexing a tensor reads only the indexed part."""
+_ONE_AT_A_TIME = "HF_DEACTIVATE_ASYNC_LOAD"  # without it, Transformers reads many tensors at once
 _ADAPTED = ".base_layer."  # part of the names of weights in a layer with an adapter
 
 
 def weight_files(path: str) -> list[str]:
-    """Return the safetensors files of a model; none if it has weights in another format."""
+    """Return the safetensors files of a model; [] if its weights are in a different format."""
     if single := cached_file(path, SAFE_WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False):
         return [single]
     index = cached_file(path, SAFE_WEIGHTS_INDEX_NAME, _raise_exceptions_for_missing_entries=False)
@@ -53,7 +53,7 @@ def weight_files(path: str) -> list[str]:
 
 def can_be_sliced(model: PreTrainedModel) -> bool:
     """Return whether each rank's shards of a model's parameters are parts of tensors in its files;
-    False if the files fuse parameters that the model keeps apart, or interleave them."""
+    False if the files fuse or interleave parameters that are separate in the model."""
     converters = [c for c in get_model_conversion_mapping(model) if isinstance(c, WeightConverter)]
     return all(
         len(converter.target_patterns) == 1
@@ -76,7 +76,7 @@ def read_tensor(files: list[str], name: str) -> torch.Tensor:
 
 
 def read_shards(module: nn.Module, files: list[str], device: torch.device) -> None:
-    """Fill the parameters of a sharded model that are on the meta device, and its buffers."""
+    """Fill a sharded model's buffers, and its parameters that are on the meta device."""
     model = next(part for part in module.modules() if isinstance(part, PreTrainedModel))
     wanted = {name for name, tensor in model.state_dict().items() if tensor.is_meta}
     for name, parameter in model.named_parameters():
@@ -108,8 +108,8 @@ def read_shards(module: nn.Module, files: list[str], device: torch.device) -> No
 
 
 class _Slice:
-    """A tensor in a file. Parts of it are read into memory of their own, which offloading can
-    empty; safetensors itself returns views of Python's buffers."""
+    """A tensor in a file. Its parts are copied into memory that offloading can empty, because
+    safetensors itself returns views of Python's buffers."""
 
     def __init__(self, found: Any) -> None:
         self._found = found
@@ -124,25 +124,25 @@ class _Slice:
 
 @contextmanager
 def _slices(files: list[str]) -> Iterator[Slices]:
-    """Open files, and yield their tensors by name without reading any."""
+    """Open files, and yield their tensors by name without reading them."""
     with ExitStack() as stack:
         slices: Slices = {}
         for path in files:
-            # "pread": pages of a mapped file would count as this process's memory.
+            # "pread", because pages of a mapped file would count as this process's memory.
             file = stack.enter_context(safe_open(path, "pt", backend="pread"))
             slices |= {name: _Slice(file.get_slice(name)) for name in file.keys()}  # noqa: SIM118
         yield slices
 
 
 def whole(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a sharded parameter whole; every rank must call it."""
+    """Return the whole tensor of a sharded parameter; every rank must call this."""
     tensor = parameter.detach()
     if not isinstance(tensor, DTensor):
         return tensor
     if tensor.device.type != "cpu":
         return tensor.full_tensor()
-    # gloo would gather into its own buffer and copy: memory for two whole tensors. Mapped pages go
-    # back to the system when the tensor is freed; the C library would keep them.
+    # gloo would gather into its own buffer and copy, which needs memory for two whole tensors. The
+    # mapped pages go back to the system when the tensor is freed; the C library would keep them.
     local, number, count = tensor.to_local(), dist.get_rank(), tensor.shape.numel()
     if count:
         memory = mmap(-1, count * tensor.dtype.itemsize)
@@ -159,9 +159,10 @@ def whole(parameter: torch.Tensor) -> torch.Tensor:
 def full_tensors(
     model: PreTrainedModel, gathered: Callable[[torch.Tensor], torch.Tensor] = whole
 ) -> NamedTensors:
-    """Yield each tensor whole, under its name in the files; every rank must iterate over all.
+    """Yield each whole tensor, under its name in the files; every rank must iterate over them all.
 
-    One parameter is gathered at a time, or a layer's if the files fuse several in one tensor.
+    One parameter is gathered at a time, or all parameters of a layer if the files fuse several
+    parameters in one tensor.
     """
     transforms = _transforms(model)
     if not transforms:
@@ -171,7 +172,8 @@ def full_tensors(
     merged = any(len(transform.target_patterns) > 1 for transform in transforms)
 
     def unit(named: tuple[str, torch.Tensor]) -> str:
-        """Return the parameter's name, up to the number of its layer if tensors merge several."""
+        """Return the name of the group in which a parameter is gathered: its layer's name if the
+        files merge parameters, else the parameter's name."""
         return (layer_of(named[0]) if merged else "") or named[0]
 
     for _, group in groupby(model.named_parameters(), key=unit):

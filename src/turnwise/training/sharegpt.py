@@ -1,8 +1,9 @@
 """Conversion of ShareGPT's conversations to messages.
 
-Such a row has `conversations`, a list of `{"from": "human", "value": "..."}`, perhaps a text
-`system`, and `tools` as a list of functions or its JSON text. In a turn `from` `function_call`, the
-value is the JSON text of an object with `name` and `arguments`, or of a list of such objects.
+Such a row has `conversations`, which is a list of `{"from": "human", "value": "..."}`. It may have
+a text `system`, and `tools`, which is a list of functions or the JSON text of such a list. In a
+turn whose `from` is `function_call`, the value is the JSON text of an object with `name` and
+`arguments`, or of a list of such objects.
 """
 
 import json
@@ -22,11 +23,11 @@ _ROLES = {
 
 
 def with_messages(row: JsonObject) -> JsonObject:
-    """Return a row with `messages` in place of `conversations`; the row itself if it has `messages`
-    or no list of conversations.
+    """Return a row with `messages` in place of `conversations`; return the row itself if it has
+    `messages` or does not have a list of conversations.
 
     Raises:
-        TrajectoryError: `malformed`, for a turn of an unknown speaker, or an invalid call.
+        TrajectoryError: `malformed`, if a turn has an unknown speaker or an invalid call.
     """
     if "messages" in row or not isinstance(turns := row.get("conversations"), list):
         return row
@@ -42,10 +43,10 @@ def with_messages(row: JsonObject) -> JsonObject:
 
 
 def _messages(turns: list[Foreign]) -> Iterator[Message]:
-    calls: list[JsonObject] = []  # without a result so far
+    calls: list[JsonObject] = []  # calls without a result so far
     for number, turn in enumerate(turns, start=1):
         if not isinstance(turn, dict) or "from" not in turn:
-            yield turn  # maybe a message already; the reader checks it
+            yield turn  # maybe already a message; the reader checks it
             continue
         speaker, said = turn["from"], turn.get("value")
         rest = {key: value for key, value in turn.items() if key not in ("from", "value")}

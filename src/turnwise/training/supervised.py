@@ -1,13 +1,14 @@
 """Samples for supervised training: rows of data as trajectories, in which every sampled token is
 trained with advantage 1.
 
-A row is a conversation (`messages`, or ShareGPT's `conversations`, and `tools` if it has some), a
-trajectory of Turnwise, or a training trace of OpenEnv. Rows that store ids are not rendered. A
-written conversation gets the ids that a rollout would have had: each assistant's turn is what the
-model would sample after the prompt of that turn, and the bridge continues prompts. So masks come
-from the ids, with any chat template, and never from a search in rendered text. The trajectory
-begins a branch where the bridge does. A row that cannot be exact is refused with a reason: for
-instance, the template changes or hides a part of it, or writes no token that ends its turns.
+A row is a conversation (`messages`, or ShareGPT's `conversations`, and `tools` if the row has
+tools), a trajectory of Turnwise, or a training trace of OpenEnv. Rows that store ids are not
+rendered. A written conversation gets the ids that a rollout would have had: each assistant's turn
+is what the model would sample after the prompt of that turn, and the bridge
+(`turnwise.trajectory.bridge`) continues prompts. So masks come from the ids, with any chat
+template, and never from a search in rendered text. The trajectory begins a new branch where the
+bridge would begin one. A row that cannot be exact is refused with a reason: for instance, the
+template changes or hides a part of the row, or writes no token that ends its turns.
 """
 
 import json
@@ -34,7 +35,7 @@ from turnwise.trajectory.training_trace import from_training_trace
 logger = logging.getLogger(__name__)
 
 _REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Keys in which a message may have reasoning apart from its content."""
+"""Keys under which a message may have reasoning, separate from its content."""
 _PROBE = "reasoning 7a3e90c4"
 _THINKS_NOTHING = re.compile(r"\s*(?:<think>)?\s*</think>")
 """Beginning of an answer whose block of reasoning is empty."""
@@ -60,8 +61,8 @@ class RowReader:
         """Return a row as a trajectory whose sampled tokens are trained.
 
         Raises:
-            TrajectoryError: when the row is refused, with the reason by which it is counted.
-            InputError: when it is a conversation, and the tokenizer has no chat template.
+            TrajectoryError: when the row is refused, with the reason under which it is counted.
+            InputError: when the row is a conversation, and the tokenizer has no chat template.
         """
         row, name = problem.row, problem.id
         if not {"messages", "conversations", "turns"} & row.keys():
@@ -84,7 +85,7 @@ class RowReader:
                 made = from_training_trace(row, name=name)
             return self._checked(made)
         except (InputError, KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-            # Its values have other types than its keys promise.
+            # The row's values do not have the types that its keys promise.
             why = str(error) if isinstance(error, InputError) else repr(error)
             raise TrajectoryError("malformed", why) from error
 
@@ -124,7 +125,8 @@ def supervised_samples(trajectories: Sequence[Trajectory], version: int) -> Samp
     with an audit of each token.
 
     Args:
-        version: The trainer's weight version. The samples get it, whatever sampled their tokens.
+        version: The trainer's weight version, which all samples get, no matter which model sampled
+            their tokens.
     """
     batch = SampleBatch()
     for trajectory in trajectories:
@@ -143,12 +145,13 @@ def demonstrate(
     name: str = "demonstration",
 ) -> Trajectory:
     """Return the trajectory of a written conversation. The assistant's tokens count as sampled,
-    with log-probs of 0.0. Raise TrajectoryError with a reason if it cannot be exact.
+    with log-probs of 0.0. Raise TrajectoryError with a reason if the trajectory cannot be exact.
 
     Args:
-        messages: In OpenAI's format; arguments of calls are JSON texts or objects. An assistant's
-            message with `weight` 0, or another flag of `row_flags`, is context; the others are
-            trained. Messages after the last trained one are left out of the ids.
+        messages: In OpenAI's format; arguments of calls are JSON texts or objects. Messages of the
+            assistant are trained, except that a message whose `weight`, or another flag of
+            `row_flags`, is 0 or false is context. Messages after the last trained message are left
+            out of the ids.
     """
     between = template.between_parts
     said = [_with_reasoning(template, _checked(message, between)) for message in messages]
@@ -159,7 +162,7 @@ def demonstrate(
     trajectory = Trajectory(name, messages=said, status="completed")
     prompt, completion = Prompt(), list[int]()
     before = 0  # messages up to and including the last assistant's turn
-    reason: str | None = None  # why a branch began since the last trained turn
+    reason: str | None = None  # why a branch began, if one did since the last trained turn
     try:
         if tools:
             check_tools(template, said[: asked[0]], tools)
@@ -191,7 +194,7 @@ def demonstrate(
 
 
 def _checked(message: Foreign, between: str) -> Message:
-    """Return a message as templates expect it; `between` joins parts of text, as in chats."""
+    """Return a message as templates expect it; `between` joins its text parts, as in chats."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise TrajectoryError("malformed", f"{repr(message)[:80]} is no message with a role")
     try:
@@ -214,7 +217,8 @@ def _checked(message: Foreign, between: str) -> Message:
 
 
 def _with_reasoning(template: ChatTemplate, message: Message) -> Message:
-    """Return a message with its reasoning at a key that the template shows, if there is one."""
+    """Return a message with its reasoning under a key that the template shows, if the template
+    shows any of the keys."""
     own = next((key for key in _REASONING if message.get(key)), None)
     if own is None or message["role"] != "assistant":
         return message
@@ -226,7 +230,7 @@ def _with_reasoning(template: ChatTemplate, message: Message) -> Message:
 
 
 def _shows(template: ChatTemplate, key: str) -> bool:
-    """Return whether the template shows the value of a key of an assistant's message."""
+    """Return whether the template shows the value under this key of an assistant's message."""
     if (known := template.seams.get(("shows", key))) is None:
         asked: list[Message] = [{"role": "user", "content": "Why?"}]
         said: Message = {"role": "assistant", "content": "So.", key: _PROBE}

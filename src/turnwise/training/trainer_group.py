@@ -1,7 +1,7 @@
 """The handle with which other processes call the trainer's ranks, which are Ray actors.
 
-Every call goes to all ranks at once. When a rank dies, the others fail or hang in their common
-computation, so the dead rank's error is raised.
+Every call goes to all ranks at once. When a rank dies, the other ranks fail or hang in their common
+computation, so the error of the dead rank is raised.
 """
 
 import asyncio
@@ -61,7 +61,7 @@ logger = logging.getLogger(__name__)
 
 _RANK = "turnwise.training.rank:TrainerRank"  # imported in the ranks' processes alone
 _GRACE_SECONDS = 5.0
-"""Seconds to wait for the other ranks' errors after the first: one of them may be the cause."""
+"""Seconds to wait for other ranks' errors after the first error; a later one may be the cause."""
 _PING_SECONDS = 2.0
 
 
@@ -76,15 +76,15 @@ class TrainerActor:
 
     def open_store(self, host: str) -> str:
         """Open the ranks' rendezvous store on one address of this node; return host:port."""
-        # Kept open: a port that is only looked up may be taken a moment later.
+        # Keep the store open: a port that is only looked up may be taken a moment later.
         self._store = open_store(host, 0)
         return f"{host}:{self._store.port}"
 
     def start(
         self, config: Config, folder: str, kind: str, rank: int, ranks: int, address: str
     ) -> tuple[int, Layouts, str, str]:
-        """Build the rank; return its process id, the layouts of micro-batches, a sentence about
-        them, and a sentence about layers without an adapter, or ""."""
+        """Build the rank; return its process id, the layouts of micro-batches, a sentence about the
+        layouts, and a sentence about layers without an adapter, or ""."""
         made = load_object(kind, "the trainer")  # this imports Transformers' models
         self._policy = policy = made(config, Path(folder), rank=rank, ranks=ranks, address=address)
         return os.getpid(), policy.layouts, policy.layouts_said, policy.adapters_said
@@ -104,8 +104,8 @@ class ColocatedTrainerActor(TrainerActor, WorkerHost):
 class TrainerGroup:
     """All ranks of the trainer; its methods call the same methods of `TrainerRank` on all ranks.
 
-    Every call raises `TrainerError` naming the rank that died or failed, or `DeadlineError` naming
-    the rank that did not answer within `training.step_timeout` seconds.
+    Every call may raise a `TrainerError` that names the rank that died or failed, or a
+    `DeadlineError` that names the rank that did not answer within `training.step_timeout` seconds.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class TrainerGroup:
         """Start all ranks, each in an actor with `training.resources` and `num_gpus` GPUs."""
         training = config.training
         kind = ColocatedTrainerActor if training.colocated else TrainerActor
-        # A wrong transport is an error before ranks start.
+        # Refuse a wrong transport before ranks start.
         check_transport(config.weights.transport, stream_mistake(config))
         group = await create_placement_group(
             training.ranks,
@@ -166,7 +166,7 @@ class TrainerGroup:
         trainer = cls(config, ranks, num_gpus > 0, group)
         try:
             address = ""
-            if len(ranks) > 1:  # ranks of one node meet at its loopback address
+            if len(ranks) > 1:  # ranks on one node meet at its loopback address
                 nodes = await trainer._each("report its address", "node")
                 host = LOOPBACK if len(set(nodes)) == 1 else nodes[0]
                 address = await trainer._first("open a rendezvous address", "open_store", host)
@@ -189,8 +189,8 @@ class TrainerGroup:
         return {rank.name: rank.actor for rank in self._ranks}
 
     async def train(self, samples: Sequence[Sample]) -> JsonObject:
-        """Take the optimizer steps of a training step, `Config.versions_per_step` if all policies
-        have samples; returns the step's metrics."""
+        """Take the optimizer steps of a training step (`Config.versions_per_step` of them if all
+        policies have samples); return the step's metrics."""
         self.trained_tokens = []
         size, made = self._config.training.context_parallel, dict[str, JsonObject]()
         version = self.version if self._config.rollout.policies else None
@@ -204,7 +204,7 @@ class TrainerGroup:
         return self._together(made)
 
     def _by_policy(self, samples: Sequence[Sample]) -> dict[str, list[Sample]]:
-        """Return the samples of each policy that has any to train."""
+        """Return the samples of each policy that has samples to train."""
         names = self._config.policies
         if others := {sample.policy for sample in samples} - {*names}:
             raise InputError(
@@ -216,7 +216,7 @@ class TrainerGroup:
         return {n: own for n, own in parts.items() if alone or not all(s.counted_only for s in own)}
 
     def _together(self, made: dict[str, JsonObject]) -> JsonObject:
-        """Join the policies' metrics; each policy's own are included if there are several."""
+        """Join the policies' metrics; if there are several policies, also include each one's."""
         return of_policies(made) if self._config.rollout.policies else joined([*made.values()])
 
     async def forward_backward(
@@ -227,11 +227,11 @@ class TrainerGroup:
         adapter: str | None = None,
         learns: bool = True,
     ) -> JsonObject:
-        """Add the gradient of samples to those that wait for `optim_step`; see
-        `TrainerRank.forward_backward`. Returns the metrics of the loss.
+        """Add the gradient of samples to the gradients that wait for `optim_step`; see
+        `TrainerRank.forward_backward`. Return the metrics of the loss.
 
         Args:
-            adapter: An adapter that was added; None: each sample's policy.
+            adapter: The added adapter to train; None: train each sample's policy.
         """
         self.trained_tokens = []
         size, made = self._config.training.context_parallel, dict[str, JsonObject]()
@@ -249,18 +249,18 @@ class TrainerGroup:
     async def optim_step(
         self, settings: OptimSettings = CONFIGURED, adapter: str | None = None
     ) -> JsonObject:
-        """Take an optimizer step with the gradients that wait for it, of all policies or of an
-        added adapter; return its metrics."""
+        """Take an optimizer step of all policies, or of an added adapter, with the gradients that
+        wait for it; return the step's metrics."""
         replies = await self._same("take a step", "optim_step", settings, adapter)
         self.version, reports = replies[0]
         return self._together({name: of_step(report) for name, report in reports.items()})
 
     async def drop(self, name: str | None = None) -> None:
-        """Drop the gradients that wait for a step: of all policies, or of an added adapter."""
+        """Drop the gradients of all policies, or of an added adapter, that wait for a step."""
         await self._same("drop its gradient", "drop", name)
 
     async def adapter(self, method: str, name: str, *arguments: object) -> None:
-        """Call a method of `Adapters` on all ranks: add, remove or read; or write, on one."""
+        """Call a method of `Adapters`: add, remove or read on all ranks, or write on one rank."""
         call = self._first if method == "write" else self._same
         given = ("call", "adapter") if method == "write" else ("adapter",)
         await call(f"{method} {name}", *given, method, name, *arguments)
@@ -272,7 +272,8 @@ class TrainerGroup:
         return int(await self._first("report its vocabulary", "call", "vocabulary"))
 
     async def _shares(self, samples: Sequence[Sample], updates: int) -> list[list[RankBatches]]:
-        """Return each rank's share of each update; the ranks of a context group have the same."""
+        """Return each rank's share of each update; all ranks of a context group get the same
+        share."""
         training = self._config.training
         size = training.context_parallel
         planned = await run_in_thread(
@@ -286,14 +287,14 @@ class TrainerGroup:
         return [share for share in planned for _ in range(size)]
 
     async def forward(self, name: str, samples: Sequence[Sample]) -> list[list[float]]:
-        """Score the trained tokens of samples with a model of the trainer. The name "policy" stands
-        for each sample's own policy.
+        """Score the trained tokens of samples with a model of the trainer. If the name is "policy",
+        each sample is scored with its own policy.
 
         Returns:
             For each sample T floats, 0.0 where a token is not trained: the token's log-prob under
-            the distribution it was drawn from, or the value model's expected return before it.
+            the distribution that it was drawn from, or the value model's expected return before it.
         """
-        numbered = [  # each may be in any micro-batch
+        numbered = [  # each sample may be in any micro-batch
             replace(each, sequence=n, pair_id=n, trajectory=n, counted_only=False)
             for n, each in enumerate(samples)
         ]
@@ -315,9 +316,9 @@ class TrainerGroup:
         return spread
 
     async def publish(self) -> Manifest:
-        """Publish the weights; return rank 0's manifest, and the canary of this version."""
+        """Publish the weights; return rank 0's manifest, which contains this version's canary."""
         published: list[Manifest] = await self._same("publish its weights", "publish")
-        self.version = published[0].version  # may be newer, after a step that failed half-way
+        self.version = published[0].version  # newer than known if a step failed half-way
         return published[0]
 
     async def send(self, devices: Sequence[str]) -> None:
@@ -339,8 +340,8 @@ class TrainerGroup:
         await self._same(f"save {folder}", "save", folder)
 
     async def holds(self, version: int, seconds: float) -> bool:
-        """Return whether all ranks have the weights of a version and have ended their step; False
-        if a rank is dead, or busy for `seconds`."""
+        """Return whether all ranks have the weights of a version and have ended their step; return
+        False if a rank is dead or does not answer for `seconds`."""
         what = "report its version"
         asked = [
             rank.call("call", "whole_version", what=what, seconds=seconds) for rank in self._ranks
@@ -354,14 +355,14 @@ class TrainerGroup:
         return self.version
 
     async def watch(self) -> None:
-        """Watch the ranks without end; raise `TrainerError` soon after one died."""
+        """Watch the ranks forever; raise `TrainerError` soon after a rank has died."""
         while True:
             await asyncio.sleep(_PING_SECONDS)
             await self._each("answer", "ping")
 
     async def close(self) -> None:
-        """Release what the weight transport keeps outside the ranks' processes, such as files. A
-        dead or busy rank does not release it. End the ranks if Ray would keep them running."""
+        """Release what the weight transport keeps outside the ranks' processes, such as files; dead
+        and busy ranks are skipped. End the ranks if Ray would keep them running."""
         calls = [
             rank.call("call", "close", what="release its weights", seconds=_PING_SECONDS)
             for rank in self._ranks
@@ -373,7 +374,7 @@ class TrainerGroup:
             self.kill()
 
     def kill(self) -> None:
-        """End all ranks at once, and give their bundles back."""
+        """End all ranks at once, and give their resources (placement group bundles) back."""
         for rank in self._ranks:
             rank.kill()
         if self._bundles is not None:
@@ -384,7 +385,7 @@ class TrainerGroup:
         return await self._each(what, "call", [(method, *arguments)] * len(self._ranks))
 
     async def _first(self, what: str, method: str, *arguments: object) -> Any:
-        """Call a method of rank 0's actor alone."""
+        """Call a method of rank 0's actor only."""
         return await self._ranks[0].call(method, *arguments, what=what, seconds=self._timeout)
 
     async def _each(
@@ -397,7 +398,7 @@ class TrainerGroup:
         ]
         try:
             done, pending = await asyncio.wait(waits, return_when=asyncio.FIRST_EXCEPTION)
-            with suppress(TimeoutError):  # after a failure, a death may follow that explains it
+            with suppress(TimeoutError):  # a rank's death may follow, and explain the failure
                 async with asyncio.timeout(_GRACE_SECONDS):
                     while pending and not any(is_death(wait.exception()) for wait in done):
                         more, pending = await asyncio.wait(
@@ -415,7 +416,8 @@ class TrainerGroup:
 
 
 def _rank_of_cause(error: BaseException | None) -> int:
-    """Return the priority of an error as the cause: a death has 0, as it explains other errors."""
+    """Return an error's order as the cause, lowest first; a rank's death is 0, as it explains other
+    errors."""
     if is_death(error):
         return 0
     if isinstance(error, TurnwiseError) and not isinstance(error, TrainerError | DeadlineError):

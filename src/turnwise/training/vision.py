@@ -1,8 +1,9 @@
 """Images in the trainer's forward passes: their features, and the columns of their tokens.
 
 The model's own processor makes the tensors of an image, once for each image in each rank. The
-features of an image are computed once for each forward pass, even if several samples have it, and
-separately from other images. The model's own code makes position ids of more than one dimension.
+features of an image are computed once for each forward pass, even if several samples contain the
+image, and separately from other images. If position ids have more than one dimension, the model's
+own code makes them.
 """
 
 import inspect
@@ -40,16 +41,17 @@ def _model_of(module: nn.Module) -> PreTrainedModel | None:
 
 
 def decoder_layers(module: nn.Module, *, of_images: bool = True) -> list[nn.Module]:
-    """Return a model's decoder layers in order, by the classes that Transformers' models declare.
-    With `of_images`, this includes the layers of the part that reads images."""
+    """Return a model's decoder layers in order; they are found by the layer classes that the
+    Transformers model declares (`_no_split_modules`). With `of_images`, include the layers of the
+    part that reads images."""
     names, model = layer_classes(module), _model_of(module)
     inside = module if model is None or of_images else model.get_decoder()
     return [part for part in inside.modules() if type(part).__name__ in names]
 
 
 def vision_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters that a model has in addition to its language model, to read images;
-    none if it reads only text."""
+    """Return the parameters with which a model reads images, in addition to its language model; an
+    empty list if the model reads only text."""
     if (model := _model_of(module)) is None:
         return []
     text = {id(parameter) for parameter in model.get_decoder().parameters()}
@@ -57,8 +59,8 @@ def vision_parameters(module: nn.Module) -> list[nn.Parameter]:
 
 
 def probe(number: int) -> Image:
-    """Return a small test image. It is the same in every run; images of all numbers have the same
-    size."""
+    """Return a small test image, which is the same in every run. Images of different numbers have
+    the same size."""
     kind = optional("PIL.Image", "images", "an image")
     picture = kind.linear_gradient("L").rotate(90 * number).resize((84, 56)).convert("RGB")
     return read_image(picture, "an image")
@@ -100,8 +102,8 @@ def seeing(
     if not stray_BT.any():
         yield given
         return
-    # The model may sample the id of an image's tokens: such a token is a token like any other. The
-    # forward pass gets another id for it, and only the embedding layer gets the sampled id.
+    # The model may sample the id that marks an image's tokens; that is then an ordinary token. The
+    # forward pass gets a different id for it, and only the embedding layer gets the sampled id.
     given["input_ids"] = ids_BT.masked_fill(stray_BT, (token + 1) % 2)
     hook = backbone.get_input_embeddings().register_forward_pre_hook(
         lambda _, arguments: (arguments[0].masked_fill(stray_BT, token), *arguments[1:])
@@ -115,7 +117,8 @@ def seeing(
 def _features(
     backbone: PreTrainedModel, processed: Mapping[Image, Processed], columns: Columns
 ) -> Foreign:
-    """Return the features of all images; the model's own code computes each image once, alone."""
+    """Return the features of all images; the model's own code computes each image once and
+    separately."""
     taken = inspect.signature(backbone.get_image_features).parameters
     found: dict[Image, Foreign] = {}
     for image, made in processed.items():
@@ -131,7 +134,7 @@ def _features(
 
 def _joined(values: Sequence[Foreign]) -> Foreign:
     """Concatenate the features of images: tensors, lists with a tensor for each image, or lists
-    with one of these for each layer."""
+    with either of these for each layer."""
     if isinstance(values[0], torch.Tensor):
         return torch.cat(list(values))
     if isinstance(values[0][0], torch.Tensor):
@@ -145,8 +148,8 @@ def _positions(
     processed: Mapping[Image, Processed],
     read_BT: torch.Tensor,
 ) -> torch.Tensor:
-    """Return position ids of three dimensions: [3, B, T]. If the columns have ids of one dimension,
-    by which the model separates packed sequences, these come first: [4, B, T]."""
+    """Return position ids of three dimensions: [3, B, T]. If the columns have position ids of one
+    dimension, by which the model separates packed sequences, put them first: [4, B, T]."""
     assert columns.image_BT is not None
     rows_3BT = [t.cpu() for t in (columns.token_ids_BT, read_BT.long(), columns.image_BT)]
     taken = inspect.signature(backbone.get_rope_index).parameters

@@ -1,7 +1,7 @@
 """The ids that a grammar allowed at a sampled token, as bytes.
 
-A set has a bit for each id of the vocabulary, id 0 in the lowest bit of the first byte, compressed
-by zlib; b"" is the set of all ids. Most of a completion's tokens share a few sets.
+A set has one bit for each id of the vocabulary, with id 0 in the lowest bit of the first byte, and
+is compressed by zlib; b"" is the set of all ids. Most tokens of a completion share a few sets.
 """
 
 import base64
@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from turnwise.core.json_types import JsonObject
 
 _MAX_BYTES = 2**20
-"""Maximum size of an uncompressed set (8 million ids): a short one in a file must not fill memory.
-"""
+"""Maximum bytes of an uncompressed set (8 million ids): a small file must not fill the memory."""
 
 
 def pack_allowed(bits: bytes) -> bytes:

@@ -1,7 +1,8 @@
 """The exactness audit: checks that every trained token was sampled.
 
 It replays a trajectory's turns independently of the code that makes samples, and compares every
-token of every sample with the engine's record. Reports can be added to get one for a whole run.
+token of every sample with the engine's record. Reports can be added to get the report of a whole
+run.
 """
 
 import math
@@ -25,7 +26,7 @@ class ExactnessReport:
     trajectories: int = 0
     turns: int = 0
     bridged: int = 0
-    """Turns whose prompt begins with every token of the turn before."""
+    """Turns whose prompt begins with every token of the parent's path."""
     forked: Counter[str] = field(default_factory=Counter)
     """Turns that began a new branch, by reason."""
     tokens_sampled: int = 0
@@ -38,7 +39,7 @@ class ExactnessReport:
     violations: int = 0
     """Number of differences found."""
     first_violation: str | None = None
-    """Description of the first difference; None if there is none."""
+    """Description of the first difference; None if nothing differs."""
 
     def __iadd__(self, other: "ExactnessReport") -> "ExactnessReport":
         first = self.first_violation or other.first_violation
@@ -69,7 +70,7 @@ class ExactnessReport:
 
     def __str__(self) -> str:
         """Return two lines for people, or three if there is a violation."""
-        # Rounded down, so that 100 % means all.
+        # Rounded down, so that 100 % means that all tokens are exact.
         percent = "100" if self.percent == 100.0 else f"{math.floor(self.percent * 100) / 100:.2f}"
         trained = f"{percent} % of {self.tokens_trained:,} trained tokens"
         if not self.tokens_trained:
@@ -93,12 +94,12 @@ def audit(
     *,
     masked: str | None = None,
 ) -> ExactnessReport:
-    """Replay a trajectory and compare its training samples with it.
+    """Replay a trajectory's turns, and compare its training samples with them.
 
     Lengths must agree, and each turn's ids must be the recorded ids. Each trained token must have
     been sampled in the context that the engine had, including images. It must be trained only once,
-    and as a token of its own turn. No token of an `untrained` turn may be trained, and no token
-    that a mask leaves out. Log-probs must be finite, and weight versions valid.
+    and as a token of its own turn. Tokens of an `untrained` turn, and tokens that a mask leaves
+    out, must not be trained. Log-probs must be finite, and weight versions valid.
 
     Args:
         samples: The training samples; None takes `trajectory.samples()`.
@@ -160,7 +161,7 @@ def _check_turns(turns: Sequence[Turn]) -> Iterator[str]:
         if len(set(lengths)) != 1:
             yield f"turn {index}: tokens, log-probs and versions are {lengths}"
             return
-        before = 0  # the sum of the ids that its prompt takes over
+        before = 0  # sum of the ids that its prompt shares with the parent's path
         if _continues(turns, turn):
             before = totals[turn.parent or 0]
         elif turn.parent is not None:
@@ -176,8 +177,8 @@ def _check_turns(turns: Sequence[Turn]) -> Iterator[str]:
 
 def _differences(turn: Turn, prompt: Prompt, total_before: int) -> list[str]:
     """Return the differences of a stored turn from its record. `prompt` has the images of the
-    turn's prompt; `total_before` is the sum of the ids that it takes over from its parent's path.
-    """
+    turn's prompt; `total_before` is the sum of the ids that the prompt shares with the parent's
+    path."""
     added, sampled = turn.added.ids, Prompt(turn.completion_token_ids).ids
     ids_T = np.concatenate([added, sampled])
     total, weighted = checksums(ids_T)
@@ -197,7 +198,7 @@ def _differences(turn: Turn, prompt: Prompt, total_before: int) -> list[str]:
         if not (math.isfinite(logprob) and logprob <= 1e-4)
         and turn.weight_versions[position] != FORCED
     ]
-    # Versions may fall: a turn may move to an engine that has not loaded an update yet.
+    # Versions may fall, because a turn may move to an engine that has not loaded an update yet.
     found += [
         f"sampled token {position} has weight version {version}"
         for position, version in enumerate(turn.weight_versions)
@@ -241,8 +242,8 @@ def _path(turns: Sequence[Turn], leaf: int) -> Prompt:
 def _check_sample(
     turns: Sequence[Turn], sample: Branch, trained: dict[int, set[int]]
 ) -> tuple[int, list[str]]:
-    """Return the number of exact tokens, and a sentence about each difference. Add the sampled
-    tokens that the sample trains to `trained`, the tokens that earlier samples train, by turn."""
+    """Return the number of exact tokens, and a sentence about each difference. `trained` has the
+    sampled tokens that earlier samples train, by turn; add this sample's tokens to it."""
     length = len(sample.ids)
     lists = (sample.response_mask, sample.logprobs, sample.weight_versions, sample.turns)
     if (lengths := {len(values) for values in lists}) != {length}:
@@ -290,9 +291,10 @@ def _check_token(
     place: tuple[int, int],
     trained: set[int],
 ) -> str | None:
-    """Return a sentence about the first difference of one token; None if it is exact. `origin` is
-    its turn, its index among the turn's sampled tokens (negative in the prompt), and its id;
-    `place` is its position in the sample, and the id at that position."""
+    """Return a sentence about the first difference of one token; None if the token is exact.
+    `origin` has the token's turn, its index among the turn's sampled tokens (negative in the
+    prompt), and its recorded id; `place` has its position in the sample, and the id at that
+    position."""
     (position, token), (index, sampled, recorded_id) = place, origin
     if token != recorded_id:
         source = "sampled" if sampled >= 0 else "had in its prompt"

@@ -22,12 +22,12 @@ other three. It reads them off a placeholder conversation that ends with the new
 After the sentinel the template writes the same text as after any assistant's turn. The completion
 already holds `<|im_end|>`, the beginning of that text, so the bridge adds the rest; behind a
 completion that was cut off after `4`, it adds the whole text. The work grows with the new messages
-and not with the history, and this works with any template. If the placeholder does not show how to
-continue, the bridge returns a reason, and the caller starts a new branch.
+and not with the history, and the method works with any template. If the placeholder does not show
+how to continue, the bridge returns a reason, and the caller starts a new branch.
 
-The seam between an assistant's turn and the messages after it is read off such renderings: how the
-template ends a turn, which token may end it instead, and what comes before the first new message. A
-seam is valid for all messages of the same roles and tool names, so it is cached.
+The seam between an assistant's turn and the messages after it is read off such renderings. It says
+how the template ends a turn, which token may end the turn instead, and what comes before the first
+new message. A seam is valid for all messages of the same roles and tool names, so it is cached.
 """
 
 import itertools
@@ -44,34 +44,34 @@ from turnwise.trajectory.prompt import Prompt, PromptLike, common_prefix
 from turnwise.trajectory.turn import Message
 
 _MAX_SEAMS = 256
-"""Maximum number of cached seams: their keys contain tool names, which a model can invent."""
+"""Maximum number of cached seams; a model can invent tool names, which are part of the keys."""
 _QUESTION = "placeholder question"
 _SENTINEL = "sentinel 0f1e2d3c"
 """Content of the placeholder's assistant turn; no real conversation contains it."""
 THOUGHT_END = "</think>"
 _HIDDEN = "the template leaves out the assistant's answer"
 _NEW_MESSAGE = "new message 5b6a7988"
-"""Content of the new messages while the template is probed, followed by their index."""
+"""Content of the new messages while the template is probed; each message's index follows."""
 
 _Content = str | list[dict[str, str]]
 
 
 @dataclass(frozen=True, slots=True)
 class Bridge:
-    """The next turn's prompt, or the reason why there is none."""
+    """The next turn's prompt, or the reason why it cannot be built."""
 
     prompt_token_ids: PromptLike
     completion_token_ids: PromptLike
     added_token_ids: Prompt
     """Ids that follow the completion; none of them was sampled."""
     fork_reason: str | None = None
-    """Reason why no prompt continues this turn; None if there is one.
+    """Reason why no prompt continues this turn; None if a prompt does.
 
-    `template_refuses`: the template raised. `message_dropped`: it leaves out a new message.
-    `unlike_placeholder`: it hides the assistant's answer, or renders the new messages differently
-    than behind the placeholder conversation.
-    `turn_end_unknown`: the completion ends in a way that the template never ends a turn, or was
-    cut off where the template does not show how the turn would end.
+    `template_refuses`: the template raised. `message_dropped`: a new message is left out.
+    `unlike_placeholder`: the assistant's answer is hidden, or the new messages are rendered
+    differently than behind the placeholder conversation.
+    `turn_end_unknown`: the completion ends in a way in which the template never ends a turn,
+    or was cut off where the template does not show how the turn would end.
     """
     detail: str = ""
     """One sentence about the reason."""
@@ -97,9 +97,10 @@ def bridge(
     Args:
         template: The model's chat template.
         prompt_token_ids: The last turn's prompt.
-        completion_token_ids: The ids sampled after it, with or without an end-of-turn token.
+        completion_token_ids: The ids sampled after that prompt, with or without an end-of-turn
+            token.
         new_messages: The messages before the next assistant turn: tool results, a user's message.
-        tools: The same as in the conversation's first prompt.
+        tools: The tools of the conversation's first prompt.
 
     Example:
         >>> following = bridge(
@@ -181,7 +182,7 @@ class Seam:
         call_end     ""
         turn_end     "<|im_end|>\n"
         sampled_end  "<|im_end|>\n"
-        stop_tokens  <|im_end|>, and those of `ChatTemplate.stop_token_ids`
+        stop_tokens  <|im_end|>, and the tokens of `ChatTemplate.stop_token_ids`
 
     A call and then its result, in the template `hermes`, whose calls are JSON and whose results are
     a user's message; the sentinel is the call's argument:
@@ -190,7 +191,7 @@ class Seam:
         call_end     '"}}\n</tool_call>'
         turn_end     "<|im_end|>\n"
         sampled_end  '"}}\n</tool_call><|im_end|>\n'
-        stop_tokens  <|im_end|>, and those of `ChatTemplate.stop_token_ids`
+        stop_tokens  <|im_end|>, and the tokens of `ChatTemplate.stop_token_ids`
     """
 
     placeholder: list[Message]
@@ -206,9 +207,9 @@ class Seam:
     """Text after `call_end` that ends the turn; may be empty."""
     sampled_end: str
     """Beginning of the joint that the model itself may sample. If the completion ends with a
-    special token that occurs in it, everything up to that token was sampled."""
+    special token that occurs in this text, everything up to that token was sampled."""
     stop_tokens: frozenset[str]
-    """Special tokens that may end a turn in place of the template's own."""
+    """Special tokens that may end a turn in place of the template's own token."""
 
     def following(
         self, template: ChatTemplate, messages: Sequence[Message], tools: Tools | None
@@ -233,13 +234,16 @@ class Seam:
         completion: Sequence[int] | npt.NDArray[np.generic],
     ) -> int | None:
         """Return how many of the joint's characters the completion already holds; None if unknown.
-        It ends with the special token `last`, or with text if that is None."""
+        The completion ends with the special token `last`, or with ordinary text if `last` is
+        None."""
         pattern = template.special_token_pattern
         if last is not None:
-            # It is part of the call's or turn's end, as in "4<|im_end|>": all up to it was sampled.
+            # `last` is part of the call's or turn's end, as in "4<|im_end|>", so the text before it
+            # was sampled.
             found = self.sampled_end.find(last)
             if found >= 0:
-                # If another end of the turn comes before it, that must have been sampled too.
+                # If the turn's end has a special token before `last`, it must also have been
+                # sampled.
                 before = (
                     "" if self.call_end is None else self.sampled_end[len(self.call_end) : found]
                 )
@@ -251,14 +255,15 @@ class Seam:
                     return found + len(last)
             if last == self.header(template):
                 return len(self.sampled_end) + len(last)
-        # Any other ending is followed by the turn's end, which the template does not show here.
+        # After any other ending, the turn's end must follow, if the template shows where it begins.
         if self.call_end is None:
             return None
         token = pattern.search(self.turn_end)
-        # Another stop token, such as <|endoftext|>, stands for the special token of the turn's end.
+        # If the turn stopped at another token, such as <|endoftext|>, that token takes the place of
+        # the end-of-turn token.
         if last in self.stop_tokens and token is not None:
             return len(self.call_end) + token.end()
-        # No special token ended the turn, or its end has no such token: all of its end is added.
+        # No special token ended the turn, or its end has no special token: add the whole end.
         words = self.turn_end[: token.start()] if token else self.turn_end
         if not words or not len(completion):
             return len(self.call_end)
@@ -267,17 +272,18 @@ class Seam:
 
 
 def overlap(text: str, following: str) -> int:
-    """Return the length of the longest end of `text` that is also a beginning of `following`."""
+    """Return the length of the longest suffix of `text` that is a prefix of `following`."""
     return next(n for n in range(len(following), -1, -1) if text.endswith(following[:n]))
 
 
 def find_seam(template: ChatTemplate, messages: Sequence[Message], tools: Tools | None) -> Seam:
     """Probe the template with placeholder conversations in front of the new messages, and return
-    the seam of the first one that it accepts. Tool messages must have a name and a call id.
+    the seam of the first placeholder that the template accepts. Tool messages must have a name and
+    a call id.
 
-    If it accepts none, raise its error for the first placeholder with calls, or for the placeholder
-    with an answer. Raise TrajectoryError, with a fork reason, when the template hides the
-    assistant's turn or a new message.
+    If the template accepts no placeholder, raise its error for the first placeholder with calls, or
+    for the placeholder with an answer. Raise TrajectoryError, with a fork reason, when the template
+    hides the assistant's turn or a new message.
     """
     as_parts = _has_content_parts(messages)
     new = [
@@ -317,8 +323,8 @@ def find_seam(template: ChatTemplate, messages: Sequence[Message], tools: Tools 
 def sampled_text(
     template: ChatTemplate, opening: str, ended: str, turn: Message, tools: Tools | None
 ) -> str | None:
-    """Return the text that the model samples after a prompt to say a turn, up to and including the
-    token that ends the turn.
+    """Return the text that the model samples after a prompt to produce a turn, up to and including
+    the token that ends the turn.
 
     Args:
         opening: Text of the prompt, which ends with the generation prompt.
@@ -352,7 +358,7 @@ def _stopping_header(template: ChatTemplate, turn: Message, tools: Tools | None)
     if (header := template.seams.get(key)) is None:
         try:
             header = find_seam(template, [following], tools).header(template) or ""
-        except Exception:  # a template may raise anything, for instance because it knows no results
+        except Exception:  # a template may raise anything, for instance on results of tools
             header = ""
         template.seams[key] = header
     assert isinstance(header, str)
@@ -375,11 +381,12 @@ def answer_end(template: ChatTemplate, tools: Tools | None) -> str:
 
 
 def up_to_end(template: ChatTemplate, text: str, tools: Tools | None) -> str:
-    """Return a turn's text up to the special token that ends it, if one does. An empty text stands
-    for the text that the template writes behind an answer."""
+    """Return a turn's text up to and including the special token that ends the turn, or the whole
+    text if no special token does. If `text` is empty, use the text that the template writes behind
+    an answer."""
     ending, pattern = answer_end(template, tools), template.special_token_pattern
     text = text or ending
-    if text.endswith(ending):  # what was said may quote special tokens
+    if text.endswith(ending):  # the model's own words may quote special tokens
         end = pattern.search(text, len(text) - len(ending))
     else:  # a turn with a call may end in another way
         end = next(reversed([*pattern.finditer(text)]), None)
@@ -404,8 +411,8 @@ def _seam(
         header, ending, joint, _ = plain
         pattern = template.special_token_pattern
         last, inner = pattern.search(ending), pattern.search(joint)
-        # Usually the same text ends a turn within a conversation and the last turn. If not, the
-        # first special token ends the turn if both renderings agree up to that token.
+        # Usually the same text ends a turn within a conversation and the last turn. If not, but
+        # both renderings agree up to their first special token, that token ends the turn.
         if joint.startswith(ending):
             turn_end = ending
         elif last and inner and ending[: last.start()] == joint[: inner.start()]:
@@ -446,7 +453,8 @@ def _probe(
     new: Sequence[Message],
     tools: Tools | None,
 ) -> _Rendering | Exception:
-    """Render a placeholder conversation; return an error, because another one may succeed."""
+    """Render a placeholder conversation; return an error instead of raising it, because another
+    placeholder may succeed."""
     try:
         alone = template.render_text(placeholder, tools=tools, add_generation_prompt=False)
         continued = template.render_text([*placeholder, *new], tools=tools)
@@ -467,7 +475,7 @@ def _probe(
 
 
 def _has_content_parts(messages: Sequence[Message]) -> bool:
-    """Return whether a content is a list of parts, as templates of vision models ask for."""
+    """Return whether any content is a list of parts, as templates of vision models require."""
     return any(isinstance(message.get("content"), list) for message in messages)
 
 

@@ -1,7 +1,7 @@
 """Tool calls in an assistant's text, in one form for all spellings of the same call.
 
 A chat template prints parsed calls in its own way, such as `1000.0` for `1e3`. A call is JSON
-(after a mark, or with a name and arguments) or parameters between tags; all else is text.
+(after a tag, or with a name and arguments), or parameters between tags; everything else is text.
 """
 
 import json
@@ -33,7 +33,7 @@ _TOKEN = re.compile(
     re.DOTALL,
 )
 """Part of JSON: punctuation, a string, or another value."""
-WORDS = {"True": "true", "False": "false", "None": "null"}  # Python's, and JSON's
+WORDS = {"True": "true", "False": "false", "None": "null"}  # Python's spelling, and JSON's
 _DEPTHS = {"{": 1, "[": 1, "}": -1, "]": -1}
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
 _MAX_DEPTH = 16  # so that text with many brackets costs no more than other text
@@ -43,7 +43,8 @@ _Read = tuple[Foreign, int]  # a value, and the position after it
 def divide_at_calls(text: str) -> tuple[list[str], list[Foreign]]:
     """Return the texts around the calls of an assistant's text, and the calls.
 
-    Two calls are equal if parsers read the same from them. There is one text more than calls.
+    Two calls are equal if parsers read the same values from them. There is one more text than
+    calls.
 
     Example:
         >>> divide_at_calls('Adding. <tool_call>{"b": 1e3, "a": 2,}</tool_call>')[0]
@@ -102,13 +103,14 @@ def _tagged_call(text: str, at: int, closed: int) -> _Read | None:
 
 
 def _whole(text: str) -> Foreign:
-    """Return the value that a whole text spells, or the text itself if it spells none."""
+    """Return the value that a whole text spells, or the text itself if it is not a value."""
     read = _value(text, 0)
     return text if read is None or text[read[1] :].strip() else read[0]
 
 
 def _value(text: str, at: int) -> _Read | None:
-    """Read JSON, or Python's spelling of it, maybe with trailing commas; None if there is none."""
+    """Read JSON, or Python's spelling of it, maybe with trailing commas; None if `text` has no JSON
+    at `at`."""
     parts: list[str] = []
     depth = 0
     while (found := _TOKEN.match(text, at)) is not None and depth <= _MAX_DEPTH:

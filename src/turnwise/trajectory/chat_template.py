@@ -1,7 +1,7 @@
 """A model's chat template: messages to text and token ids, and sampled ids to text.
 
 A template's fixed parts, such as `<|im_start|>system ...`, are encoded once: a tokenizer divides a
-text at its special tokens before anything else, and encodes what lies between two of them by
+text at its special tokens before anything else, and encodes the text between two special tokens by
 itself. So a rendered conversation is encoded in segments, each of which begins with a special
 token; only a few segments are new.
 """
@@ -34,10 +34,10 @@ from turnwise.trajectory.prompt import (
 from turnwise.trajectory.turn import Message
 
 Tools = Sequence[JsonObject]
-"""Descriptions of tools: `{"type": "function", "function": {...}}` each."""
+"""Descriptions of tools, each of the form `{"type": "function", "function": {...}}`."""
 _PROBE = "text 8c1d0f52"
 _GUARD = "\ufdd0"
-"""Marks an escaped special token until it is encoded: a character that no text contains."""
+"""Character that marks an escaped special token until it is encoded; no text contains it."""
 _SPACE = "\u2581"  # how SentencePiece writes a space
 CACHED_ENTRIES = 2**14
 """Maximum number of entries of an `IdCache`; each takes about 300 bytes in addition to key and ids.
@@ -54,8 +54,8 @@ Tokenizer: TypeAlias = Foreign
 class ChatTemplate:
     """Renders conversations with one tokenizer and one Jinja template.
 
-    Safe to use from several threads at once. Without a template, it renders only a single text of a
-    user, as plain text, with the tokens that the tokenizer adds to texts, such as BOS.
+    Safe to use from several threads at once. Without a template, it can render only a single user
+    message, as plain text, with the tokens that the tokenizer adds to texts, such as BOS.
 
     Args:
         tokenizer: A Hugging Face tokenizer.
@@ -63,7 +63,7 @@ class ChatTemplate:
         escape_special_tokens: Encode a special token (`<|im_end|>`) in the content of a message
             as ordinary text, so that only the template itself and assistants' messages make control
             tokens.
-        images: The model's processor of images; None refuses them.
+        images: The model's image processor; None refuses images.
         **template_kwargs: Extra variables for the template.
 
     Raises:
@@ -111,7 +111,7 @@ class ChatTemplate:
         self.shows_tools: bool | None = None
         """Result of `check_tools`; None before a prompt with tools."""
         self._control: re.Pattern[str] | None = None
-        if escape_special_tokens:  # of the added tokens, only those that control the model
+        if escape_special_tokens:  # of the added tokens, escape only control tokens
             added = getattr(tokenizer, "added_tokens_decoder", {}).values()
             control = {str(token) for token in added if token.special}
             self._control = any_of({*tokenizer.all_special_tokens, *control})
@@ -124,7 +124,7 @@ class ChatTemplate:
                 )
 
     def with_variables(self, **template_kwargs: object) -> "ChatTemplate":
-        """Return the same template with more variables; it shares the tokenizer and is cheap."""
+        """Return a cheap copy of the template with more variables; copies share the tokenizer."""
         other = copy.copy(self)
         other._kwargs = {**self._kwargs, **template_kwargs}
         other.seams, other.first_prompts = {}, IdCache(_CACHED_TOKENS)
@@ -155,11 +155,11 @@ class ChatTemplate:
         )
 
     def with_images(self, ids: list[int], messages: Sequence[Message]) -> Prompt:
-        """Return rendered ids with the ids of the messages' images in the place of their markers.
+        """Return rendered ids in which the ids of each image of the messages replace its marker.
 
         Raises:
             InputError: when the model takes no images, or an image has not been read.
-            TrajectoryError: as `put_in_place`.
+            TrajectoryError: as `put_in_place` raises it.
         """
         if not (parts := [*image_parts(messages)]):
             return Prompt(ids)
@@ -176,7 +176,7 @@ class ChatTemplate:
         return put_in_place(ids, images, self.images)
 
     def render_first(self, messages: Sequence[Message], tools: Tools | None) -> Prompt:
-        """Return the result of `render`, cached for conversations that begin like this one."""
+        """Return the result of `render`, cached by messages and tools."""
         key = None
         try:
             text = json.dumps([list(messages), tools or None], default=as_json)
@@ -246,22 +246,22 @@ class ChatTemplate:
 
     @cached_property
     def _in_parts(self) -> bool:
-        """Whether the template shows a text only if it is in a list of parts, as some templates
-        that show images do."""
+        """Whether the template shows a text only if the text is in a list of parts, as some
+        templates that show images do."""
         part = {"type": "text", "text": _PROBE}
         return not self._shows(_PROBE, _PROBE) and self._shows([part], _PROBE)
 
     @cached_property
     def _takes_parts(self) -> bool:
-        """Whether the template takes lists of parts: it shows their texts, and does not just print
-        the list, as a template does that prints any content."""
+        """Whether the template accepts lists of parts, and shows their texts instead of printing
+        the whole list, as a template that prints any content would."""
         part = {"type": "text", "text": _PROBE}
         return self._shows([part], _PROBE) and not self._shows([part], "type")
 
     @cached_property
     def between_parts(self) -> str:
-        """Text between two parts of text in one message: "" if the template joins them itself, else
-        a line break, with which vLLM's server joins them, too."""
+        """Separator between two text parts of one message: "" if the template joins them itself,
+        else a line break, as in vLLM's server."""
         part = {"type": "text", "text": _PROBE}
         return "" if self._shows([part, part], _PROBE + _PROBE) else "\n"
 
@@ -313,7 +313,7 @@ class ChatTemplate:
     @cached_property
     def special_tokens(self) -> dict[int, str]:
         """Special and added tokens by id, except for added tokens of white space, such as Gemma's
-        line breaks: ordinary text is encoded to them."""
+        line breaks, because ordinary text is encoded to these tokens."""
         added = self.tokenizer.get_added_vocab().items()
         marks = {index: text for text, index in added if text.replace(_SPACE, " ").strip()}
         special = zip(
@@ -339,17 +339,17 @@ def _with_one_system(messages: Sequence[Message]) -> list[Message]:
 
 
 def any_of(texts: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern that matches the longest of several texts. It ignores empty texts, and never
-    matches if there are no others."""
+    """Return a pattern that matches the longest of several texts. Empty texts are ignored; without
+    any other text, the pattern never matches."""
     return re.compile(_either(sorted({*texts} - {""}), _DEEPEST_GROUP) or r"(?!)")
 
 
 def _either(texts: Sequence[str], deeper: int) -> str:
     """Return the source of a pattern that matches the longest of sorted, distinct texts.
 
-    Each group holds the rests after a common beginning, and its alternatives begin with different
-    characters. So at each place a search tries few of thousands of texts, such as `<unused0>` to
-    `<unused6241>`.
+    Each group holds the rests of texts after a common prefix, and its alternatives begin with
+    different characters. So at each position, a search tries only a few of thousands of texts, such
+    as `<unused0>` to `<unused6241>`.
     """
     if not texts:
         return ""
@@ -368,8 +368,9 @@ def _either(texts: Sequence[str], deeper: int) -> str:
 def _encoder(tokenizer: Tokenizer) -> Callable[[str, bool], list[int]]:
     """Return a thread-safe function that encodes a text, with or without special tokens.
 
-    A fast tokenizer's wrapper changes truncation settings in each call, which two threads must
-    not do at once; a copy of its Rust part is safe. Other tokenizers are locked.
+    The wrapper of a fast tokenizer changes truncation settings in each call, so two threads must
+    not call it at once, but a copy of its Rust part is thread-safe. Other tokenizers are called
+    under a lock.
     """
     if (backend := getattr(tokenizer, "backend_tokenizer", None)) is None:
         lock = threading.Lock()
@@ -408,8 +409,8 @@ class IdCache:
     def get(
         self, key: Hashable, make: Callable[[], list[int]], size: int | None = None
     ) -> "array[int]":
-        """Return the ids of a key, made on first use; ids of the key None are never kept. `size` is
-        the part of the room that the ids take; None takes their number."""
+        """Return the ids of a key, which `make` returns on first use; ids of the key None are not
+        cached. The ids take `size` of the cache's room, or their number if it is None."""
         with self._lock:
             if (entry := self._entries.get(key)) is not None:
                 self._entries.move_to_end(key)
@@ -430,7 +431,7 @@ def by_segments(
     encode: Callable[[str], list[int]], starts: re.Pattern[str], cache: IdCache
 ) -> Callable[[str], list[int]]:
     """Return a function that encodes texts as `encode` does, but in segments, which it caches. A
-    segment begins at each match of the pattern `starts` (`segment_starts`)."""
+    segment begins at each match of the pattern `starts` (made by `segment_starts`)."""
 
     def encode_segments(text: str) -> list[int]:
         edges = [found.start() for found in starts.finditer(text)]
@@ -447,7 +448,8 @@ def by_segments(
 
 
 def segment_starts(added: Mapping[int, Foreign]) -> re.Pattern[str] | None:
-    """Return a pattern of the added tokens at which a text may be divided; None if there is none.
+    """Return a pattern of the added tokens at which a text may be divided; None if a text must not
+    be divided.
 
     A text may not be divided at a token that takes the spaces before it, is found in normalized
     text, may begin inside another token, or is the beginning of a longer token at which a text may
@@ -470,7 +472,7 @@ def segment_starts(added: Mapping[int, Foreign]) -> re.Pattern[str] | None:
             inner.update(text[start : start + length] for length in fitting)
     able = {token.content for token in raw if not token.lstrip}
     starts: list[str] = []
-    unfit: set[str] = set()  # beginnings of tokens that are no starts
+    unfit: set[str] = set()  # beginnings of tokens that are not in `starts`
     for text in sorted(texts, key=len, reverse=True):
         beginnings = [text[:length] for length in range(1, len(text))]
         if text in able and not (text in inner or text in unfit or ends.intersection(beginnings)):

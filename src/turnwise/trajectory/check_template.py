@@ -65,12 +65,13 @@ class CaseResult:
     verdict: str
     """exact, keeps, forks or refuses; see `VERDICTS`."""
     detail: str = ""
-    """The reason, or the difference from the template's rendering; "" if exact."""
+    """The reason for `forks` and `refuses`, the difference from the template's rendering for
+    `keeps`, else ""."""
 
 
 def check_template(template: ChatTemplate) -> list[CaseResult]:
-    """Try the bridge on every kind of conversation that agent loops make; InputError without a
-    template."""
+    """Try the bridge on every kind of conversation that agent loops make. Raise InputError if there
+    is no template."""
     if template.missing:
         raise InputError(template.missing)
     user, more = _message("user", "How is it in Oslo?"), _message("user", "And tomorrow?")

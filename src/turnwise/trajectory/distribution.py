@@ -8,8 +8,8 @@ from typing import NamedTuple
 class Distribution(NamedTuple):
     """Parameters by which logits became the probabilities that tokens were drawn with.
 
-    They have the names and the meaning of the keys of `sampling`, which engine and trainer apply in
-    the same order.
+    They have the names and meanings of the configuration's `sampling` keys. Engine and trainer
+    apply them in the same order.
 
     Example:
         >>> Distribution(temperature=0.7, top_p=0.9)
@@ -23,7 +23,8 @@ class Distribution(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[float] | None) -> "Distribution | None":
-        """Return the distribution of values in this order, as JSON keeps them; None for None."""
+        """Return the distribution of values in the order of the fields, as JSON has them; None for
+        None."""
         if values is None:
             return None
         temperature, top_p, top_k, min_p = values
@@ -31,7 +32,7 @@ class Distribution(NamedTuple):
 
     @property
     def mistake(self) -> str:
-        """A sentence about the first value that is out of range; "" if there is none."""
+        """A sentence about the first value that is out of range; "" if all are in range."""
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             return f"temperature must be a number from 0 on, not {self.temperature}"
         if not 0 < self.top_p <= 1:

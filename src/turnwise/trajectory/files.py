@@ -1,4 +1,4 @@
-"""Files of trajectories, one per line; a folder next to them has their images, each once."""
+"""Files with one trajectory per line; a folder next to them has each of their images once."""
 
 import json
 import re
@@ -15,8 +15,8 @@ _NAMED = re.compile(rb'"([0-9a-f]{32})":\{"format":"(\w+)"')
 
 
 def write_jsonl(path: Path, trajectories: Iterable[Trajectory]) -> None:
-    """Write one trajectory per line, and the images into a folder next to the file. The file
-    appears whole or, with a TurnwiseError, not at all."""
+    """Write one trajectory per line, and the images into a folder next to the file. If that fails,
+    no part of the file appears, and a TurnwiseError is raised."""
     temporary = path.with_suffix(".tmp")
     with translate_unwritable(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -46,8 +46,8 @@ def read_jsonl(path: Path) -> Iterator[Trajectory]:
 
 
 def remove_files(paths: Iterable[Path]) -> None:
-    """Remove files of trajectories in one folder, and the images that no file in it names any
-    more."""
+    """Remove files of trajectories in one folder, and the images that no remaining file in the
+    folder names."""
     alone: set[str] = set()  # names of images
     for path in paths:
         folder = path.parent

@@ -28,7 +28,7 @@ FILE = re.compile(rf"([0-9a-f]{{32}})\.({'|'.join(FORMATS)})")
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Image:
-    """The file of an image; two are equal if their bytes are.
+    """The file of an image; two images are equal if their bytes are equal.
 
     Example:
         >>> image = Image.of(b"GIF89a", "gif", 28, 28)
@@ -39,12 +39,12 @@ class Image:
     hash: str
     """32 hexadecimal digits: BLAKE2b of the bytes."""
     format: str = field(compare=False)
-    """png, jpeg, webp or gif: the end of its file's name."""
+    """png, jpeg, webp or gif, which is also the suffix of the file's name."""
     width: int = field(compare=False)
     height: int = field(compare=False)
     """Size in pixels, before the model's processor resizes it."""
     data: bytes = field(default=b"", repr=False, compare=False)
-    """The bytes; empty if `folder` has them."""
+    """The file's bytes; empty if the file is in `folder`."""
     folder: Path | None = field(default=None, repr=False, compare=False)
 
     @classmethod
@@ -61,8 +61,8 @@ class Image:
         return f"{self.hash}.{self.format}"
 
     def read(self) -> bytes:
-        """Return the bytes. Raise TrajectoryError (`image_lost`) when the folder no longer has
-        them, or only the hash is known."""
+        """Return the bytes. Raise TrajectoryError (`image_lost`) when the folder's file is gone or
+        has changed, or only the hash is known."""
         if self.data:
             return self.data
         if self.folder is None:
@@ -134,9 +134,9 @@ def described(images: Mapping[str, Image], *, whole: bool) -> JsonObject:
 
 
 def of_described(tree: JsonObject, folder: Path | None) -> dict[str, Image]:
-    """Return the images that `described` wrote. If the bytes of an image are not there, they are in
-    the folder that it names, or else in `folder`. Raise TrajectoryError (`image_lost`) when the key
-    of an image is not the hash of its bytes."""
+    """Return the images that `described` wrote. If the tree lacks an image's bytes, they are in the
+    folder that the image's entry names, or else in `folder`. Raise TrajectoryError (`image_lost`)
+    when the key of an image is not the hash of its bytes."""
     images = {}
     for key, known in tree.items():
         image = Image(key, str(known["format"]), int(known["width"]), int(known["height"]))
@@ -149,7 +149,7 @@ def of_described(tree: JsonObject, folder: Path | None) -> dict[str, Image]:
 
 
 def save_images(folder: Path, images: Iterable[Image]) -> None:
-    """Write images into a folder for images, each once; OSError when one cannot be written."""
+    """Write images into a folder, each once; raise OSError when an image cannot be written."""
     for image in images:
         if not (path := folder / image.name).exists():
             folder.mkdir(parents=True, exist_ok=True)

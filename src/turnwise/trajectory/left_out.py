@@ -17,14 +17,14 @@ TOOLS_LEFT_OUT = (
     "false if the prompt describes them in its own words"
 )
 _MARK = "content 4d3c2b1a"
-"""Content of messages while a template is probed, followed by their index."""
+"""Content of messages while a template is probed; each message's index follows."""
 _USER: Message = {"role": "user", "content": f"{_MARK} 0."}
 _RESULT: Message = {"role": "tool", "content": f"{_MARK} 1."}
 
 
 def check_tools(template: ChatTemplate, messages: Sequence[Message], tools: Tools) -> None:
-    """Check that a prompt shows its tools, or raise InputError; only the first prompt of a template
-    is rendered for it."""
+    """Check that a prompt shows its tools, or raise InputError. Only the first prompt of a template
+    is rendered for this check."""
     if template.shows_tools is None:
         template.shows_tools = _shows_tools(template, messages, tools)
     if not template.shows_tools:
@@ -53,7 +53,7 @@ def check_results(template: ChatTemplate, tools: Tools | None) -> None:
 
 
 def left_out(template: ChatTemplate, tools: Tools) -> list[str]:
-    """Name all that a template leaves out of ordinary conversations."""
+    """Return the names of all parts that a template leaves out of ordinary conversations."""
     said: Message = {"role": "assistant", "content": f"<think>\n{_MARK} 1.\n</think>\n\n4"}
     found = []
     if not _shows_tools(template, [_USER], tools):
@@ -69,7 +69,8 @@ def left_out(template: ChatTemplate, tools: Tools) -> list[str]:
 
 
 def _shows_tools(template: ChatTemplate, messages: Sequence[Message], tools: Tools) -> bool:
-    """Return whether tools change a prompt. True if the template raises: its prompt will, too."""
+    """Return whether tools change a prompt. True if the template raises, because the caller's
+    rendering will raise, too."""
     try:
         return template.render_text(messages, tools=tools) != template.render_text(messages)
     except Exception:  # a template may raise anything
@@ -77,7 +78,7 @@ def _shows_tools(template: ChatTemplate, messages: Sequence[Message], tools: Too
 
 
 def _hidden_roles(template: ChatTemplate, messages: Sequence[Message]) -> list[str]:
-    """Return the roles of messages with a content that the template leaves out."""
+    """Return the roles of messages whose content the template leaves out."""
     marked: list[Message] = [dict(message) for message in messages]
     marks: list[tuple[str, str]] = []
     for index, message in enumerate(marked):

@@ -11,20 +11,20 @@ MAX_REWARD = 1e6
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A reward and all that it consists of; `Trajectory.set_outcome` makes a new one with some
-    values changed."""
+    """A reward, its parts, metrics and verdicts; `Trajectory.set_outcome` replaces the outcome by a
+    copy with some values changed."""
 
     reward: float | None = None
     """Weighted sum of the parts; None until the trajectory has been judged."""
     parts: Mapping[str, float] = field(default_factory=dict)
     """Value of each part of the reward, before its weight."""
     turns: Sequence[float] = field(default_factory=list)
-    """Share of the reward that each turn earned; empty if no turn did. The rest of the reward was
-    earned by the trajectory's end."""
+    """Part of the reward that each turn earned; empty if no turn earned any. The trajectory's end
+    earned the rest of the reward."""
     players: Mapping[str, float] = field(default_factory=dict)
     """Reward of each player of a game; `reward` is their mean."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers that the environment or an agent reported, by name."""
     verdicts: Sequence[JsonObject] = field(default_factory=list)
-    """Verdicts of judges: the `judge`, its `score` from 0 to 1, `why` in its words, and the key of
-    the `request` in the run's judge.jsonl."""
+    """Verdicts of judges: the name of the `judge`, its `score` from 0 to 1, the reason in the
+    judge's words (`why`), and the key of its `request` in the run's judge.jsonl."""

@@ -3,9 +3,9 @@
 A caller that keeps messages as text renders and tokenises the whole conversation again, and the
 sampled text comes back as other ids. `replace_prefix_tokens` differs from NeMo-RL's function of
 that name in two ways: it finds the end of the last turn by the ids around it, because a template
-that drops reasoning moves it; and a result that would lose a message, or keep an edited turn, is an
-error. The model's own text may be spelled in another way than it was sampled, as long as it means
-the same; the text of others may not.
+that drops reasoning moves that end; and a result that would lose a message, or keep an edited turn,
+is an error. The model's own text may be spelled differently than it was sampled, as long as the
+meaning is the same; text that the model did not write may differ only in white space.
 """
 
 import re
@@ -44,8 +44,8 @@ def replace_prefix(
 ) -> Prompt:
     """Return the whole conversation's ids, with the model's own ids up to the end of its last turn.
 
-    The rendered calls may have their keys in another order, and other spellings of numbers and
-    characters; text that the model wrote after a call, and reasoning, may be missing.
+    Rendered calls may differ from the sampled calls in key order, and in how numbers and characters
+    are written; reasoning, and text that the model wrote after a call, may be missing.
 
     Args:
         tokenizer: Anything with `eos_token_id`, the id that ends an assistant turn, and `decode`.
@@ -54,13 +54,13 @@ def replace_prefix(
         template_prefix: The conversation rendered up to and including the last assistant message,
             without generation prompt.
         whole: The whole conversation rendered, with generation prompt.
-        drops_content: Whether the template leaves out the text before a call; the caller must then
-            compare that text.
+        drops_content: Whether the template leaves out the text before a call; if so, the caller
+            must compare that text.
 
     Raises:
         TrajectoryError: reason `no_turn_end`, when the rendered history holds no EOS;
-            `turn_lost`, when the whole rendering does not hold the last assistant turn in one
-            certain place; `history_changed`, when the rendering's history is not the model's.
+            `turn_lost`, when the place of the last assistant turn in the whole rendering is
+            uncertain; `history_changed`, when the rendering's history differs from the model's.
     """
     owned, rendering = Prompt.of(model_prefix), Prompt.of(whole)
     model, prefix = owned.tolist(), Prompt.of(template_prefix).tolist()
@@ -147,7 +147,8 @@ _REASONING = {
 """Opening and closing tags of reasoning, which templates leave out of earlier turns."""
 _REASONING_BEGINS, _REASONING_TAGS = (
     re.compile("|".join(map(re.escape, tags)))
-    # Without <|end|>: it ends every message, and no prompt opens the reasoning that it closes.
+    # Without <|end|>, because it ends every message, and no prompt opens the reasoning that it
+    # closes.
     for tags in (_REASONING, {*_REASONING, *_REASONING.values()} - {"<|end|>"})
 )
 _MAX_ALIGNMENTS = 64  # maximum number of alignments of two texts that are considered at a time
@@ -171,8 +172,8 @@ def _difference(
     """Return a text of the sampled history and its counterpart in the rendered history, if the two
     differ in meaning; else None.
 
-    The text of others, as far as the template shows it, may differ in white space alone. Each turn
-    of the model begins with `header`.
+    Text that the model did not write may differ only in white space, as far as the template shows
+    it. Each turn of the model begins with `header`.
     """
     sampled, sent = str(decode(model)), str(decode(template))
     whole = None if _is_same(sampled, sent) else (_plain(sampled), _plain(sent))
@@ -206,8 +207,8 @@ def _turns(ids: list[int], eos: int) -> list[list[int]]:
 
 
 def _header(opening: str) -> str:
-    """Return the text with which each turn of the model begins, from a prompt's text after its last
-    EOS; "" if that text holds more."""
+    """Return the text with which each turn of the model begins. `opening` is a prompt's text after
+    its last EOS; return "" if it holds more than such a beginning."""
     marks = (*_REASONING, *_REASONING.values())
     header = opening.strip()
     while mark := next((mark for mark in marks if header.endswith(mark)), ""):
@@ -216,7 +217,7 @@ def _header(opening: str) -> str:
 
 
 def _is_others(turn: str, header: str) -> bool:
-    """Return whether a turn begins as the model's do, but with the name of another role."""
+    """Return whether a turn begins like the model's turns, but with the name of another role."""
     role, own = _ROLE.match(turn), _ROLE.match(header)
     return role is not None and own is not None and role[1] == own[1] and role[2] != own[2]
 
@@ -225,7 +226,8 @@ def _is_same(sampled: str, sent: str) -> bool:
     """Return whether a text is the sampled text, printed again.
 
     White space, quotes, tags and Python's spelling of literals may differ, as in JSON that was
-    parsed and printed again. Reasoning may be missing, and a pair of its tags added.
+    parsed and printed again. Reasoning may be missing, and a pair of reasoning tags may have been
+    added.
     """
     sent = _plain(sent)
     begun, ends = 0, {0}
@@ -239,7 +241,7 @@ def _is_same(sampled: str, sent: str) -> bool:
 def _is_same_answer(sampled: str, sent: str, drops_content: bool) -> bool | None:
     """Return whether two versions of the model's part of a turn have the same calls, in any
     spelling, and the same text before them; a parser may have dropped the text after a call. Return
-    None if they have the same number of calls, but different ones."""
+    None if both have the same number of calls, but some calls differ."""
     (thought, said), (thought_sent, said_sent) = _reasoned(sampled), _reasoned(sent)
     (texts, calls), (texts_sent, calls_sent) = divide_at_calls(said), divide_at_calls(said_sent)
     if calls != calls_sent:
@@ -249,7 +251,7 @@ def _is_same_answer(sampled: str, sent: str, drops_content: bool) -> bool | None
     for place, (text, text_sent) in enumerate(zip(texts, texts_sent, strict=True)):
         if _plain(text) == _plain(text_sent):
             continue
-        # The text may be dropped if all of its tags are there: then it is no turn of others.
+        # The text may be dropped if all of its tags are kept: then it is not another role's turn.
         tags = {tag for tag in _TAG.findall(text) if not tag.startswith("</")}
         may_drop = place > 0 or drops_content
         if not may_drop or _plain(text_sent) or not tags <= set(_TAG.findall(text_sent)):
@@ -258,8 +260,8 @@ def _is_same_answer(sampled: str, sent: str, drops_content: bool) -> bool | None
 
 
 def _answer(turn: str, header: str) -> tuple[str, str] | None:
-    """Return what others said in a turn, without tags, and what the model said after it; None where
-    that is not known."""
+    """Return the text of a turn that the model did not write, without tags, and the model's text
+    after it; None if the boundary is unknown."""
     if header:
         turn = turn.lstrip()
         return ("", turn.removeprefix(header)) if turn.startswith(header) else None
@@ -298,7 +300,7 @@ def without_reasoning(text: str) -> str:
     while (tag := _REASONING_TAGS.search(text, position)) is not None:
         said.append(text[position : tag.start()])
         position = tag.end()
-        if (closing := _REASONING.get(tag[0])) is None:  # its prompt opened it
+        if (closing := _REASONING.get(tag[0])) is None:  # the prompt opened it
             said.clear()
             continue
         if (end := text.find(closing, position)) < 0:

@@ -1,9 +1,9 @@
-"""Prompts: the token ids that an engine gets, and the images that some of them stand for.
+"""Prompts: the token ids that an engine gets, and the images that some of the ids represent.
 
-A chat template marks an image by one id, and the model's own processor says which ids stand for the
-image (`ImageTokens`). These ids replace the mark once, when a prompt is made, so that engine, audit
-and trainer see the same ids. Two prompts are equal only if they have the same images at the same
-positions.
+A chat template marks an image by one id, and the model's own processor determines which ids
+represent the image (`ImageTokens`). These ids replace the mark once, when a prompt is made, so that
+engine, audit and trainer see the same ids. Two prompts are equal only if they have the same images
+at the same positions.
 """
 
 from array import array
@@ -22,7 +22,7 @@ PromptLike: TypeAlias = "Prompt | Sequence[int] | npt.NDArray[np.generic]"
 
 
 class PlacedImage(NamedTuple):
-    """An image, and the positions of the ids that stand for it."""
+    """An image, and the positions of the ids that represent it."""
 
     image: Image
     start: int
@@ -38,8 +38,9 @@ class PlacedImage(NamedTuple):
 class Prompt:
     """The `T` ids of a prompt, and the images among them; immutable.
 
-    It is no list: slices, sums and comparisons keep the images, and there is no iteration, which
-    would lose them. A list of ids equals a prompt of these ids without images.
+    It is not a list: slices, sums and comparisons keep the images, and iteration is not possible,
+    because it would lose them. A list of ids compares equal (`==`) to a prompt that has the same
+    ids and no images.
 
     Example:
         >>> image = Image.of(b"GIF89a", "gif", 28, 28)
@@ -53,7 +54,7 @@ class Prompt:
     ids: Ids
     """The ids alone: [T], read-only."""
     images: tuple[PlacedImage, ...]
-    """In the order of their positions."""
+    """The images, in the order of their positions."""
 
     def __init__(
         self,
@@ -74,7 +75,7 @@ class Prompt:
 
     @classmethod
     def of(cls, given: PromptLike) -> "Prompt":
-        """Return ids as a prompt, and a prompt as it is."""
+        """Return ids as a prompt, and a prompt unchanged."""
         return given if isinstance(given, Prompt) else cls(given)
 
     @classmethod
@@ -101,7 +102,8 @@ class Prompt:
     __iter__ = None
 
     def __getitem__(self, part: slice) -> "Prompt":
-        """Return a part of the prompt, with its images; TrajectoryError when it cuts an image."""
+        """Return a part of the prompt, with its images; raise TrajectoryError if it cuts an
+        image."""
         start, end, step = part.indices(len(self))
         assert step == 1, "a part of a prompt has all ids from one position to another"
         inside = [each for each in self.images if each.start < end and each.end > start < end]
@@ -149,7 +151,7 @@ class Prompt:
     @property
     def key(self) -> npt.NDArray[np.integer]:
         """Numbers by which prompts can be compared position by position, [T]: the ids or, where the
-        ids stand for images, numbers below 0 that differ from image to image."""
+        ids represent images, numbers below 0 that differ from image to image."""
         if not self.images:
             return self.ids
         key_T = self.ids.astype(np.int64)
@@ -181,15 +183,16 @@ class ImageTokens(Protocol):
 
     def ids_of(self, image: Image) -> Prompt:
         """Return the ids that replace an image's marker, together with the image. Raise
-        TrajectoryError (`image_refused`) when the model refuses it."""
+        TrajectoryError (`image_refused`) when the model refuses the image."""
 
 
 def put_in_place(ids: list[int], images: Sequence[Image], tokens: ImageTokens) -> Prompt:
-    """Return rendered ids with the ids of each image in the place of its marker.
+    """Return rendered ids in which the ids of each image replace its marker.
 
     Raises:
         TrajectoryError: `image_marker`, when the rendering does not have one marker for each image,
-            because the template leaves out an image or a text holds the marker; or as `ids_of`.
+            because the template leaves out an image or a text holds the marker; or as `ids_of`
+            raises it.
     """
     places = [at for at, token in enumerate(ids) if token == tokens.marker]
     if len(places) != len(images):

@@ -1,7 +1,7 @@
 """Provenance: which call of an engine a prompt continues, and which calls sampled a sequence.
 
 The ids of all calls form a prefix tree, in which the first call that has an id owns it. A search
-reads only ids that the prompt shares.
+for a prompt reads only the ids that the prompt shares with the tree.
 """
 
 from collections import Counter, defaultdict
@@ -16,11 +16,11 @@ from turnwise.trajectory.prompt import Prompt, common_length
 _Key = npt.NDArray[np.integer]
 _Sampled = Sequence[int] | npt.NDArray[np.int32]
 _Place = tuple[int | None, int]
-"""A call, or None for the root of the tree, and a position on the call's path."""
+"""A pair: a call (None for the root of the tree), and a position on that call's path."""
 
 
 class SampledPart(NamedTuple):
-    """Ids of a sequence that a call sampled, after exactly the ids before them."""
+    """Ids of a sequence that a call sampled; its prompt was exactly the ids before them."""
 
     call: int
     """The call's number, in the order in which calls were added."""
@@ -47,7 +47,8 @@ class Provenance:
     """An index of the calls of engines by their prompt and sampled ids.
 
     Args:
-        images: Whether prompts with other images differ; else the ids alone count.
+        images: Whether prompts with the same ids but different images differ; if False, only the
+            ids count.
 
     Example:
         >>> calls = Provenance()
@@ -66,11 +67,12 @@ class Provenance:
         """Length of each call's prompt."""
         self._sampled: list[_Sampled] = []
         self._begins: list[_Place] = []
-        """The place where each call's path leaves earlier paths; the call owns the ids after it."""
+        """The place where each call's path leaves earlier paths; the call owns the ids after that
+        place."""
         self._next: dict[tuple[int | None, int, int], int] = {}
-        """The call that leaves a path, by the place where it does and the id with which it does."""
+        """The call that leaves a path, by the place where it does, and by its next id."""
         self._ends: defaultdict[int | None, list[int]] = defaultdict(list)
-        """By owner, the calls whose prompts end with an id of that owner."""
+        """By owner (a call), the calls whose prompts end with an id of that owner."""
         self._uses = Counter[int]()
 
     def __len__(self) -> int:
@@ -80,7 +82,8 @@ class Provenance:
         self, prompt: Prompt, sampled: _Sampled, parent: int | None = None, start: int = 0
     ) -> int:
         """Add a call, and return its number. If its prompt begins with the first `start` ids of the
-        path of an earlier call, `parent`, then `prompt` has only the ids after those."""
+        path of an earlier call, `parent`, then `prompt` has only the ids after these `start`
+        ids."""
         number, key = len(self._keys), self._key(prompt + sampled)
         node, at = begin = self._walk(self._owner(parent, start), key, start)[-1]
         self._keys.append(key[at - start :].copy() if at > start else key)
@@ -95,16 +98,16 @@ class Provenance:
 
     def find(self, prompt: Prompt, after: int | None = None, shared: int = 0) -> _Place:
         """Return the first call that shares the longest prefix with a prompt, and the length of
-        this prefix; None and 0 if there is none. If it is known that the prompt shares `shared` ids
-        with the call `after`, the search begins behind them."""
+        this prefix; None and 0 if no call shares an id. If it is known that the prompt shares
+        `shared` ids with the call `after`, the search begins behind these ids."""
         return self._walk(self._owner(after, shared), self._key(prompt), 0)[-1]
 
     def attribute(
         self, ids: Prompt, among: Callable[[int], bool] = lambda call: True
     ) -> list[SampledPart]:
-        """Return the parts of a sequence that calls sampled, in order and without overlaps. A call
-        must have sampled its ids after exactly the ids before them. Equal calls are named in turn.
-        """
+        """Return the parts of a sequence that calls sampled, in order and without overlaps. The
+        prompt of a call must be exactly the ids before its part. If calls are equal, the least used
+        one is named."""
         found = [part for part in self.matches(ids) if among(part.call)]
         found.sort(key=lambda part: (part.start, -part.length, self._uses[part.call], part.call))
         parts = without_overlap(found)
@@ -112,7 +115,8 @@ class Provenance:
         return parts
 
     def matches(self, ids: Prompt) -> Iterator[SampledPart]:
-        """Yield each call's sampled part of a sequence that begins with the call's prompt."""
+        """For each call whose prompt begins a sequence, yield the part of it that the call
+        sampled."""
         key = self._key(ids)
         for node, end in self._walk((None, 0), key, 0):
             for call in self._ends.get(node, ()):
@@ -122,8 +126,8 @@ class Provenance:
                         yield SampledPart(call, start, count)
 
     def after(self, place: _Place) -> int | None:
-        """Return an id with which a call's path goes on at the place where a prompt left it; None
-        if all paths end there."""
+        """Return the next id on a call's path, at the place where a prompt left the path; None if
+        all paths end there."""
         node, at = place
         if node is not None and at - self._starts[node] < len(self._keys[node]):
             return int(self._keys[node][at - self._starts[node]])
@@ -133,14 +137,15 @@ class Provenance:
         return prompt.key if self._images else prompt.ids
 
     def _owner(self, call: int | None, position: int) -> _Place:
-        """Return a position on a call's path, with the owner of the id before it."""
+        """Return the owner of the id before a position on a call's path, and the position."""
         while call is not None and position <= self._begins[call][1]:
             call = self._begins[call][0]
         return call, position
 
     def _walk(self, place: _Place, key: _Key, start: int) -> list[_Place]:
-        """Return the places where ids leave the paths of their owners; at the last place they leave
-        the tree. The first id is at position `start`; all before `place` are known to match."""
+        """Return the places where ids leave the paths of their owners; at the last place, they
+        leave the tree. The first id is at position `start`; the ids before `place` are known to
+        match."""
         node, at = place
         places = list[_Place]()
         while True:

@@ -2,9 +2,9 @@
 
 A trace is JSON: `{"schema_version": 1, "turns": [...]}`, where a turn is one call of an engine with
 `node_id`, `prompt_token_ids`, `completion_token_ids`, `per_token_logps` and a `loss_mask` over
-both (`openenv.core.harness.training`, version 0.10). A trace of ours has the fields that the format
-lacks in `metadata`, under `turnwise`, so that the trajectory can be restored. Images are there,
-too: their positions in each prompt, and their files once, with the first call.
+prompt and completion (`openenv.core.harness.training`, version 0.10). A trace that turnwise wrote
+has more fields in `metadata`, under `turnwise`, so that the trajectory can be restored. Images are
+there, too: their positions with each call, and their files once, with the first call.
 """
 
 import json
@@ -32,8 +32,8 @@ _SAMPLING = ("distribution", "untrained", "allowed", "streams")
 def to_training_trace(trajectory: Trajectory) -> JsonObject:
     """Return a trajectory as a training trace; `from_training_trace` gives it back unchanged.
 
-    Log-probs above 0 (rounding) are 0 in `per_token_logps`, as the format demands, and exact in the
-    metadata. InputError when the trajectory has no turn.
+    Log-probs that rounding put above 0 are 0 in `per_token_logps`, as the format demands, and exact
+    in the metadata. Raise InputError when the trajectory has no turn.
     """
     if not trajectory.turns:
         raise InputError(f"{trajectory.problem_id} has no turns, so it is no training trace")
@@ -70,17 +70,18 @@ def to_training_trace(trajectory: Trajectory) -> JsonObject:
 def from_training_trace(
     trace: JsonObject, *, name: str = "trace", weight_version: int = 0
 ) -> Trajectory:
-    """Return the trajectory of a training trace, also from another program.
+    """Return the trajectory of a training trace, which another program may have written.
 
     Tokens that a call's loss mask leaves out are not trained. A call of another program is left out
     if its mask trains no token.
 
     Args:
         name: The trajectory's `problem_id`, if the trace has none.
-        weight_version: Weight version of all tokens for which the trace has none.
+        weight_version: Weight version of all tokens for which the trace does not contain a version.
 
     Raises:
-        InputError: naming the first call that is malformed, or that was changed after its export.
+        InputError: that names the first call that is malformed, or that was changed after its
+            export.
     """
     turns = trace.get("turns")
     if trace.get("schema_version", SCHEMA_VERSION) != SCHEMA_VERSION or not isinstance(turns, list):
@@ -183,8 +184,9 @@ def _ids(turn: JsonObject, key: str, where: str) -> list[int]:
 
 
 def export_traces(source: Path, target: Path) -> int:
-    """Write the trajectories of a JSON Lines file that have turns as training traces, and return
-    their number; InputError when the source cannot be read."""
+    """Write the trajectories of a JSON Lines file as training traces, without trajectories that
+    have no turns, and return the number of traces. Raise InputError when the source cannot be
+    read."""
     try:
         lines = [
             json.dumps(to_training_trace(trajectory), ensure_ascii=False, separators=(",", ":"))
@@ -203,7 +205,7 @@ def export_traces(source: Path, target: Path) -> int:
 
 def import_traces(source: Path, target: Path) -> int:
     """Write the training traces of a JSON Lines file as trajectories, and return their number;
-    InputError names the first line that is no training trace."""
+    raise InputError that names the first line that is not a training trace."""
     trajectories = []
     try:
         lines = source.read_text(encoding="utf-8").rstrip("\n").split("\n")

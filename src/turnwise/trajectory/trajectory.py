@@ -2,12 +2,13 @@
 
 It is a tree of turns. Each turn stores the ids that it adds to its parent's path; the parent is
 found by comparing ids. Sub-agents, retries and edited histories make branches. Each branch is a
-training sample, in which tokens that an earlier branch trains are context. No id is made from
-messages.
+training sample, in which tokens that an earlier branch trains are context. Token ids are never made
+from the texts of messages.
 
-The experts of a mixture that computed a token are a *row* of bytes: their numbers in each layer.
-All rows of a model have the same length. A request has a row for each id of its prompt and
-completion except the last, which no layer has computed yet: the conversation's next turn has it.
+In a mixture-of-experts model, the numbers of the experts that computed a token, in each layer, are
+a *row* of bytes. All rows of a model have the same length. A request has a row for each id of its
+prompt and completion except the last id, which no layer has computed yet; the row of that id
+belongs to the conversation's next turn.
 """
 
 import json
@@ -59,9 +60,9 @@ _T = TypeVar("_T")
 
 @dataclass(slots=True)
 class Trajectory:
-    """All turns of one attempt, in the order of their calls, with its status and its outcome.
+    """All turns of one attempt, in the order of their calls, with the attempt's status and outcome.
 
-    Agent loops record what happened; the results of judges are the outcome (`set_outcome`).
+    Agent loops record turns and events; rewards and verdicts are the outcome (`set_outcome`).
 
     Example:
         >>> trajectory = Trajectory("math:1", sample_index=0)
@@ -78,22 +79,22 @@ class Trajectory:
     turns: list[Turn] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     status: Status = "running"
-    """`running`, or the reason why it ended."""
+    """`running`, or the reason why the trajectory ended."""
     events: Counter[str] = field(default_factory=Counter)
     """Number of occurrences by kind: tool_call, tool_unknown, tool_error ..."""
     row: dict[str, str] = field(default_factory=dict)
-    """Fields of the problem's row that are in no message, such as the answer, as texts for people.
-    """
+    """Fields of the problem's data row that no message has, such as the answer, as texts for
+    people."""
     turn_players: list[str] = field(default_factory=list)
-    """The player of each turn, in a game whose sides the policy plays; otherwise empty."""
+    """The player of each turn, in a game that the policy plays for each player; otherwise empty."""
     environment: str = ""
     """Name of the environment, in a run with several environments."""
     outcome: Outcome = field(default_factory=Outcome)
     _last: tuple[int, Prompt] = field(
         default_factory=lambda: (-1, Prompt()), repr=False, compare=False
     )
-    """Index and path of the last turn, which the next turn nearly always continues. They are one
-    value because another thread may ask for a prompt while a turn is recorded."""
+    """Index and path of the last turn, which the next turn nearly always continues. They are in one
+    tuple, because another thread may ask for a prompt while a turn is recorded."""
     _calls: dict[bool, Provenance] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -155,15 +156,15 @@ class Trajectory:
 
         Args:
             prompt: The whole prompt.
-            completion_token_ids: The ids after it, with one log-prob and one version each. An id
-                with the version `FORCED` was not sampled, and is context.
-            prompt_logprobs: One for each prompt id; None if they were not requested.
+            completion_token_ids: The ids after the prompt, with one log-prob and one version each.
+                An id with the version `FORCED` was not sampled, and is context.
+            prompt_logprobs: One log-prob for each prompt id; None if they were not requested.
             fork_reason: Reason to record if the prompt does not continue its parent; None records
-                `image_changed` if only an image differs, `branched` if it continues a turn before
-                its parent, or else `new_conversation`.
+                `image_changed` if only an image differs, `branched` if the prompt continues a turn
+                before its parent, or else `new_conversation`.
             messages: The messages that led to this turn, for people.
-            experts: A row for each id of prompt and completion except the last.
-            allowed: See `Turn`, as for `distribution` and `untrained`.
+            experts: A row of experts for each id of prompt and completion except the last.
+            allowed: See `Turn`, also for `distribution` and `untrained`.
 
         Raises:
             TrajectoryError: when the lengths of ids, log-probs and versions differ.
@@ -242,8 +243,8 @@ class Trajectory:
         """Return the branches as training samples: each token that may be trained has mask 1 in
         exactly one sample.
 
-        A token on several branches belongs to the first; branches that would train no token are
-        left out.
+        A token on several branches belongs to the first of them; branches that would train no token
+        are left out.
 
         Args:
             oldest: Oldest weight version whose tokens are trained.
@@ -254,13 +255,14 @@ class Trajectory:
         return [sample for sample in samples if any(sample.response_mask)]
 
     def choose(self, rows: Iterable[tuple[Sequence[int], Sequence[int]]]) -> None:
-        """Train only the tokens that rows of user code select; set the stream `mask` of the turns.
+        """Train only the tokens that rows made by user code select: set the turns' stream `mask`.
 
-        A row has the token ids of a path, or of its beginning, and a mask, which is 1 where a token
-        is trained. Tokens that were not sampled are context whatever their mask.
+        A row has the token ids of a path, or of the path's beginning, and a mask, which is 1 where
+        a token is trained. Tokens that were not sampled are context whatever their mask.
 
         Raises:
-            TrajectoryError: when a row differs from what was sampled before its last trained token.
+            TrajectoryError: when a row differs from the conversation before the row's last trained
+                token.
 
         Example:
             >>> trajectory = Trajectory("math:1")
@@ -337,8 +339,8 @@ class Trajectory:
         return leaf
 
     def _branch(self, leaf: int, trained: dict[int, int], oldest: int = 0) -> Branch:
-        """Build one branch; `trained` counts, by turn, the completion tokens of earlier
-        branches."""
+        """Build one branch; `trained` has, for each turn, the number of its completion tokens on
+        earlier branches."""
         path = self._path(leaf)
         rows: list[bytes] = []  # rows of experts, in parts; empty if a turn has none
         for index, length in path:
@@ -370,7 +372,7 @@ class Trajectory:
         return Branch(leaf, ids, mask, logprobs, versions, turns, experts, allowed, tuple(parts))
 
     def _ids(self, leaf: int, end: int | None = None) -> Prompt:
-        """Return the path of a turn, or its first `end` ids."""
+        """Return the path of a turn, or the path's first `end` ids."""
         ids, images = array("i"), list[PlacedImage]()
         for index, length in self._path(leaf, end):
             turn, before = self.turns[index], len(self.turns[index].added)
@@ -395,8 +397,8 @@ class Trajectory:
         return path[::-1]
 
     def to_json(self, *, whole: bool = False) -> str:
-        """Return one line of JSON that `from_json` reads back without loss. It has the bytes of the
-        images if it is `whole`; otherwise `save_images` writes them to files."""
+        """Return one line of JSON that `from_json` reads back without loss. If `whole`, the line
+        has the bytes of the images; otherwise `save_images` writes them to files."""
         outcome = self.outcome
         tree: JsonObject = {
             "problem_id": self.problem_id,
@@ -422,12 +424,12 @@ class Trajectory:
     @classmethod
     def from_json(cls, line: str, folder: Path | None = None) -> "Trajectory":
         """Read a line that `to_json` wrote; `folder` has the images that are not in the line. Raise
-        TrajectoryError when a turn's parent is not before it."""
+        TrajectoryError when a turn's parent is not before the turn."""
         return cls.from_tree(json.loads(line), folder)
 
     @classmethod
     def from_tree(cls, tree: JsonObject, folder: Path | None = None) -> "Trajectory":
-        """Make a trajectory from the JSON object of such a line, without changing the object."""
+        """Make a trajectory from the JSON object of a line, without changing the object."""
         tree = dict(tree)
         images = of_described(tree.pop("images", {}), folder)
         turns = [turn_of(each, images) for each in tree.pop("turns")]
@@ -464,7 +466,7 @@ _OUTCOME = {
 
 
 def _kept(values: list[_T], own: Sequence[int], other: _T, whole: bool) -> list[_T]:
-    """Return values, with `other` where `own` is 0; `whole` if `own` is 1 everywhere."""
+    """Return values, with `other` where `own` is 0; `whole` means that `own` is 1 everywhere."""
     return values if whole else [v if m else other for v, m in zip(values, own, strict=True)]
 
 

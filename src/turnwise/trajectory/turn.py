@@ -1,4 +1,4 @@
-"""Turns, of one engine call each, and branches, which are paths over turns; with token values."""
+"""Turns (one engine call each) and branches (paths over turns), with values of their tokens."""
 
 import base64
 from collections.abc import Callable, Mapping
@@ -18,8 +18,8 @@ from turnwise.trajectory.prompt import PlacedImage, Prompt
 FORCED = -1
 """The weight version of a token that was not sampled, but forced by a logits processor."""
 MASK, ADVANTAGE, TEACHER = "mask", "advantage", "teacher"
-"""Names of streams of turns: the mask, which is 0 where a sampled token is not trained, the
-advantage of each token, and a teacher's log-probs."""
+"""Names of turns' streams (values of completion tokens): the mask, which is 0 where a sampled token
+is not trained, the advantage of each token, and a teacher's log-probs."""
 
 Message = JsonObject
 """A message in OpenAI's format: `{"role": "user", "content": "..."}`."""
@@ -34,45 +34,48 @@ class Turn:
     """
 
     added: Prompt
-    """Ids between the end of the parent's path and this turn's first sampled one."""
+    """Ids of the prompt after the first `prefix_length` ids, which the parent's path has, too."""
     completion_token_ids: list[int]
     logprobs: list[float]
     """Natural log of each sampled token's probability under the sampling distribution."""
     weight_versions: list[int]
-    """The weight version that sampled each token; `FORCED` for one that was not sampled."""
+    """The weight version that sampled each token; `FORCED` for a token that was not sampled."""
     finish_reason: str
     added_logprobs: list[float | None] | None = None
     """Log-probs of the added ids, with None for the first token of a sequence; None if they were
     not requested."""
     parent: int | None = None
-    """Index of the turn that shares the longest prefix with this one; None if none shares an id."""
+    """Index of the turn that shares the longest prefix with this one; None if no turn shares an
+    id."""
     prefix_length: int = 0
-    """Number of ids of the parent's path that this turn begins with; all of them if bridged."""
+    """Number of ids of the parent's path that this turn begins with; the whole path if bridged."""
     fork_reason: str | None = None
-    """Reason why this turn continues no earlier one; None for a first or a bridged turn."""
+    """Reason why this turn does not continue an earlier turn; None for a first or a bridged
+    turn."""
     sums: tuple[int, int] = (0, 0)
     """`checksums` of added and completion ids together, taken when the turn was recorded."""
     record: tuple[int, int, int] = (0, 0, 0)
     """`fingerprint` of the engine's call, taken from the ids that it received and sampled."""
     messages: list[Message] = field(default_factory=list)
-    """The messages that led here, for people; empty if the trajectory is one conversation."""
+    """The messages that led to this turn, for people; empty if the trajectory is one
+    conversation."""
     adapter: str = ""
-    """Name in `serving.adapters`, or in `rollout.policies`, of the adapter that sampled; "" for the
-    policy of a run with a single policy."""
+    """Name in `serving.adapters`, or in `rollout.policies`, of the adapter that sampled the turn;
+    "" for the policy of a run with a single policy."""
     experts: bytes = b""
-    """Rows of experts, one per position, from the last shared position of the parent's path to the
-    last but one of this path; empty if the engine returned none."""
+    """Rows of experts, one per position, from the last position shared with the parent's path to
+    the last but one position of this path; empty if the engine returned none."""
     distribution: Distribution | None = None
-    """Parameters that its tokens were drawn under, if its request set any; None means the run's
+    """Sampling parameters of the turn's tokens, if its request set any; None means the run's
     `sampling`."""
     untrained: str = ""
-    """Reason why its tokens are context, and never trained; "" if they are trained."""
+    """Reason why the turn's tokens are context, and never trained; "" if they are trained."""
     allowed: tuple[bytes, ...] = ()
     """For each sampled token the ids that a grammar allowed there, as `pack_allowed` returns them;
     empty without a grammar."""
     streams: dict[str, npt.NDArray[np.float32]] = field(default_factory=dict, compare=False)
-    """Values of its `N` completion tokens by name, each [N]: `mask`, `advantage`, `teacher`, and
-    whatever an algorithm adds for its loss (`Tokens.streams`)."""
+    """Values of the turn's `N` completion tokens by name, each [N]: `mask`, `advantage`, `teacher`,
+    and whatever an algorithm adds for its loss (`Tokens.streams`)."""
 
     def __post_init__(self) -> None:
         names = ["completion_token_ids", "logprobs", "weight_versions"]
@@ -106,8 +109,9 @@ class Turn:
         return [each._replace(start=each.start + self.prefix_length) for each in self.added.images]
 
     def trainable(self, oldest: int = 0) -> list[int]:
-        """Return 1 for each completion token that may be trained, else 0. Weights of version
-        `oldest` or later must have sampled it, and neither `untrained` nor the mask exclude it."""
+        """Return 1 for each completion token that may be trained, else 0. A token may be trained if
+        weights of version `oldest` or later sampled it, and neither `untrained` nor the mask
+        excludes it."""
         size, mask_N = len(self.completion_token_ids), self.streams.get(MASK)
         if self.untrained:
             return [0] * size
@@ -121,7 +125,7 @@ class Turn:
 
 
 class BranchPart(NamedTuple):
-    """The completion tokens of a turn on a branch: the first `length`, from position `start` on."""
+    """The first `length` completion tokens of a turn, from position `start` of a branch on."""
 
     turn: Turn
     start: int
@@ -147,12 +151,12 @@ class Branch:
     turns: list[int] = field(default_factory=list)
     """Index of the turn that sampled each token; -1 where the response mask is 0."""
     experts: bytes = b""
-    """T - 1 rows; empty if the engine returned none for some turn."""
+    """T - 1 rows of experts; empty if the engine returned none for some turn."""
     allowed: dict[int, bytes] = field(default_factory=dict)
     """The ids allowed (`Turn.allowed`) at each trained token that a grammar restricted, by position
     on the path."""
     parts: tuple[BranchPart, ...] = ()
-    """The turns that sampled it, in order."""
+    """The branch's turns in order, each with its completion tokens on the branch."""
 
     @property
     def token_ids(self) -> list[int]:

@@ -1,4 +1,4 @@
-"""TRL's GRPO trainer, run by Turnwise. A script for TRL only changes this import:
+"""TRL's GRPO trainer, run by Turnwise. A script for TRL only has to change its import to this one:
 
 from turnwise.trl import GRPOConfig, GRPOTrainer
 """

@@ -2,8 +2,8 @@
 
 metrics.jsonl is read from an offset on. A file of trajectories is scanned once, for the byte range
 and a summary of each line; a trajectory is then read by its range alone. Without a run, the viewer
-shows two recorded runs, which `examples/calculator/recording.py` trained. Their archive has the
-files that the viewer reads, and the tokenizer.
+shows two recorded runs, which `examples/calculator/recording.py` trained. The archive of these runs
+has the files that the viewer reads, and the tokenizer.
 """
 
 import hashlib
@@ -56,7 +56,7 @@ _OTHERS = [value for value in range(256) if value not in _PRINTABLE]
 _BYTE_OF = {chr(value): value for value in _PRINTABLE} | {
     chr(256 + number): value for number, value in enumerate(_OTHERS)
 }
-"""GPT-2's table: a printable byte is its own character; the others are characters from 256 on."""
+"""GPT-2's table: a printable byte is its own character; other bytes are characters from 256 on."""
 
 
 class FileIndex(NamedTuple):
@@ -92,8 +92,8 @@ def read_vocabulary(path: Path | None) -> dict[int, tuple[bytes, bool]]:
 
 
 def texts_of(vocabulary: Mapping[int, tuple[bytes, bool]], ids: Iterable[int]) -> JsonObject:
-    """Return `[text, bytes as hex, whether it is an added token]` of each known id; bytes that are
-    no whole character are shown as `\\xNN`."""
+    """Return `[text, bytes as hex, whether it is an added token]` of each known id; bytes that
+    do not form a whole character are shown as `\\xNN`."""
     known = ((token, *vocabulary[token]) for token in sorted(ids) if token in vocabulary)
     return {
         str(token): [text.decode("utf-8", "backslashreplace"), text.hex(" "), added]
@@ -102,8 +102,8 @@ def texts_of(vocabulary: Mapping[int, tuple[bytes, bool]], ids: Iterable[int]) -
 
 
 class ViewedRun:
-    """Reads one run folder; it is thread-safe. A missing file, line or turn raises a LookupError,
-    an unreadable one an InputError."""
+    """Reads one run folder; it is thread-safe. A missing file, line or turn raises a LookupError;
+    an unreadable file or line raises an InputError."""
 
     def __init__(self, path: Path, name: str) -> None:
         try:
@@ -122,14 +122,14 @@ class ViewedRun:
         """Return whether a process may still write the run."""
         if sys.platform != "linux":  # a run needs Linux: this is another machine's folder
             return True
-        from turnwise.core.stacks import may_be_running  # cannot be imported elsewhere
+        from turnwise.core.stacks import may_be_running  # can be imported on Linux only
 
         return may_be_running(self.path)
 
     def rows(self, after: str = "") -> JsonObject:
-        """Return the complete lines of metrics.jsonl after a place ("" is the beginning), and the
-        place after them. If a resumed run has changed the bytes before the place, return all lines
-        and set `reset`."""
+        """Return the complete lines of metrics.jsonl after a position ("" is the beginning), and
+        the position after these lines. If a resumed run has changed the bytes before the position,
+        return all lines and set `reset`."""
         if not _OFFSET.fullmatch(after):
             raise InputError(f"{after!r} is no place in metrics.jsonl")
         path = self.path / "metrics.jsonl"
@@ -151,7 +151,7 @@ class ViewedRun:
         return dict(leaves(masked_value("", tree) if public else tree))
 
     def alarms(self) -> JsonObject:
-        """Return the run's alarms, and the reason if they cannot be found."""
+        """Return the run's alarms, and an error if they cannot be computed."""
         try:
             found = alarms_of_run(self.path)
         except (InputError, ValueError, KeyError) as error:
@@ -159,8 +159,8 @@ class ViewedRun:
         return {"alarms": [asdict(alarm) for alarm in found], "error": None}
 
     def files(self) -> dict[str, int]:
-        """Return the sizes of the files of trajectories by name, such as `step-0003`: steps, then
-        others."""
+        """Return the sizes of the files of trajectories by name, such as `step-0003`: steps,
+        evaluations, then the files of separate commands."""
         found = [
             *numbered(self.path / "trajectories", "step", ".jsonl"),
             *numbered(self.path / "trajectories", "eval", ".jsonl"),
@@ -173,12 +173,12 @@ class ViewedRun:
         return sizes
 
     def _read(self, path: Path) -> bytes:
-        """Return the bytes of a file of the run folder; b"" if there is none."""
+        """Return the bytes of a file of the run folder; b"" if the file does not exist."""
         with self._opened(path) or BytesIO() as file:
             return file.read()
 
     def _opened(self, path: Path) -> BinaryIO | None:
-        """Open a file of the run folder; None if there is none."""
+        """Open a file of the run folder; None if the file does not exist."""
         try:
             return open_untrusted(path, self.path)
         except FileNotFoundError:
@@ -240,8 +240,8 @@ class ViewedRun:
             return file.read(length)
 
     def image(self, name: str, image: str) -> bytes:
-        """Return an image of a file's trajectories by its name, `HASH.FORMAT`; TrajectoryError
-        when its bytes have been changed."""
+        """Return an image of a file's trajectories by its name, `HASH.FORMAT`; raise
+        TrajectoryError when the image's bytes have been changed."""
         if (known := FILE.fullmatch(image)) is None:
             raise KeyError(image)
         place = self._file(name).parent / FOLDER / image
@@ -282,7 +282,7 @@ class ViewedRun:
             raise InputError(f"{name}, line {index + 1} is no trajectory: {error}") from error
 
     def judgements(self, name: str, index: int) -> JsonObject:
-        """Return the requests to the judges of a trajectory and their answers, by request key."""
+        """Return the requests to a trajectory's judges, and the judges' answers, by request key."""
         wanted = {each["request"] for each in self._trajectory(name, index).judgements}
         return dict(judgements(self.path, wanted)) if wanted else {}
 
@@ -303,7 +303,7 @@ class ViewedRun:
             raise InputError(f"{path} cannot be read: {error}") from error
 
     def vocabulary(self, name: str, *indices: int) -> JsonObject:
-        """Return text and bytes of every token of trajectories, by id."""
+        """Return text and bytes of every token of some trajectories, by id."""
         ids: set[int] = set()
         for index in indices:
             for turn in parse(self.line(name, index))["turns"]:
@@ -329,7 +329,7 @@ class ViewedRun:
 
 
 def open_runs(paths: Sequence[Path]) -> dict[str, ViewedRun]:
-    """Return run folders by unique name, in their order."""
+    """Return run folders by unique name, in the order of `paths`."""
     runs: dict[str, ViewedRun] = {}
     for path in paths:
         name, number = path.resolve().name, 2
@@ -349,7 +349,7 @@ def demo_runs() -> Iterator[list[Path]]:
 
 
 def summarise(tree: JsonObject) -> JsonObject:
-    """Return what lists and filters show of a trajectory."""
+    """Return the summary of a trajectory that lists and filters show."""
     turns, messages = tree["turns"], tree["messages"]
     versions = [v for turn in turns for v in turn["weight_versions"][:: max(1, len(turns))]]
     versions += [turn["weight_versions"][-1] for turn in turns if turn["weight_versions"]]
@@ -414,9 +414,9 @@ def _place(data: bytes, offset: int) -> str:
 
 
 def find_tokenizer(run: Path, config: Mapping[str, object]) -> Path | None:
-    """Return a run's `tokenizer.json`, or None if it is gone. It is looked for in the run's
-    checkpoints and merged model, then in `model.tokenizer` and `model.path`: as folders here or
-    above `runs`, and in the cache of the Hugging Face Hub."""
+    """Return a run's `tokenizer.json`, or None if it is not found. Search the run's checkpoints and
+    merged model, then `model.tokenizer` and `model.path` as folders, relative to the working
+    directory or to the folder above `runs`, then the cache of the Hugging Face Hub."""
     folders = [*reversed(numbered(run / "checkpoints", "step")), run / "merged"]
     names = [str(config[key]) for key in ("model.tokenizer", "model.path") if config.get(key)]
     for name in names:

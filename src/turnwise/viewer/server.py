@@ -51,7 +51,7 @@ _HEADERS = {
 }
 
 _LARGEST = 100 * 2**20  # bytes of trajectories in one file; browsers are slow with more
-_IMAGES = 30 * 2**20  # bytes of images in one file; the others are left out
+_IMAGES = 30 * 2**20  # bytes of images in one file; further images are left out
 _IMAGE = "files/{file}/images/{name}"
 _MODULES = (
     *("dom.js", "data.js", "chart.js", "overview.js", "chat.js", "tokens.js"),
@@ -83,7 +83,7 @@ _QUERIES = {"metrics": "offset", "problem": "name", "files/{file}/search": "q"}
 
 
 def make_app(runs: Mapping[str, ViewedRun], token: str, port: int) -> ASGIApp:
-    """Return the application for those who know the token; the port names its cookie."""
+    """Return the application, for clients that know the token; the cookie's name has the port."""
     pages = static_files()
 
     def page(request: Request) -> Response:
@@ -121,9 +121,10 @@ def make_app(runs: Mapping[str, ViewedRun], token: str, port: int) -> ASGIApp:
 
 
 def _guarded(app: ASGIApp, token: str, port: int) -> ASGIApp:
-    """Return an application that answers only clients with the token, which comes once in the query
-    and is then kept in a cookie. It accepts only local host names, so that no other site's name can
-    be pointed here, and only reading methods. Its headers keep texts from running as scripts."""
+    """Return an application that answers only clients with the token. A client sends the token once
+    in the query, and then in a cookie. Only local host names are accepted, so that no other site's
+    name can be pointed here, and only the methods GET and HEAD. The response headers keep texts
+    from running as scripts."""
     cookie = f"turnwise-view-{port}"
 
     def matches(given: str) -> bool:
@@ -174,7 +175,7 @@ def static_files() -> dict[str, str]:
 async def view(
     folders: Sequence[Path], port: int, announce: Callable[[str], None], *, demo: bool = False
 ) -> None:
-    """Serve runs on this machine until cancelled; port 0 takes a free one. `announce` gets the
+    """Serve runs on this machine until cancelled; port 0 takes a free port. `announce` gets the
     address, which contains the token, once the server listens."""
     with ExitStack() as stack:
         recorded = stack.enter_context(demo_runs()) if demo else []
@@ -188,7 +189,7 @@ async def view(
         server = uvicorn.Server(
             uvicorn.Config(app, log_level="error", access_log=False, ws="none", lifespan="off")
         )
-        vars(server)["capture_signals"] = nullcontext  # the command line handles them
+        vars(server)["capture_signals"] = nullcontext  # the command line handles signals
         announce(f"http://{_HOST}:{port}/?token={token}")
         serving = asyncio.create_task(server.serve(sockets=[listening]))
         try:
@@ -201,8 +202,8 @@ async def view(
 def write_page(
     folder: Path, target: Path, step: int | None, heldout: bool, index: int | None
 ) -> None:
-    """Write one page for a step of a run (None: the last), or for one of the step's trajectories if
-    `index` is given, numbered from 0."""
+    """Write one page for a step of a run (None means the last step), or, if `index` is given, for
+    the step's trajectory with this number, counted from 0."""
     [run] = open_runs([folder]).values()
     file = trajectory_file(run.path, step, heldout).stem
     try:
@@ -256,14 +257,14 @@ def write_page(
 def _page(data: JsonObject) -> str:
     files = static_files()
     assert set(_MODULES) == {name for name in files if name.endswith(".js")}
-    # One script: imports are left out, as the names in all modules are unique.
+    # One script without imports, because the names in all modules are unique.
     script = "\n".join(_EXPORT.sub("", _IMPORT.sub("", files[name])) for name in _MODULES)
     style = files["style.css"]
     policy = (
         f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; "
         "img-src data:; base-uri 'none'; form-action 'none'"
     )
-    # "<" never appears in the data as such, so that no text can end the element.
+    # "<" never appears in the data as such, so that no text can end the script element.
     embedded = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     html = files["index.html"]
     for old, new in (

@@ -1,6 +1,6 @@
 """Compare the ids of a branch with the ids that the chat template renders from its messages.
 
-They differ wherever the template writes an answer differently than the model did. The tokenizer is
+The ids differ where the template writes an answer differently than the model did. The tokenizer is
 loaded at the first use, from the run's files or a local cache; no code of a model is run, and
 nothing is downloaded.
 """
@@ -32,7 +32,7 @@ Comparison = Callable[[Trajectory, int], JsonObject]
 
 def comparison(tokenizer: Path | None, model: JsonObject | None = None) -> Comparison:
     """Return a thread-safe function that compares the branch ending at a turn with the rendering of
-    its messages. `tokenizer` is the run's `tokenizer.json`, `model` its section `model`.
+    its messages. `tokenizer` is the run's `tokenizer.json`; `model` is its section `model`.
 
     The function returns a dictionary. Its `error` is a sentence if the branch cannot be rendered.
     Otherwise `error` is None, and the dictionary also has `identical`, the numbers of ids `sampled`
@@ -62,7 +62,7 @@ def comparison(tokenizer: Path | None, model: JsonObject | None = None) -> Compa
             )
         except InputError:
             raise
-        except Exception as error:  # transformers raises anything
+        except Exception as error:  # transformers may raise anything
             raise InputError(
                 f"the tokenizer in {tokenizer.parent} cannot be loaded: {first_line(error)}"
             ) from error
@@ -132,7 +132,8 @@ def differences(ids: Sequence[int], other: Sequence[int]) -> list[tuple[int, int
 
 def _rendered(template: ChatTemplate, trajectory: Trajectory, leaf: int) -> tuple[list[int], str]:
     """Return the ids rendered from a branch's messages, and a note for people or "". Only the first
-    turn's prompt has the descriptions of tools, so it is used as it is if the template keeps it."""
+    turn's prompt has the descriptions of tools. So the recorded prompt is used unchanged if the
+    template renders its messages in the same way when answers follow."""
     stops = {*template.tokenizer.all_special_ids, *template.stop_token_ids}
 
     def decode(ids: Sequence[int]) -> str:
@@ -171,7 +172,7 @@ def _chain(trajectory: Trajectory, leaf: int) -> list[int]:
 def _messages(
     trajectory: Trajectory, index: int, decode: Callable[[Sequence[int]], str], *, answered: bool
 ) -> list[Message] | None:
-    """Return the messages that led to a turn, with its answer if `answered`; None if unknown."""
+    """Return the messages that led to a turn, with its answer if `answered`; None if missing."""
     turns = trajectory.turns
     if not any(turn.messages for turn in turns):
         messages = trajectory.messages
@@ -202,7 +203,7 @@ def _answer(
     before: Sequence[Message],
     decode: Callable[[Sequence[int]], str],
 ) -> Message:
-    """Return a turn's answer as a message: as recorded, else its text."""
+    """Return a turn's answer as a message: the recorded message if found, else only the text."""
     text = decode(trajectory.turns[index].completion_token_ids)
     for messages in (trajectory.messages, *(turn.messages for turn in trajectory.turns)):
         following = messages[len(before) : len(before) + 1]
@@ -219,7 +220,7 @@ def _answer(
                     arguments = json.loads(arguments)
                 except ValueError:
                     wanted.append(arguments)
-            values = arguments.values() if isinstance(arguments, dict) else ()  # as JSON has them
+            values = arguments.values() if isinstance(arguments, dict) else ()
             flat = (each for each in values if not isinstance(each, dict | list))
             wanted += [json.dumps(each, ensure_ascii=False) for each in flat]
         # Skip an edited message: it has parts that the text lacks.

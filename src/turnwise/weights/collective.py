@@ -1,16 +1,16 @@
 """The `collective` transport: a process group of the trainer's rank 0 and the engines' workers.
 
-Tensors travel by broadcasts from rank 0; on a CPU, large tensors are broadcast without a copy to a
-buffer. Messages travel through the group's store. So an engine can wait for a trainer while it
-serves, and an update that one engine refuses is cancelled for all engines before the first
-broadcast. The trainer's other ranks only gather tensors.
+Rank 0 broadcasts the tensors; on a CPU, large tensors are not copied to a buffer first. Messages
+travel through the group's store. So an engine can wait for a trainer while it serves requests, and
+an update that one engine refuses is cancelled for all engines before the first broadcast. The
+trainer's other ranks only help to gather tensors. Each update is one round.
 
-    key             written by    meaning, together with the number of its round
+    key             written by    value, next to the number of the round
     offer           trainer       the manifest
-    answer/<rank>   engine        "" or the reason for refusing
-    go              trainer       "" (broadcasts follow) or the reason why not
-    verdict         trainer       "" (the broadcasts were complete) or the reason why not
-    done/<rank>     engine        "" (the version is served) or the reason why not
+    answer/<rank>   engine        "" (accepted), or the reason for refusing
+    go              trainer       "" (broadcasts follow), or the reason for cancelling
+    verdict         trainer       "" (the broadcasts were complete), or the reason for giving up
+    done/<rank>     engine        "" (the version is served), or the error
     broken          trainer       the reason why no further broadcast is possible
 """
 
@@ -51,7 +51,7 @@ from turnwise.weights.transport import (
 
 _ACCEPT_SHARE = 0.25
 _LARGE = 4 * 2**20
-"""Size in bytes from which a tensor on a CPU has a broadcast of its own."""
+"""Minimum size in bytes of a tensor that is broadcast alone, if it is on a CPU."""
 
 
 class CollectiveTransport(Transport):
@@ -103,7 +103,7 @@ class CollectiveSender(StreamSender):
         self._group = ProcessGroup(0, ip, port, world_size, 1, self._device, self._timeout)
         self._rounds = 0
         _, entries, buffer_bytes = self._layout
-        # Chunks without the large tensors are divided differently, and can be larger.
+        # Without the large tensors, the chunks have different limits and can be larger.
         largest = max(map(chunk_bytes, _divided(entries, buffer_bytes, self._device)))
         self._buffers = _two_buffers(max(largest, self._buffer_bytes), self._device)
 
@@ -115,8 +115,8 @@ class CollectiveSender(StreamSender):
         number, version = self._rounds, manifest.version
         try:
             group.put("offer", number, json.dumps(manifest.to_dict()))
-            # Each engine has confirmed before that it can load the update. An engine that is late
-            # now is dead, and must not delay the others for long.
+            # Each engine has already confirmed that it can load the update. An engine that is late
+            # now is dead, and must not delay the other engines for long.
             seconds = self._timeout * _ACCEPT_SHARE
             group.wait_engines("answer", number, f"accept version {version}", seconds)
             if manifest.deltas:
@@ -156,7 +156,7 @@ class CollectiveSender(StreamSender):
                 failure = error
             works.append(group.broadcast(content, self._timeout))
             if content is not packed:
-                wait(index)  # because the source may then reuse the tensor's memory
+                wait(index)  # because the source may reuse the tensor's memory after this
         for index in range(max(0, len(works) - 2), len(works)):
             wait(index)
         if failure is not None:
@@ -239,11 +239,11 @@ class CollectiveReceiver(StreamReceiver):
                 self._next()  # discarded: the ranks must stay in step
             self._group.put(f"done/{self._group.rank}", self._round, error)
         except TurnwiseError:
-            pass  # the group is broken, which its next use reports
+            pass  # the group is broken; its next use will report this
         self._buffers = ()
 
     def _begin(self) -> None:
-        """Begin to receive the next chunk into the buffer that nobody reads."""
+        """Begin to receive the next chunk into the buffer that is not being read."""
         buffer = self._buffers[self._index % 2]
         nbytes = chunk_bytes(self._chunks[self._index])
         self._work = self._group.broadcast(buffer[:nbytes], self._seconds_left)
@@ -262,8 +262,8 @@ class CollectiveReceiver(StreamReceiver):
 
 
 def _content(chunk: Chunk, buffer: torch.Tensor, source: Source) -> torch.Tensor:
-    """Return a chunk's bytes: the memory of a large tensor itself, if it has the engines' type and
-    is contiguous, otherwise a buffer into which the chunk is packed."""
+    """Return a chunk's bytes: the tensor's own memory, if the tensor is large, contiguous and has
+    the engines' type; otherwise the buffer, after packing the chunk into it."""
     entry, *others = chunk
     if others or buffer.device.type != "cpu":
         pack(chunk, buffer, source)
@@ -283,14 +283,14 @@ def _content(chunk: Chunk, buffer: torch.Tensor, source: Source) -> torch.Tensor
 def _divided(
     entries: tuple[TensorEntry, ...], buffer_bytes: int, device: torch.device
 ) -> tuple[Chunk, ...]:
-    """Divide tensors into chunks; on a CPU, each large tensor is alone, to travel without a
-    copy."""
+    """Divide tensors into chunks; on a CPU, each large tensor is a chunk by itself, so that it is
+    sent without a copy."""
     return split(entries, buffer_bytes, _LARGE if device.type == "cpu" else math.inf)
 
 
 def _chunks_of(manifest: Manifest, device: torch.device) -> tuple[Chunk, ...]:
-    """Return the chunks to broadcast: all tensors, or a delta's bytes in parts of the size of the
-    largest chunk."""
+    """Return the chunks to broadcast: all tensors, or a delta's bytes, divided into parts as large
+    as the largest chunk of tensors."""
     if not manifest.deltas:
         return _divided(manifest.tensors, manifest.buffer_bytes, device)
     largest, nbytes = max(map(chunk_bytes, manifest.chunks)), manifest.deltas[-1].nbytes

@@ -1,14 +1,16 @@
-"""Deltas: only the weights that changed since the version before (`weights.delta`).
+"""Deltas: only the weights that changed since the previous version (`weights.delta`).
 
-A step moves a weight by about the learning rate. Rounded to bfloat16, which keeps 8 bits of a
-number, most weights do not change (PULSE, https://arxiv.org/abs/2602.03839). The trainer compares
-the bits of each version with a copy of the version before, and sends the positions and values that
-differ. Positions refer to the tensors of the model's files, but vLLM shards, fuses and packs these
-tensors. So each worker of an engine has a copy, too, and vLLM loads changed layers from the copy.
+A step moves a weight by about the learning rate. After rounding to bfloat16, which keeps 8 bits of
+a number, most weights have not changed (PULSE, https://arxiv.org/abs/2602.03839). The trainer
+compares the bits of each version with a copy of the previous version, and sends the positions and
+values that differ. Positions refer to the tensors of the model's files, but vLLM shards, fuses and
+packs these tensors. So each worker of an engine has such a copy too, and vLLM loads the changed
+layers from the copy.
 
-Values are replaced, not added to, so nothing drifts. A delta only fits a copy with the checksum of
-its base, and the result must have the checksum of the trainer's version before anything is loaded.
-A worker without such a copy, for example after its start or a failed update, gets all tensors.
+Values are replaced, not added to, so nothing drifts. A delta only fits a copy that has the checksum
+of the delta's base version. The result must have the checksum of the trainer's version; otherwise
+it is not loaded. A worker without a fitting copy, for example after its start or a failed update,
+gets all tensors.
 """
 
 import os
@@ -39,22 +41,22 @@ from turnwise.weights.manifest import (
 from turnwise.weights.transport import Receiver, ReceiverOptions, StreamSender, WeightSender
 
 WHOLE_EVERY = 20
-"""At least one of this number of consecutive versions is sent whole."""
+"""Among this number of consecutive versions, at least one is published as all tensors."""
 _GAPS, _VALUES = ":gaps", ":values"
-"""Suffixes of a delta's names: the distance of each position from the previous one, and the
-values."""
-_ROW = 2**15  # bytes in a row of the checksum
-_ROWS = 64  # rows that are summed at once, so that both sums read them from the CPU's cache
+"""Suffixes of names in a delta: for the distance of each position from the previous position, and
+for the values."""
+_ROW = 2**15  # bytes in a row of the matrix that the checksum sums by rows and by columns
+_ROWS = 64  # rows that are summed at once, so that the second sum reads them from the CPU's cache
 _BLOCK = 2**20  # bytes that are compared at once
 _SPAN = 2**21  # minimum number of bytes for each thread
-_THREADS = 8  # more threads would wait for the memory
-_WORD = 8  # bytes that are compared as one number
+_THREADS = 8  # maximum; more threads would only wait for the memory
+_WORD = 8  # bytes that are compared as one integer
 _MANY = 16  # a block is copied whole if more than 1/16 of its values changed
-_MIXER = 0x9E3779B97F4A7C15  # an odd number with bits everywhere
+_MIXER = 0x9E3779B97F4A7C15  # an odd number whose set bits are spread evenly
 
 
 def layer_of(name: str) -> str:
-    """Return a tensor's name up to the number of its layer; "" without a number."""
+    """Return a tensor's name up to its layer's number; "" if the name has no number."""
     parts = name.split(".")
     number = next((i for i, part in enumerate(parts) if part.isdigit()), -1)
     return ".".join(parts[: number + 1])
@@ -81,7 +83,8 @@ class HeldWeights:
         return ((name, entry.in_bytes(self._buffer)) for name, entry in self._entries.items())
 
     def sum(self) -> int:
-        """Return the checksum of all bytes: sums of rows and of columns, weighted by position."""
+        """Return the checksum of all bytes: the row sums and the column sums of the bytes as a
+        matrix, weighted by position."""
         words = self._buffer.view(-1, _ROW).view(torch.int64)
 
         def sums(part: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -101,11 +104,11 @@ class HeldWeights:
         return (rows * _MIXER + columns) & (2**63 - 1)
 
     def take(self, source: Source, room: float) -> tuple[bytes, float | None]:
-        """Copy the next version from a source; return the delta from the version before, in the
-        format of safetensors, and the share of values that changed.
+        """Copy the next version from a source; return the delta from the previous version, in the
+        format of safetensors, and the fraction of values that changed.
 
-        The source must not write to a tensor again. The delta is empty if it would be longer than
-        `room` bytes. For the first version the delta is empty too, and the share is None.
+        The source must not write to a tensor after yielding it. The delta is empty if it would be
+        longer than `room` bytes. For the first version the delta is empty and the fraction None.
         """
         first, self.checksum = self.checksum is None, None
         delta: dict[str, torch.Tensor] = {}
@@ -141,7 +144,8 @@ class HeldWeights:
 
     def way_to(self, manifest: Manifest) -> tuple[Delta, ...] | None:
         """Return the update's deltas that lead from this version to the update's version: () if the
-        versions are equal, None if the deltas do not start here and all tensors are needed."""
+        versions are equal; None if no delta starts at this version, so that all tensors are
+        needed."""
         if self.checksum == manifest.checksum:
             return ()
         for index, delta in reversed(list(enumerate(manifest.deltas))):
@@ -150,11 +154,10 @@ class HeldWeights:
         return None
 
     def bring(self, manifest: Manifest, parts: Iterable[NamedTensors]) -> Iterator[NamedTensors]:
-        """Apply the parts of an update; yield all tensors of the layers that it changes, in one
-        list.
+        """Apply the parts of an update; yield all tensors of the changed layers in one list.
 
-        The receiver sets `checksum` once they are loaded. `WeightUpdateError` if the result does
-        not have the checksum of the trainer's version.
+        The receiver sets `checksum` once the engine has loaded the tensors. Raises
+        `WeightUpdateError` if the result does not have the checksum of the trainer's version.
         """
         self.checksum, changed = None, set[str]()
 
@@ -194,7 +197,7 @@ def _update(
     name: str, held: torch.Tensor, flat: torch.Tensor
 ) -> tuple[int, dict[str, torch.Tensor]]:
     """Copy the flat tensor `flat` to `held`; return the number of values whose bits differed, and
-    the tensor's part of a delta: gaps and values, or the whole tensor if that is shorter."""
+    the tensor's entries in the delta: gaps and values, or the whole tensor if it is shorter."""
     old, new = numbers_of(held), numbers_of(flat)
     lanes, block = _WORD // new.itemsize, _BLOCK // new.itemsize
     shift = lanes.bit_length() - 1
@@ -203,7 +206,7 @@ def _update(
     for start in range(0, len(new), block):
         was, now = (each[start : start + block] for each in (old, new))
         whole = len(now) // lanes * lanes
-        # Compare whole words first: few differ, and only these are divided into their values.
+        # Compare whole words first. Only the few words that differ are divided into their values.
         were, words = (each[:whole].view(np.uint64) for each in (was, now))
         at = np.flatnonzero(words != were)
         inside = np.flatnonzero((words[at] ^ were[at]).view(now.dtype) != 0)
@@ -232,8 +235,8 @@ def _update(
 
 
 def held_for(manifest: Manifest, options: ReceiverOptions) -> HeldWeights:
-    """Return the worker's copy if it has the update's tensors; otherwise replace it by a new
-    copy."""
+    """Return the worker's copy if its tensors have the names, shapes and types of the update's;
+    otherwise replace the copy by an empty one."""
     held = options.held
     if not isinstance(held, HeldWeights) or held.info != manifest.info:
         options.held = held = HeldWeights(manifest.info)
@@ -242,20 +245,21 @@ def held_for(manifest: Manifest, options: ReceiverOptions) -> HeldWeights:
 
 def with_deltas(sender: WeightSender) -> WeightSender:
     """Wrap a rank's sender (of `shm`, `collective` or `disk`) in a sender of deltas."""
-    sender.streamed = False  # all ranks gather tensors in `publish`, and none in `send`
+    sender.streamed = False  # all ranks gather tensors in `publish`; no rank does in `send`
     return sender if type(sender) is WeightSender else DeltaSender(sender)
 
 
 class DeltaSender(WeightSender):
-    """Publishes versions by another sender: whole, or as deltas from the version before.
+    """Publishes each version through the sender `inner`, as all tensors (a whole version) or as a
+    delta from the previous version.
 
-    A new engine reads the last whole version and all deltas since. These deltas together are no
-    longer than the whole version, and each is at most half as long as the whole version.
+    A new engine reads the last whole version and all deltas since. Each delta has at most half the
+    bytes of a whole version, and these deltas together have at most as many as a whole version.
     """
 
     def __init__(self, inner: WeightSender) -> None:
         self._held, self._inner = HeldWeights(inner.state_dict_info), inner
-        self._published: Manifest | None = None  # None if engines may not have the copy's version
+        self._published: Manifest | None = None  # None if engines may lack the copy's version
         self._untried: tuple[Delta, ...] = ()  # the last delta, until a stream sends it
 
     def publish(self, version: int, tensors: NamedTensors) -> Manifest:
@@ -275,8 +279,9 @@ class DeltaSender(WeightSender):
         return self._published
 
     def send(self, version: int, tensors: NamedTensors, devices: Sequence[str] = ()) -> None:
-        """Send the published version from the copy, without consuming `tensors`. A second call for
-        the same version, after an engine has refused the delta or failed, sends all tensors."""
+        """Send the published version from the copy, without consuming `tensors`. The first call
+        sends the delta. A second call for the same version, made because an engine refused the
+        delta or failed, sends all tensors."""
         if self._published is None:
             raise WeightUpdateError("no version has been published that could be sent")
         if isinstance(self._inner, StreamSender):
@@ -292,12 +297,12 @@ class DeltaSender(WeightSender):
 
 
 class DeltaReceiver(Receiver):
-    """Receives an update that is stored as all tensors of a version and the deltas since.
+    """Receives an update that is stored as all tensors of a version and the deltas since then.
 
-    It reads in a thread, so that requests continue until everything has arrived.
+    It reads in a thread, so that the engine serves requests until everything has arrived.
 
     Args:
-        find: Returns the path or file descriptor of a delta's `path`.
+        find: Turns a delta's `path` into a path or file descriptor that can be opened.
     """
 
     reports = False
@@ -324,13 +329,13 @@ class DeltaReceiver(Receiver):
     def poll(self) -> int | None:
         if not self._reading.done():
             return None
-        self._reading.result()  # raises an error before requests are paused
+        self._reading.result()  # raises the thread's error before requests are paused
         return self._manifest.version
 
     def chunks(self) -> Iterator[NamedTensors]:
         yield from self._reading.result()
 
     def end(self, error: str = "") -> None:
-        wait([self._reading])  # nobody else may use the copy before the thread ends
+        wait([self._reading])  # the copy must not be used elsewhere before the thread ends
         if not error:
             self._held.checksum = self._manifest.checksum

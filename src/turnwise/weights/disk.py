@@ -1,10 +1,10 @@
 """The `disk` transport: safetensors files in a folder that trainer and engines see.
 
 Each sender has a subfolder of its own, so that runs can share the folder. The subfolder is locked
-while the sender's process lives, and removed at its end, or by a later run on the same machine. A
-version is a folder of shards of bounded size, in the model's order. It is written under a temporary
-name and then renamed, so a visible version is complete. The last two versions are kept. Deltas are
-files in the folder of the whole version from which they start.
+while the sender's process lives; it is removed when the process ends, or by a later run on the same
+machine. A version is a folder of shards of bounded size, in the model's order. The folder is
+written under a temporary name and then renamed, so a visible version is complete. The last two
+versions are kept. Deltas are files in the folder of the whole version from which they start.
 """
 
 import fcntl
@@ -46,8 +46,8 @@ from turnwise.weights.transport import (
 )
 
 SHARD_BYTES = 512 * 2**20
-"""Maximum size of a file, unless a tensor is larger."""
-_KEPT = 2  # versions: an engine may still read the last one while the next is written
+"""Maximum size of a shard in bytes; only a tensor that is larger exceeds it."""
+_KEPT = 2  # versions; an engine may still read the last version while the next one is written
 _LOCK = "owner.lock"
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _TYPES = {
@@ -60,7 +60,7 @@ _TYPES = {
     "uint8": "U8",
     "bool": "BOOL",
 }
-"""safetensors' names of torch's types."""
+"""The names of torch's types in safetensors."""
 
 
 class DiskTransport(Transport):
@@ -133,7 +133,7 @@ class DiskSender(WeightSender):
             # Remove subfolders of senders that have ended. Only a free lock from this boot of this
             # machine proves an end: on a network file system, other machines may not see locks.
             for path in shared.glob(f"*/{_LOCK}"):
-                with suppress(OSError):  # another process removed it
+                with suppress(OSError):  # the sender lives, or another process removed the folder
                     lock = os.open(path, os.O_RDWR)
                     try:
                         boot_id = os.read(lock, 64)
@@ -164,8 +164,8 @@ class DiskSender(WeightSender):
                 raise WeightUpdateError(
                     f"version {version} cannot be written to {self._folder}: {error.strerror}"
                 ) from error
-        # Remove the oldest by time, not number: a pipeline that loads a checkpoint goes back to a
-        # lower number.
+        # Remove the oldest by time, not by number, because after a pipeline has loaded a
+        # checkpoint, new versions have lower numbers.
         versions = numbered(self._folder, "version")
         versions.sort(key=lambda path: (path == final, path.stat().st_mtime_ns))
         for path in versions[:-_KEPT]:
@@ -199,7 +199,7 @@ def _boot_id() -> bytes:
 
 def write_shard(path: Path, shard: Chunk, source: Source) -> None:
     """Write the next tensors of a source, which must be the shard's tensors, as safetensors."""
-    # The format: the length of the header, the header, the tensors' bytes.
+    # The format is: the length of the header, the header, and the tensors' bytes.
     header: JsonObject = {"__metadata__": {"format": "pt"}}
     for entry in shard:
         offsets = [entry.offset, entry.offset + entry.nbytes]
@@ -213,7 +213,7 @@ def write_shard(path: Path, shard: Chunk, source: Source) -> None:
             tensor = check_next(entry, source).to("cpu", getattr(torch, entry.dtype))
             values = tensor.contiguous()
             file.write(numbers_of(values.view(-1)).data)
-            del tensor, values  # free them before the next one is gathered
+            del tensor, values  # free them before the next tensor is gathered
 
 
 def load(manifest: Manifest) -> Iterator[tuple[str, torch.Tensor]]:

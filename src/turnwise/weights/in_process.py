@@ -1,7 +1,8 @@
-"""The `in_process` transport: the engine's worker reads the trainer's own tensors.
+"""The `in_process` transport: an engine's worker in the trainer's process reads the trainer's own
+tensors.
 
-It serves workers inside the trainer's process. Nothing is copied, so the tensors must not change
-between their publication and the end of the update. An update fails if a tensor has changed.
+Nothing is copied, so the tensors must not change between their publication and the end of the
+update; if a tensor has changed, the update fails.
 """
 
 from collections.abc import Mapping
@@ -21,8 +22,8 @@ from turnwise.weights.transport import (
 )
 
 _published: tuple[int, dict[str, tuple[torch.Tensor, int]]] | None = None
-"""The last version and its tensors by name, each with torch's count of in-place changes at
-publication."""
+"""The last version, and its tensors by name; with each tensor is the number of in-place changes
+that torch had counted when it was published."""
 
 
 class InProcessTransport(Transport):
@@ -40,7 +41,7 @@ class InProcessTransport(Transport):
     def receive(self, manifest: Manifest, options: ReceiverOptions, seconds: float) -> Receiver:
         tensors = published(manifest.version)
 
-        def loaded() -> None:  # frees tensors that were made for the update
+        def loaded() -> None:  # frees tensors that were made only for the update
             global _published
             if _published is not None and _published[0] == manifest.version:
                 _published = None
@@ -49,8 +50,8 @@ class InProcessTransport(Transport):
 
 
 class InProcessSender(WeightSender):
-    """Publishes named tensors, in their own type, to the worker in this process. It holds only the
-    last version, and only until the worker has loaded it."""
+    """Publishes named tensors, in their own type, to the worker in this process. Only the last
+    version is held, and only until the worker has loaded it."""
 
     transport = "in_process"
 
@@ -68,7 +69,8 @@ class InProcessSender(WeightSender):
 
 
 def published(version: int) -> Mapping[str, torch.Tensor]:
-    """Return the tensors of a version, by name, unless they have changed since."""
+    """Return the tensors of a version by name; raise `WeightUpdateError` if one has changed since
+    its publication."""
     if _published is None or _published[0] != version:
         raise WeightUpdateError(f"version {version} is not published in the process of the worker")
     for name, (tensor, changes) in _published[1].items():

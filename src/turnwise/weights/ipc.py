@@ -1,17 +1,17 @@
-"""The `ipc` transport: trainer and engine share a host, and on GPUs the device.
+"""The `ipc` transport: trainer and engine share a host, and on GPUs also the device.
 
-The trainer packs tensors into two alternating buffers and sends their location over ZMQ. It writes
-a buffer again when every worker has used it. A worker that fails is left out. On a CPU a buffer is
-nameless shared memory; on a GPU the engine opens it by its CUDA IPC handle. On CPUs rank 0, and on
-GPUs each rank, serves the workers on its device.
+The trainer packs tensors into two alternating buffers and sends the buffers' location over ZMQ. The
+trainer rewrites a buffer only after every worker has used it. A worker that fails is left out. On a
+CPU a buffer is nameless shared memory; on a GPU the engine opens it by its CUDA IPC handle. On
+CPUs, rank 0 serves all workers; on GPUs, each rank serves the workers on its device.
 
     engine                      trainer
     hello                  ->
                            <-   manifest
     accepted or error      ->
                            <-   chunk: index, handle of its buffer
-    used                   ->   (while the next one is packed)
-                           <-   complete, or the reason why not
+    used                   ->   (while the next chunk is packed)
+                           <-   complete, or the reason for giving up
     loaded or error        ->
 """
 
@@ -90,7 +90,7 @@ class IpcTransport(Transport):
 class IpcSender(StreamSender):
     """Sender on a rank of the trainer; serves engine workers in the order in which they connect.
 
-    It binds the ZMQ address `address`, by default the address of `device`.
+    It binds the ZMQ address `address`, by default the address of the options' device.
     """
 
     transport = "ipc"
@@ -107,7 +107,8 @@ class IpcSender(StreamSender):
         self._peers: set[bytes] = set()  # workers that are served and have not failed
         self._failures: list[TurnwiseError] = []
         self._buffers: list[tuple[torch.Tensor, int]] = []
-        """Flat tensors of bytes that other processes open, each with its file; -1 on GPUs."""
+        """Flat tensors of bytes that other processes open, each with its file descriptor; on GPUs
+        the descriptor is -1."""
         nbytes = self._buffer_bytes
         try:
             self._socket.bind(self.address)
@@ -125,9 +126,9 @@ class IpcSender(StreamSender):
             raise
 
     def send_as(self, manifest: Manifest, source: Source, devices: Sequence[str]) -> None:
-        """Serve all workers on this device together; one worker if no devices are given.
+        """Serve all workers on this device together; if `devices` is empty, serve one worker.
 
-        If a worker fails, the others are still served before its error is raised.
+        If a worker fails, the remaining workers are served before the error is raised.
         """
         due = list(devices).count(device_name(self._device)) if devices else 1
         if not due:
@@ -138,7 +139,7 @@ class IpcSender(StreamSender):
         try:
             handles: list[JsonObject] = []
             for index, chunk in enumerate(chunks):
-                buffer, file = self._buffers[index % 2]  # workers have acknowledged its last use
+                buffer, file = self._buffers[index % 2]  # every worker has used its last content
                 pack(chunk, buffer, source)
                 if self._device.type == "cuda":
                     torch.cuda.current_stream(buffer.device).synchronize()
@@ -164,7 +165,7 @@ class IpcSender(StreamSender):
             raise self._failures[0]
 
     def _offer(self, manifest: Manifest, due: int) -> None:
-        """Offer the manifest to waiting workers, in order, until `due` of them have answered."""
+        """Offer the manifest to waiting workers, in order, until `due` workers have answered."""
         deadline = time.monotonic() + self._timeout
         self._peers, self._failures = set(), []
         offered: set[bytes] = set()
@@ -186,7 +187,7 @@ class IpcSender(StreamSender):
                     self._drop(peer, late)
                 self._failures.append(late)
                 break
-            else:  # the next one takes the place of a worker that has given up
+            else:  # a worker that has disconnected is replaced by the next in the queue
                 offered = {peer for peer in offered if self._post(peer, {"ping": "a manifest"})}
         if not self._peers:
             raise self._failures[0]
@@ -229,8 +230,8 @@ class IpcSender(StreamSender):
         self._failures.append(error)
 
     def _receive(self, deadline: float) -> tuple[bytes, JsonObject] | None:
-        """Wait for a message; return its sender and the message, or None when the next ping is
-        due."""
+        """Wait for a message; return its sender and the message, or None if no message came before
+        the next ping is due."""
         wait = min(_PING_SECONDS, deadline - time.monotonic())
         if not self._socket.poll(_milliseconds(wait)):
             return None
@@ -310,7 +311,7 @@ class IpcReceiver(StreamReceiver):
         self._opened, self._first = {}, None
 
     def _receive(self, what: str, *, wait: bool = True) -> JsonObject:
-        """Return the next message; an empty one if none has come and `wait` is False."""
+        """Return the next message; {} if `wait` is False and no message has come."""
         while True:
             ready = dict(self._poller.poll(_milliseconds(self._seconds_left) if wait else 0))
             if self._socket in ready:
@@ -354,13 +355,14 @@ def _milliseconds(seconds: float) -> int:
 
 
 def device_address(device: torch.device, rank: int = 0) -> str:
-    """Return the address where the trainer and a worker on its device meet; CPUs have one for each
-    rank."""
+    """Return the address where the trainer and a worker on the same device meet; on CPUs each rank
+    has its own address."""
     return _address(device_name(device) if device.type == "cuda" else f"{device.type}-{rank}")
 
 
 def private_address() -> str:
-    """Return an address of this trainer alone; remove the sockets of trainers that were killed."""
+    """Return an address that only this trainer uses; remove the sockets of trainers that were
+    killed."""
     address = _address(f"{_PRIVATE}-{os.getpid()}-{next(_private_numbers)}")
     for path in glob.glob(f"{_FOLDER}/{_PRIVATE}-*"):
         if not os.path.exists(f"/proc/{path.split('-')[-2]}") and not _is_answering(path):
@@ -382,7 +384,8 @@ def _socket_path(address: str) -> str:
 
 
 def _is_answering(path: str) -> bool:
-    """Return whether a process listens on a Unix socket; ZMQ itself would silently replace it."""
+    """Return whether a process listens on a Unix socket; ZMQ itself would silently replace such a
+    socket."""
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(path)

@@ -1,7 +1,7 @@
 """The manifest of a weight update: its tensors and the location of their bytes.
 
-Senders lay out the trainer's tensors, and pack them in the manifest's order; receivers use the
-manifest to find them. A `Source` is the trainer's side: tensors that are gathered one by one.
+Senders pack the trainer's tensors in the manifest's order, and receivers use the manifest to find
+them. A `Source` yields the trainer's tensors, which may be gathered one by one.
 """
 
 import ctypes
@@ -24,11 +24,11 @@ _ALIGNMENT = 256
 
 NamedTensors = Iterable[tuple[str, torch.Tensor]]
 Source = Iterator[tuple[str, torch.Tensor]]
-"""Named tensors that are consumed once, in order. A trainer may gather each tensor from its ranks'
-shards only when it is reached. So every rank consumes all tensors, and no rank holds two whole
-tensors."""
+"""Named tensors that are consumed once, in order. A trainer may gather a tensor from its ranks'
+shards only when the tensor is reached. So every rank must consume all tensors, and no rank needs
+memory for two whole tensors."""
 StateDictInfo = Mapping[str, tuple[tuple[int, ...], str]]
-"""Shape, and torch's name of the type, by tensor name."""
+"""Shape and type (by torch's name) of each tensor, by the tensor's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +49,13 @@ class TensorEntry:
 
 
 Chunk = tuple[TensorEntry, ...]
-"""Tensors that share one buffer or file; offsets count from its start."""
+"""Tensors that share one buffer or file; offsets count from the start of this buffer or file."""
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """The changes from one version of the weights to the next. `base` is the checksum of the first
-    version. `path` is as in `Manifest`; "" in a stream."""
+    """The changes from one version of the weights to the next. `base` is the checksum of the
+    version from which it starts. `path` is the location of the bytes; "" in a stream."""
 
     base: int
     nbytes: int
@@ -66,37 +66,38 @@ class Delta:
 class Manifest:
     """One update that a trainer has prepared: its tensors, and the location of their bytes.
 
-    Our own processes exchange it as an object; `to_dict` is for vLLM's calls and for messages.
+    Our own processes exchange manifests as objects; `to_dict` is for vLLM's calls and for messages.
     """
 
     version: int
     transport: str
     """Name under which `find_transport` finds the transport."""
     path: str
-    """For shm the address of the buffer; for disk the version's folder; for ipc the trainer's
-    address, or "" for the device's address."""
+    """For shm, the address of the buffer; for disk, the version's folder; for ipc, the trainer's
+    address, where "" means the device's address."""
     nbytes: int
     tensors: tuple[TensorEntry, ...]
     """Tensors in order. The offsets of a stream count through all chunks (see `chunks`)."""
     buffer_bytes: int = 0
     """Maximum size of a chunk of a stream; 0 if the tensors are not sent in chunks."""
     prompt: Prompt = field(default_factory=Prompt)
-    """The canary: a fixed prompt, maybe with an image. It is empty if the trainer scores none."""
+    """The canary: a fixed prompt, maybe with an image, whose log-probs engines must reproduce. It
+    is empty if the trainer does not score a canary."""
     logprobs: Sequence[float] = ()
-    """The trainer's log-probs, in nats, of the canary's tokens 1..T-1 except tokens of images."""
+    """The trainer's log-probs, in nats, of tokens 1..T-1 of the canary, without image tokens."""
     adapter: str = ""
     """Name of the adapter that scores the canary; "" for the policy."""
     checksum: int | None = None
     """Checksum of all tensors (`HeldWeights.sum`); None without `weights.delta`."""
     deltas: tuple[Delta, ...] = ()
     """Consecutive deltas from the last whole version, which is at `path`, to this version. A stream
-    sends only the last delta. Without deltas, all tensors travel."""
+    sends only the last delta. If this is empty, all tensors are sent."""
     changed: float | None = None
-    """Share of the values that differ from the version before; None if it was not measured."""
+    """Fraction of the values that differ from the previous version; None if not measured."""
 
     @property
     def sent_bytes(self) -> int:
-        """Number of bytes that an engine with the version before reads."""
+        """Number of bytes that an engine reads if it has the previous version."""
         return self.deltas[-1].nbytes if self.deltas else self.nbytes
 
     @property
@@ -109,7 +110,7 @@ class Manifest:
         return {entry.name: (entry.shape, entry.dtype) for entry in self.tensors}
 
     def to_dict(self) -> JsonObject:
-        """Return all fields except the canary's, which no engine needs, as plain values."""
+        """Return all fields as plain values, except the canary's fields, which no engine needs."""
         tree = _plain(self)  # asdict copies every value, and takes ten times as long
         del tree["prompt"], tree["logprobs"], tree["adapter"]
         tree["tensors"] = tuple(map(_plain, self.tensors))
@@ -123,9 +124,9 @@ class Manifest:
         return cls(**{**tree, "tensors": tuple(tensors), "deltas": deltas})
 
     def mismatch(self, expected: StateDictInfo | None) -> str:
-        """Describe the first tensor that is not as expected; "" if all are.
+        """Describe the first tensor that is not as expected; "" if all tensors are as expected.
 
-        If `expected` is None, any tensors are right, but each only once.
+        If `expected` is None, any tensors are allowed, but each only once.
         """
         seen = set()
         for entry in self.tensors:
@@ -162,7 +163,7 @@ def lay_out(
 ) -> tuple[tuple[TensorEntry, ...], int]:
     """Return consecutive, aligned entries for named tensors, and their total size in bytes.
 
-    All entries have the type `dtype`; if it is None, each has its tensor's type.
+    All entries have the type `dtype`; if it is None, each entry has its tensor's type.
     """
     entries, offset = [], 0
     for name, tensor in tensors:
@@ -183,8 +184,8 @@ def plan_chunks(
 def split(
     entries: tuple[TensorEntry, ...], buffer_bytes: int, alone: float = math.inf
 ) -> tuple[Chunk, ...]:
-    """Divide entries, in order, into chunks of at most `buffer_bytes`. An entry of more bytes than
-    that, or of at least `alone` bytes, gets a chunk of its own."""
+    """Divide entries, in order, into chunks of at most `buffer_bytes`. An entry of more than
+    `buffer_bytes`, or of at least `alone` bytes, gets a chunk of its own."""
     chunks: list[list[TensorEntry]] = []
     start = 0
     for entry in entries:
@@ -203,7 +204,7 @@ def chunk_bytes(chunk: Chunk) -> int:
 @contextmanager
 def drained(tensors: NamedTensors) -> Iterator[Source]:
     """Consume named tensors to the end, even after an error. Every rank must take part in gathering
-    each tensor, because the others would wait for it."""
+    each tensor, because the other ranks wait for it."""
     source = iter(tensors)
     try:
         yield source
@@ -216,11 +217,11 @@ def pack(chunk: Chunk, buffer: torch.Tensor, source: Source) -> None:
     for entry in chunk:
         tensor = check_next(entry, source)
         entry.in_bytes(buffer).copy_(tensor)
-        del tensor  # free it before the next one is gathered
+        del tensor  # free it before the next tensor is gathered
 
 
 def check_next(entry: TensorEntry, source: Source) -> torch.Tensor:
-    """Take the next tensor of a source, which must be the entry's."""
+    """Take the next tensor of a source, which must be the tensor that the entry describes."""
     name, tensor = next(source, ("nothing", None))
     if tensor is None or name != entry.name:
         raise WeightUpdateError(f"the model's tensors changed: got {name} instead of {entry.name}")
@@ -234,9 +235,9 @@ Numbers = NDArray[np.unsignedinteger]
 
 
 def numbers_of(flat: torch.Tensor) -> Numbers:
-    """Return the values of a flat tensor on the CPU as `Numbers`. They share its memory, so the
-    tensor must outlive them."""
-    # Tensor.numpy does not serve here: it makes a tensor's storage impossible to resize.
+    """Return the values of a flat tensor on the CPU as `Numbers`, which share the tensor's memory;
+    so the tensor must outlive them."""
+    # Tensor.numpy is not used, because a tensor's storage cannot be resized after it.
     memory = memoryview((ctypes.c_char * flat.nbytes).from_address(flat.data_ptr()))
     return np.frombuffer(memory, np.dtype(f"u{flat.itemsize}"))
 

@@ -1,10 +1,10 @@
-"""The process group of a trainer and its engines' workers, and the store at which ranks meet.
+"""The process group of a trainer and its engines' workers, and the store where its ranks meet.
 
-The trainer's rank 0 broadcasts over gloo between CPUs, and over NCCL between GPUs. The path over
-NCCL has never been run. torch's key-value store listens on all addresses and accepts any client.
-Here it listens on one address, and every key begins with the run's secret. That protects against
-accidents and scanners. But a client that speaks the store's protocol can still list the keys, so
-nodes that train together should be on a private network.
+The trainer's rank 0 broadcasts over gloo between CPUs, and over NCCL between GPUs. The NCCL path
+has never been run. By default, torch's key-value store listens on all addresses and accepts any
+client. Here the store listens on one address, and every key begins with the run's secret. That
+protects against accidents and scanners. But a client that speaks the store's protocol can still
+list the keys, so nodes that train together should be on a private network.
 """
 
 import json
@@ -32,13 +32,13 @@ _WORK_POLL_SECONDS = 0.0005
 _STORE_POLL_SECONDS = 0.002
 _ABORT_CHECK_SECONDS = 0.25
 _ERROR_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-"""torch's environment variable. Unless it is 0, a broadcast that fails or is late ends the process;
-here an engine must outlive a failed update, and this module has its own deadlines."""
-_LINGER_SECONDS = 0.5  # seconds after the deadline until an abandoned broadcast ends by itself
+"""Environment variable of torch. Unless it is 0, a broadcast that fails or is late ends the
+process. But an engine must outlive a failed update, and this module has its own deadlines."""
+_LINGER_SECONDS = 0.5  # seconds after the deadline until torch itself ends an abandoned broadcast
 
 
 def open_store(host: str, port: int, limit: timedelta = timedelta(seconds=300)) -> TCPStore:
-    """Open a store on one address of this machine; port 0 takes a free port."""
+    """Open a store on one address of this machine; port 0 chooses a free port."""
     family = socket.getaddrinfo(host, port)[0][0]
     listening = socket.create_server((host, port), family=family, backlog=1024)
     port = listening.getsockname()[1]
@@ -68,7 +68,7 @@ def free_address() -> tuple[str, int]:
 
 
 def own_address(peer: str) -> str:
-    """Return the address of this node from which it reaches the address `peer`."""
+    """Return the address from which this node reaches the address `peer`."""
     family = socket.getaddrinfo(peer, None)[0][0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((peer, 9))  # chooses the route; a datagram socket sends nothing
@@ -77,14 +77,15 @@ def own_address(peer: str) -> str:
 
 
 def _interface(address: str) -> str:
-    """Return the name of this node's network interface with an address; "" if there is none."""
+    """Return the name of this node's network interface that has an address; "" if no interface
+    has it."""
     known: dict[str, list[Foreign]] = psutil.net_if_addrs()
     at = (name for name, own in known.items() if address in {one.address for one in own})
     return next(at, "")
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name that is equal in a trainer and an engine on the same device: a GPU's UUID, or
+    """Return a device's name, which is equal in all processes that use the device: a GPU's UUID, or
     the host's name for CPUs."""
     if device.type == "cuda":
         return str(torch.cuda.get_device_properties(device).uuid)
@@ -99,7 +100,8 @@ class ProcessGroup:
 
     Raises:
         InputError: when the rank is taken or not in the group, or the port is in use.
-        DeadlineError: when a rank has not joined within `seconds`; it names the first such rank.
+        DeadlineError: when a rank has not joined within `seconds`; the error names the first rank
+            that is missing.
     """
 
     def __init__(
@@ -115,7 +117,7 @@ class ProcessGroup:
         self.rank, self.where = rank, f"{ip}:{port}"
         self.engine_ranks = range(train_world_size, world_size)
         self.last_round = 0
-        """Number of the last update that this rank took part in."""
+        """Number of the last round (one update) that this rank took part in."""
         self.broken = ""
         """Reason why no broadcast is possible any more; "" while the group works."""
         self._group: Foreign  # torch's backend; its stubs lack the methods that are used here
@@ -149,7 +151,7 @@ class ProcessGroup:
                 return f"{self._name(first)} did not join the process group at {self.where}"
 
             _wait_until(lambda: joined(everyone), seconds, missing)
-            # Outside torch's registry, so that it does not affect the default group.
+            # The group is outside torch's registry, so that it does not affect the default group.
             if device.type == "cuda":
                 check_own_gpus(self._store, rank, [self._name(r) for r in everyone], device)
                 options = dist.ProcessGroupNCCL.Options()
@@ -189,8 +191,8 @@ class ProcessGroup:
         return self.get(key)[1]
 
     def wait_engines(self, key: str, round_number: int, what: str, seconds: float) -> None:
-        """Wait until every engine has answered "" in a round. Raise with the name of the first
-        engine that refuses or is late."""
+        """Wait until every engine has answered "" in a round; otherwise raise an error that names
+        the first engine that refused or is late."""
         waiting = list(self.engine_ranks)
 
         def all_answered() -> bool:
@@ -208,7 +210,8 @@ class ProcessGroup:
         _wait_until(all_answered, seconds, late)
 
     def broadcast(self, buffer: torch.Tensor, seconds: float) -> dist.Work:
-        """Start to broadcast `buffer` of rank 0; the other ranks receive it in their `buffer`."""
+        """Start a broadcast: rank 0 sends its `buffer`, and the other ranks receive the bytes in
+        their `buffer`."""
         options = dist.BroadcastOptions()
         options.rootRank = 0
         options.rootTensor = 0
@@ -220,8 +223,9 @@ class ProcessGroup:
         """Wait for a broadcast.
 
         Args:
-            what: Begin of the error's text.
-            round_number: Round in which the trainer may cancel the broadcast; 0 in the trainer.
+            what: Beginning of the error's text.
+            round_number: Round in which the trainer may cancel the broadcast; 0 if this process is
+                the trainer.
 
         Raises:
             DeadlineError: when the broadcast fails or is late; the group is then broken.
@@ -261,8 +265,8 @@ class ProcessGroup:
 
 
 def _wait_until(done: Callable[[], bool], seconds: float, late: Callable[[], str]) -> None:
-    """Poll until a condition holds; `DeadlineError`, with a text that begins with `late()`, after
-    `seconds`."""
+    """Poll until a condition holds. After `seconds`, raise a `DeadlineError` whose text begins with
+    `late()`."""
     deadline = time.monotonic() + seconds
     while not done():
         if time.monotonic() > deadline:
@@ -271,8 +275,8 @@ def _wait_until(done: Callable[[], bool], seconds: float, late: Callable[[], str
 
 
 def check_own_gpus(store: Store, rank: int, names: Sequence[str], device: torch.device) -> None:
-    """Check that no two ranks are on the same GPU; every rank must call it. Errors contain the
-    ranks' `names`."""
+    """Check that no two ranks are on the same GPU; every rank must call this function. The error
+    contains the two ranks' `names`."""
     store.set(f"device/{rank}", device_name(device))
     seen: dict[str, str] = {}
     for other, name in enumerate(names):
@@ -291,17 +295,18 @@ def join_ranks(address: str, rank: int, ranks: int, device: torch.device, second
 
     Args:
         address: The store's host:port.
-        seconds: Deadline of the meeting, and of each operation in the group.
+        seconds: Seconds in which the ranks must meet; also the limit of each operation in the
+            group.
 
     Raises:
-        InputError: when the ranks cannot meet, or two are on the same GPU.
+        InputError: when the ranks cannot meet, or two ranks are on the same GPU.
     """
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     host, _, port = address.rpartition(":")
     limit = timedelta(seconds=seconds)
     try:
-        # At LOOPBACK all ranks are on this node. The variable then stays unset, because engines may
-        # be on other nodes.
+        # If the host is LOOPBACK, all ranks are on this node. The variable then stays unset,
+        # because engines, which inherit it, may be on other nodes.
         if host != LOOPBACK and (interface := _interface(own_address(host))):
             os.environ.setdefault(GLOO_INTERFACE, interface)
         store = private(join_store(host, int(port), limit))

@@ -1,13 +1,14 @@
 """The `shm` transport: two shared-memory buffers, written in turn and mapped by engines.
 
-While an engine still reads one buffer, the next version goes into the other. So a buffer is never
-rewritten under a reader, as long as at most one update is in progress. Deltas are separate files,
-kept as long as the buffer from which they start. The files lose their names once they are open:
-engines reach them through this process's descriptors, and nothing stays in /dev/shm however the
-process ends. The transport works between processes of one host and one user.
+While an engine still reads one buffer, the next version is written to the other buffer. So a buffer
+is never rewritten while an engine reads it, as long as at most one update is in progress. Deltas
+are separate files, each kept as long as the buffer from which it starts. The names of all files are
+removed as soon as the files are open. Engines reach the files through this process's descriptors,
+so nothing stays in /dev/shm, however the process ends. The transport works between processes of one
+host and one user.
 
-A worker keeps both buffers mapped as long as the trainer lives, because mapping 400 MB takes twice
-as long as copying them.
+A worker keeps both buffers mapped as long as the trainer lives, because mapping a buffer of 400 MB
+takes twice as long as copying its bytes.
 """
 
 import mmap
@@ -82,7 +83,7 @@ class ShmSender(WeightSender):
         self._deltas: list[list[int]] = [[], []]  # files, by the buffer from which they start
 
     def publish(self, version: int, tensors: NamedTensors) -> Manifest:
-        """Copy the tensors, one at a time, into the buffer that no engine reads."""
+        """Copy the tensors, one at a time, into the buffer that is not being read."""
         index = self._writes % 2
         while self._deltas[index]:
             os.close(self._deltas[index].pop())
@@ -126,8 +127,8 @@ def mapped(address: str, what: str) -> torch.Tensor:
 
 
 def _keep(address: str, buffer: torch.Tensor) -> None:
-    """Keep a mapped buffer, and forget it when its trainer ends, because mapped memory is not
-    freed."""
+    """Keep a mapped buffer, and forget it when its trainer ends, because its memory is not freed
+    while it is mapped."""
     trainer = _process(address)
 
     def forget(keeping: Sequence[str] = ()) -> None:
@@ -139,7 +140,7 @@ def _keep(address: str, buffer: torch.Tensor) -> None:
         forget()
         try:
             alive = os.pidfd_open(trainer)
-        except OSError:  # a sandbox may forbid pidfd_open; then the buffer is not kept
+        except OSError:  # where a sandbox forbids pidfd_open, the buffer is not kept
             return
 
         def watch() -> None:
@@ -150,12 +151,12 @@ def _keep(address: str, buffer: torch.Tensor) -> None:
             forget([other for other in list(_mapped) if _process(other) != trainer])
 
         threading.Thread(target=watch, name=f"the end of {trainer}", daemon=True).start()
-    forget(list(_mapped)[-1:])  # a sender has two buffers; older ones are of an earlier sender
+    forget(list(_mapped)[-1:])  # a sender has two buffers; older buffers are an earlier sender's
     _mapped[address] = buffer
 
 
 def address_of(file: int) -> str:
-    """Return the address at which another process of this host opens a file of this process."""
+    """Return the address at which other processes of this host can open a file of this process."""
     return f"/proc/{os.getpid()}/fd/{file}#{_identity(file)}"
 
 
@@ -164,7 +165,8 @@ def _process(address: str) -> int:
 
 
 def open_address(address: str, what: str = "a delta") -> int:
-    """Open a file of another process by its `address_of` there; `what` names it in errors."""
+    """Open another process's file by the address that `address_of` returned there; `what` names the
+    file in errors."""
     path, _, identity = address.partition("#")
     try:
         file = os.open(path, os.O_RDWR)
@@ -187,13 +189,13 @@ def _identity(file: int) -> str:
 
 
 def map_whole(file: int, nbytes: int) -> torch.Tensor:
-    """Map a file as bytes, and load all of its pages, so that the first write need not wait."""
+    """Map a file as bytes, and load all of its pages, so that the first write does not wait."""
     flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
     return torch.frombuffer(mmap.mmap(file, nbytes, flags), dtype=torch.uint8)
 
 
 def open_nameless(nbytes: int) -> int:
-    """Return a descriptor of `nbytes` of shared memory, which is freed when its last user closes
+    """Return a descriptor of `nbytes` of shared memory; the memory is freed once no process uses
     it."""
     try:
         free = os.statvfs(_FOLDER)

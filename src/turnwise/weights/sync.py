@@ -1,9 +1,10 @@
 """The driver's side of every transport: brings the trainer's weights to engines.
 
-It handles neither tensors nor processes, only a `Trainer` and `Engine`s. It returns one result per
-engine, so the manager knows which engines to restart. After its update each engine scores a fixed
-prompt, the canary, and must get the trainer's log-probs. That finds errors that checksums cannot
-find: tensors that arrived intact but were packed, tied or cached wrongly inside the engine.
+This module handles neither tensors nor processes, only a `Trainer` and `Engine`s. It returns one
+result per engine, so that the manager knows which engines to restart. After an update each engine
+scores a fixed prompt, the canary, and must get the trainer's log-probs. This check finds errors
+that checksums cannot find, such as tensors that arrived intact but were packed, tied or cached
+wrongly inside the engine.
 """
 
 import asyncio
@@ -25,10 +26,10 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 _CHECK_SHARE = 0.25
-"""Fraction of an update's time that engines have to check whether the update fits, and the minimum
-that they have to score the canary."""
+"""Fraction of an update's time in which engines must check whether the update fits; also the
+minimum fraction that they have to score the canary."""
 _ANSWER_SECONDS = 10.0
-"""Time in which an engine has to answer after the trainer has given up its half of an update."""
+"""Seconds in which an engine must answer after the trainer has given up sending an update."""
 _CANARY_SAMPLING = SamplingConfig(n=1, max_tokens=1, prompt_logprobs=True)
 
 
@@ -65,15 +66,16 @@ class Trainer(Protocol):
 
 
 class WeightSync:
-    """Brings a trainer's weights to engines, by the transport with which they were published.
+    """Brings a trainer's weights to engines, by the transport with which the weights were
+    published.
 
     Args:
         trainer: Source of the weights.
         timeout: Seconds for an update (`weights.update_timeout`).
         patience: Seconds that an engine that starts later waits for a busy trainer.
-        published_again: Called after the trainer published its weights again for an engine that
-            starts later; the trainer may hold memory for this.
-        tolerance: Maximum difference of a canary's log-probs, in nats; None checks no canary.
+        published_again: Called after the trainer has published its weights again for an engine that
+            starts later, so that the trainer can free memory that it held for this.
+        tolerance: Maximum difference of a canary's log-probs, in nats; None skips the check.
 
     Example:
         sync = WeightSync(trainer, timeout=120.0, patience=300.0)
@@ -90,7 +92,7 @@ class WeightSync:
         tolerance: float | None = None,
     ) -> None:
         self.current: Manifest | None = None
-        """The last version that no engine refused: later engines get it."""
+        """The last version that no engine refused; engines that start later get this version."""
         self._trainer = trainer
         self._timeout = timeout
         self._patience = patience
@@ -98,8 +100,8 @@ class WeightSync:
         self._tolerance = tolerance
         self._offered: Manifest | None = None
         self._expected: StateDictInfo | None = None
-        """The tensors of the first update, which every later update must have too; None before
-        the first."""
+        """The tensors of the first update; every later update must have the same tensors. None
+        before the first update."""
         self._group: list[Engine] = []
         """Engines in the trainer's process group, in the order of their ranks."""
 
@@ -120,16 +122,17 @@ class WeightSync:
         in_flight: InFlight,
         take_results: Callable[[Mapping[Engine, object]], None] = lambda results: None,
     ) -> UpdateResults:
-        """Bring the offered weights to all engines, or to none if one refuses; return the results.
+        """Bring the offered weights to all engines, or to no engine if one refuses them; return the
+        results.
 
         Args:
-            take_results: Called after each of three stages (check, push, canaries) with the
-                stage's result of each engine; an engine with an error must not serve any more. If
-                `take_results` raises, the update ends.
+            take_results: Called with each engine's result after each of three steps (check, push,
+                canaries); an engine with an error must stop serving. If `take_results` raises, the
+                update ends.
 
         Raises:
-            WeightUpdateError: when an engine refuses the weights, and all engines keep theirs; or
-                when an engine's canary differs from the trainer's.
+            WeightUpdateError: when an engine refuses the weights, so that all engines keep their
+                weights; or when an engine's canary log-probs differ from the trainer's.
         """
         offered, engines = _published(self._offered), list(engines)
         ends = asyncio.get_running_loop().time() + self._timeout
@@ -153,7 +156,7 @@ class WeightSync:
         weights, or the trainer's newest (see `sends_newest`)."""
         published, seconds = _published(self.current), self._timeout
         clock = asyncio.get_running_loop().time
-        if self.sends_newest:  # the trainer may be training again before it sends
+        if self.sends_newest:  # the trainer may be busy training before it sends
             seconds = self._patience
             published = await self._publish(seconds)
         try:
@@ -164,7 +167,8 @@ class WeightSync:
             if self.sends_newest and self._published_again is not None:
                 await self._published_again()
         result = results[engine]
-        # If the trainer made a step before it sent, the weights are newer than the canary.
+        # If the trainer made a step between publishing and sending, the weights are newer than the
+        # canary's log-probs, which then cannot be compared.
         if isinstance(result, Updated) and result.version == published.version:
             result = (await self._compare(published, [engine], ends)).get(engine, result)
         if isinstance(result, TurnwiseError):
@@ -179,7 +183,7 @@ class WeightSync:
         self, engines: Iterable[Engine], published: Manifest, seconds: float
     ) -> tuple[dict[Engine, list[str]], UpdateResults]:
         """Return the devices of each engine that can load a version, and the errors of the other
-        engines. Each has `_CHECK_SHARE` of an update's `seconds`."""
+        engines. Each engine must answer within `_CHECK_SHARE` of the update's `seconds`."""
 
         async def check(engine: Engine) -> list[str]:
             missed = f"{engine.name} did not check the update to version {published.version}"
@@ -198,9 +202,9 @@ class WeightSync:
     async def _push(
         self, published: Manifest, fit: _Devices, in_flight: InFlight, seconds: float
     ) -> UpdateResults:
-        """Update engines that were just checked. If an engine dies and breaks a stream for all,
-        the other engines get the update once more without it. With deltas, all failed engines get
-        the update once more, as whole tensors."""
+        """Update engines that were just checked. If an engine dies and this breaks the stream for
+        all engines, send the update once more to the remaining engines. With deltas, send it once
+        more to all failed engines, as all tensors."""
         clock = asyncio.get_running_loop().time
         end = clock() + seconds
         results = await self._attempt(published, fit, in_flight, seconds)
@@ -217,7 +221,11 @@ class WeightSync:
     async def _compare(
         self, published: Manifest, engines: Iterable[Engine], ends: float
     ) -> UpdateResults:
-        """Have engines score the canary before the update `ends`, in the event loop's time."""
+        """Have engines score the canary, and compare the log-probs with the trainer's.
+
+        Args:
+            ends: The update's deadline, in the event loop's time.
+        """
         if not len(published.prompt) or (tolerance := self._tolerance) is None:
             return {}
         expected = (published.prompt, published.logprobs, tolerance, published.version)
@@ -263,8 +271,8 @@ class WeightSync:
         return results
 
     async def _make_group(self, fit: _Devices, seconds: float) -> TurnwiseError | None:
-        """Have the trainer and these engines join a new process group; return the error if they did
-        not."""
+        """Have the trainer and these engines join a new process group; return the error, or None if
+        all have joined."""
         self._group = []
         try:
             async with deadline(seconds, "the trainer did not open a rendezvous address"):
@@ -322,8 +330,8 @@ async def _beside(
     """Call all engines while the trainer does its half of the work; return the trainer's error, and
     each engine's result or error.
 
-    After the trainer has given up, a silent engine (for example on a node that is cut off) has
-    `_ANSWER_SECONDS` to answer, so that the others still have time to get the update without it.
+    After the trainer has given up, a silent engine (for example on a node that is cut off) has only
+    `_ANSWER_SECONDS` to answer, so that time remains to update the other engines without it.
     """
     clock = StallClock(_ANSWER_SECONDS)
     clock.stopped = True
@@ -354,15 +362,15 @@ async def check_canary(
     version: int,
     adapter: str = "",
 ) -> tuple[float, float]:
-    """Compare the engine's log-probs of the prompt's tokens 1..T-1, except tokens of an image, with
-    the trainer's; return the mean and the largest absolute difference, in nats.
+    """Compare the engine's log-probs of the prompt's tokens 1..T-1, without image tokens, with the
+    trainer's log-probs; return the mean and the largest absolute difference, in nats.
 
     Args:
         adapter: Name of the adapter that scores the prompt; "" for the policy.
 
     Raises:
         WeightUpdateError: when the largest difference exceeds the tolerance, log-probs are missing,
-            or the engine samples from another version.
+            or the engine samples from a version other than `version`.
     """
     canary, route = Prompt.of(prompt), Route(adapter=adapter)
     # Urgent, so that the engine computes it before all waiting requests.
@@ -393,7 +401,12 @@ async def check_canary(
 
 
 def check_transport(name: str, streamed: str) -> None:
-    """Raise `InputError` if a transport (`weights.transport`) cannot be loaded. `streamed` is the
-    mistake if it is streamed, which the configuration knows of our own transports only; or ""."""
+    """Raise `InputError` if a transport (`weights.transport`) cannot be loaded, or if it is a
+    streamed one and `streamed` is not "".
+
+    Args:
+        streamed: The error's text if a streamed transport does not fit the configuration; "" if it
+            does. The configuration itself can check this only for our own transports.
+    """
     if find_transport(name).streamed and streamed:
         raise InputError(streamed)

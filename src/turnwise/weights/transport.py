@@ -1,10 +1,10 @@
 """Transports: ways to send weights from a trainer to its engines.
 
-A transport is one class. It makes the `WeightSender` of a trainer's rank, which describes an update
-by a `Manifest`, and the `Receiver` of the update in each engine's worker. To add a transport, write
-a subclass of `Transport`, and name it in `TRANSPORTS`, or only in the configuration. A stream
-(`ipc`, `collective`) sends its manifest, then the tensors in chunks through two alternating
-buffers, so that neither side needs memory for a second model.
+A transport is one class. It makes a `WeightSender` for each rank of the trainer, which describes an
+update by a `Manifest`, and a `Receiver` of the update for each engine's worker. To add a transport,
+write a subclass of `Transport`, and name it in `TRANSPORTS`, or only in the configuration. A
+streamed transport (`ipc`, `collective`) sends the manifest, then the tensors in chunks through two
+alternating buffers, so that neither trainer nor engine needs memory for a second model.
 """
 
 import os
@@ -43,17 +43,18 @@ TRANSPORTS = {
     "in_process": "turnwise.weights.in_process:InProcessTransport",
 }
 """Transports with a short name. The trainer itself chooses `in_process` if an engine's worker is in
-its process."""
+the trainer's process."""
 
 BUFFER_BYTES = 64 * 2**20
-"""Size of each of a stream's two buffers on GPUs, unless a tensor needs more or the model less."""
+"""Size in bytes of each of a stream's two buffers on GPUs. A buffer is larger if a tensor needs
+more, and smaller if the whole model needs less."""
 CPU_BUFFER_BYTES = 16 * 2**20
-"""Size of each buffer on CPUs. It fits in a CPU's cache, so one side reads there what the other has
-packed."""
+"""Size in bytes of each buffer on CPUs. It fits in a CPU's cache, so that the engine reads the
+packed tensors from the cache."""
 WAIT_SECONDS = 120.0
 ANSWER_SHARE = 0.5
-"""Fraction of an update's time that a worker has for each answer to a stream, so that the other
-workers can still be served if it does not answer."""
+"""Fraction of an update's time that a worker has for each answer to a stream. If the worker does
+not answer, time remains to serve the other workers."""
 _CPU = torch.device("cpu")
 
 
@@ -62,20 +63,21 @@ class SenderOptions:
     """The settings of a trainer's rank that a transport needs."""
 
     tensors: Sequence[tuple[str, torch.Tensor]]
-    """The tensors of every update, in order: names and shapes, without data."""
+    """Names and shapes of the tensors of every update, in order; the tensors have no data."""
     dtype: torch.dtype = torch.float32
-    """Type in which the engines load tensors."""
+    """Type in which the engines load the tensors."""
     device: torch.device = _CPU
     """Device of this rank's tensors."""
     folder: str | os.PathLike[str] = ""
-    """Folder for transports that write files; "" for none."""
+    """Folder for transports that write files; "" if it is not set."""
     buffer_bytes: int = BUFFER_BYTES
-    """Maximum size of each of a stream's two buffers; a larger tensor enlarges them."""
+    """Maximum size in bytes of each of a stream's two buffers; a larger tensor enlarges them."""
     timeout: float = WAIT_SECONDS
     """Seconds for an update; for a stream, seconds for each answer of an engine."""
     address: str | None = None
     """Address at which `ipc` listens. "" is the device's address, which a worker without a manifest
-    uses. None is an address of this sender alone; on GPUs it is the device's address."""
+    uses. With None, a sender on CPUs gets an address of its own, and a sender on a GPU uses the
+    device's address."""
 
 
 @dataclass(slots=True)
@@ -86,7 +88,7 @@ class ReceiverOptions:
     rank: int
     """Rank among the engine's workers."""
     expected: StateDictInfo | None = None
-    """The tensors that every update must contain; None allows any tensors, each once."""
+    """The tensors that every update must contain; None allows any tensors, but each only once."""
     group: "ProcessGroup | None" = None
     """The process group with the trainer; None before `init_collective`."""
     held: object = None
@@ -102,8 +104,8 @@ class ReceiverOptions:
 class WeightSender:
     """Sender on one rank of the trainer.
 
-    The base class itself serves the ranks that send nothing: it consumes the tensors, so that the
-    other ranks can gather them. A subclass consumes them one at a time and to the end (`drained`),
+    Ranks that send nothing use the base class itself, which consumes the tensors, so that the other
+    ranks can gather them. A subclass consumes the tensors one at a time and to the end (`drained`),
     even after an error, because a generator gathers each tensor only when it is reached.
 
     Methods raise `WeightUpdateError` when tensors cannot be written or have changed, or when a
@@ -112,18 +114,18 @@ class WeightSender:
 
     transport = ""
     """Name under which engines find the transport; `make_sender` sets it. The values in subclasses
-    serve senders that tests make directly."""
+    are used only by senders that tests make directly."""
     streamed = False
-    """`Transport.streamed`; `make_sender` sets it."""
+    """Equals `Transport.streamed`; `make_sender` sets it."""
     state_dict_info: StateDictInfo
     """The tensors of every update, for `prepare_refit_info`; `make_sender` sets it."""
 
     def publish(self, version: int, tensors: NamedTensors) -> Manifest:
         """Prepare a version and return its manifest; engines get the manifest of rank 0.
 
-        A stream does not consume the tensors here, but in `send`. Tensors may be on a GPU, in
-        another type than `SenderOptions.dtype`, and empty. After a failure the version may be
-        published again; a failure does not change earlier versions.
+        A streamed transport does not consume the tensors here, but in `send`. Tensors may be on a
+        GPU, may have a type different from `SenderOptions.dtype`, and may be empty. After a failure
+        the version may be published again; a failure does not change earlier versions.
         """
         if not self.streamed:
             deque(tensors, maxlen=0)
@@ -136,11 +138,11 @@ class WeightSender:
 
     def store(self, delta: bytes) -> str:
         """Keep a delta from the last version; return its path. Only transports that work with
-        `weights.delta` implement it."""
+        `weights.delta` implement this method."""
         raise NotImplementedError
 
     def join(self, ip: str, port: int, engine_workers: int, timeout: float | None = None) -> None:
-        """Create a process group of rank 0 and the engines' workers; replaces an earlier one."""
+        """Create a process group of rank 0 and the engines' workers; replace an earlier group."""
         return
 
     def close(self) -> None:
@@ -149,7 +151,8 @@ class WeightSender:
 
 
 class Receiver(ABC):
-    """One engine worker's receiver of one update: polled until ready, then read, then ended."""
+    """Receiver of one update in one engine worker. The worker calls `poll` until the update is
+    ready, then reads `chunks`, then calls `end`."""
 
     reuses_buffers = False
     """Whether a chunk's tensors are overwritten once the next chunk is requested."""
@@ -161,7 +164,7 @@ class Receiver(ABC):
         """Return the version once its tensors can be read, else None; never block.
 
         Raises:
-            WeightUpdateError: when the update does not fit, or the trainer gave up.
+            WeightUpdateError: when the update does not fit the engine, or the trainer gave up.
             DeadlineError: when the trainer did not send in time.
         """
 
@@ -226,13 +229,15 @@ class Transport(Protocol):
     streamed: bool = False
     """Whether `WeightSender.send` sends the tensors while engines load."""
     lasting: bool = False
-    """Whether engines can still read a version after the trainer has changed its weights, until it
-    has published two more versions. An engine that starts late then reads the last version."""
+    """Whether engines can read a version even after the trainer has changed its weights, until two
+    more versions have been published. If True, an engine that starts late reads the last
+    version."""
     needs_group: bool = False
     """Whether trainer and engines must be in one process group."""
 
     def sends_from(self, rank: int, device: torch.device) -> bool:
-        """Return whether a rank of the trainer sends; the others only help to gather tensors."""
+        """Return whether a rank of the trainer sends; ranks that do not send only help to gather
+        tensors."""
         return rank == 0
 
     @abstractmethod
@@ -241,7 +246,7 @@ class Transport(Protocol):
 
     def validate(self, manifest: Manifest, options: ReceiverOptions) -> None:
         """Raise `WeightUpdateError` if an engine's worker cannot load an update. The caller has
-        already compared names, shapes and types with `options.expected`."""
+        already compared the tensors' names, shapes and types with `options.expected`."""
         return
 
     @abstractmethod
@@ -255,8 +260,8 @@ class Transport(Protocol):
 class StreamSender(WeightSender):
     """Sends named tensors, in the engines' `dtype`, through two buffers.
 
-    Each `send` must get the tensors of the options, in their order. The trainer's device and the
-    engines' devices must have the same type.
+    Each `send` must get the tensors that the options list, in the same order. The trainer's device
+    and the engines' devices must be of the same type (CPU or GPU).
     """
 
     def __init__(self, options: SenderOptions) -> None:
@@ -317,7 +322,8 @@ class StreamReceiver(Receiver):
 
 
 def find_transport(name: str) -> Transport:
-    """Return the transport with a short name, or of a class `package.module:Class`."""
+    """Return the transport with a short name, or an instance of the class
+    `package.module:Class`."""
     path = TRANSPORTS.get(name, name)
     if ":" not in path:
         raise InputError(
@@ -345,17 +351,17 @@ def make_sender(
     timeout: float = WAIT_SECONDS,
     address: str | None = None,
 ) -> WeightSender:
-    """Make the sender of one trainer rank. `SenderOptions` describes the other arguments.
+    """Make the sender of one trainer rank. `SenderOptions` describes the remaining arguments.
 
     Args:
         transport: `weights.transport`, or `in_process` if engines are in the trainer's processes.
-        tensors: The tensors of every update; a DTensor counts with the shape of the whole tensor.
+        tensors: The tensors of every update; for a DTensor, the whole tensor's shape is used.
     """
     chosen = find_transport(transport)
     device = device or _CPU
     if buffer_bytes is None:
         buffer_bytes = CPU_BUFFER_BYTES if device.type == "cpu" else BUFFER_BYTES
-    # Keep shapes without data, because a sender must not keep the model's tensors alive.
+    # Keep only shapes, because a sender must not keep the model's tensors alive.
     shapes = [(name, torch.empty(t.shape, device="meta")) for name, t in tensors]
     timeout *= ANSWER_SHARE if chosen.streamed else 1.0
     options = SenderOptions(shapes, dtype, device, folder, buffer_bytes, timeout, address)
@@ -377,21 +383,21 @@ def refit_sender(
 ) -> WeightSender:
     """Make the sender of one rank of your own trainer, for a `VllmAsyncGenerationWorker`.
 
-    Pass its `state_dict_info` to `prepare_refit_info_async`. Call its `send` while the worker runs
-    one of its two update methods and, with `collective`, its `join` while the worker runs
-    `init_collective_async`.
+    Pass the sender's `state_dict_info` to `prepare_refit_info_async`. Call the sender's `send`
+    while the worker runs one of its two update methods. With `collective`, also call the sender's
+    `join` while the worker runs `init_collective_async`.
 
     Args:
         transport: `ipc` or `collective`.
-        tensors: The tensors of every update, in order: names as in the model's files, and shapes of
-            the whole tensors.
-        dtype: Type in which the engine loads tensors.
+        tensors: The tensors of every update, in order, with the names of the model's files and the
+            shapes of the whole tensors.
+        dtype: Type in which the engine loads the tensors.
         device: Device of the tensors; None is the CPU.
         rank: This rank of the trainer. All ranks must call `send`; on a CPU only rank 0 sends.
         timeout: Seconds for an update.
 
     Raises:
-        InputError: when the transport is not one of the two, or cannot be used here.
+        InputError: when the transport is neither `ipc` nor `collective`, or cannot be used here.
 
     Example:
         sender = refit_sender("ipc", model.named_parameters(), model.dtype)

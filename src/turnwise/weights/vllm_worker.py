@@ -1,10 +1,10 @@
 """The engine's side of every transport, as an extension of vLLM's worker.
 
-vLLM imports this module because `worker_extension_cls` names its class; the import registers the
-backend. Tensors are loaded in the same way as a checkpoint. vLLM keeps the tensors of a layer until
-the layer is complete, so tensors in a reused buffer are copied first. LoRA adapters are made of
-tensors in memory, and only their owner, `VllmEngine`, removes them, so vLLM never looks for a
-folder.
+vLLM imports this module because `worker_extension_cls` names a class in it; the import registers
+the backend for weight transfers. Tensors are loaded in the same way as a checkpoint. vLLM keeps the
+tensors of a layer until the layer is complete, so tensors in a reused buffer are copied first. LoRA
+adapters are made of tensors in memory, and only their owner, `VllmEngine`, removes adapters, so
+vLLM never looks for an adapter's folder.
 """
 
 import os
@@ -31,9 +31,9 @@ logs.register_stacks()  # vLLM may start a worker's process without forking
 
 
 class TransferEngine(vllm.WeightTransferEngine):  # type: ignore[misc]
-    """Loads the open update into the model; one for each worker, made by vLLM."""
+    """Loads the update in progress into the model; vLLM makes one instance for each worker."""
 
-    # Both are empty, because the receiver has all information.
+    # These classes have no fields, because the receiver has all information.
     init_info_cls = vllm.WeightTransferInitInfo
     update_info_cls = vllm.WeightTransferUpdateInfo
 
@@ -45,7 +45,7 @@ class TransferEngine(vllm.WeightTransferEngine):  # type: ignore[misc]
         pass
 
     def start_weight_update(self) -> None:
-        if self._reloading:  # an earlier update failed half-way: drop its tensors
+        if self._reloading:  # an earlier update failed half-way, so drop its tensors
             vllm.finalize_layerwise_reload(self.model, self.model_config)
         self._reloading = True
         if vllm.current_platform.is_cpu():
@@ -95,8 +95,8 @@ class TransferEngine(vllm.WeightTransferEngine):  # type: ignore[misc]
 
 
 def _replying(method: Callable[_P, JsonObject | None]) -> Callable[_P, JsonObject]:
-    """Make a method return an error as plain values: its class as `error`, its text as
-    `message`."""
+    """Make a method return its errors as plain values: the error's class as `error`, and its text
+    as `message`."""
 
     @wraps(method)
     def reply(*args: _P.args, **kwargs: _P.kwargs) -> JsonObject:
@@ -119,22 +119,23 @@ class WorkerExtension:
     start_weight_update: Callable[[], None]
     update_weights: Callable[[JsonObject], None]
     finish_weight_update: Callable[[], None]
-    _validated: Manifest | None  # the update that was checked last; None once it is opened
+    _validated: Manifest | None  # the last update that was checked; None once an update is opened
 
     @_replying
     def report_device_id(self) -> JsonObject:
-        """Return the worker's `device`; on a CPU its name is unique to this worker."""
+        """Return the name of the worker's `device`; on a CPU the name is unique to this worker."""
         name = device_name(self.device)
         return {"device": name if self.device.type == "cuda" else f"{name}-{os.getpid()}"}
 
     @_replying
     def take_processor_failure(self, request_id: str) -> JsonObject:
-        """Return `why` a logits processor failed in a request; "" if none failed."""
+        """Return, as `why`, the reason why a logits processor failed in a request; "" if it did
+        not fail."""
         return {"why": take_failure(request_id)}
 
     @_replying
     def take_forced_tokens(self, request_id: str) -> JsonObject:
-        """Return the result of `take_forced` as `places`."""
+        """Return the request's forced tokens, the result of `take_forced`, as `places`."""
         return {"places": take_forced(request_id)}
 
     @_replying
@@ -148,7 +149,7 @@ class WorkerExtension:
     def join_collective(
         self, rank_prefix: int, ip: str, port: int, world_size: int, ranks: int, seconds: float
     ) -> None:
-        """Join the process group with a trainer of `ranks` ranks; replace an earlier group."""
+        """Join the process group of a trainer with `ranks` ranks; replace an earlier group."""
         self._options.group = None
         group = (ranks + rank_prefix + self.rank, ip, port, world_size, ranks)
         self._options.group = ProcessGroup(*group, self.device, seconds)
@@ -163,7 +164,7 @@ class WorkerExtension:
     def open_update(self, manifest: JsonObject, seconds: float) -> JsonObject:
         """Begin to receive an update; return the result of `poll_update`.
 
-        The manifest of a stream may name no tensors; the trainer then sends its own manifest first.
+        The manifest of a stream may lack tensors; the trainer then sends its own manifest first.
         """
         update = Manifest.from_dict(manifest)
         transport = find_transport(update.transport)
@@ -181,7 +182,7 @@ class WorkerExtension:
 
     @_replying
     def poll_update(self) -> JsonObject:
-        """Return the `version` that can be loaded; nothing if it has not arrived yet."""
+        """Return the `version` that can be loaded, or {} if it has not arrived yet."""
         assert self.weight_transfer_engine.receiver is not None
         version = self.weight_transfer_engine.receiver.poll()
         return {} if version is None else {"version": version}
@@ -190,11 +191,11 @@ class WorkerExtension:
     def load_update(
         self, numbers: Mapping[str, int] | None = None, config: JsonObject | None = None
     ) -> JsonObject:
-        """Load the open update, and return whether it has `ended`; it has not if the trainer waits
-        for reports of workers.
+        """Load the update in progress, and return whether it has `ended`. It has not ended if the
+        trainer still waits for the workers' reports.
 
         Args:
-            numbers: vLLM's ids of new adapters, by policy; None if the update has the model's
+            numbers: vLLM's ids of new adapters, by policy; None if the update contains the model's
                 weights.
             config: PEFT's configuration of these adapters.
         """
@@ -206,7 +207,7 @@ class WorkerExtension:
             self.update_weights({})
             self.finish_weight_update()
         else:
-            # Copies, because vLLM scales B in place, and a sender may reuse its memory.
+            # Copies, because vLLM scales B in place, and the sender may reuse the tensors' memory.
             copies = (
                 (name, tensor.detach().clone())
                 for chunk in receiver.chunks()
@@ -231,8 +232,8 @@ class WorkerExtension:
     def prepare_adapters(self) -> None:
         """Exclude the output head from adapters; call it before the first request.
 
-        If adapters may change the head, vLLM 0.32 cannot compute log-probs of a prompt, as for the
-        canary, in a batch with other requests.
+        If adapters may change the head, vLLM 0.32 cannot compute a prompt's log-probs, which the
+        canary check needs, in a batch with other requests.
         """
         slots = vllm.adapter_slots(self.model_runner.lora_manager)
         for name, module in list(slots.model.named_modules()):
@@ -243,7 +244,7 @@ class WorkerExtension:
 
     @_replying
     def put_adapter(self, number: int, path: str, key: str) -> None:
-        """Load the adapter of a folder under `number`; `key` names it in errors."""
+        """Load the adapter in a folder under the id `number`; `key` names the adapter in errors."""
         folder, config = read_adapter(path, key)
         tensors = load_file(folder / WEIGHTS)
         try:
@@ -253,7 +254,8 @@ class WorkerExtension:
 
     @_replying
     def end_update(self, error: str) -> None:
-        """End the open update, and report its result to the trainer; "" is success."""
+        """End the update in progress, and report its result to the trainer: an error, or "" for
+        success."""
         self.weight_transfer_engine.end_update(error)
 
     @cached_property
@@ -277,8 +279,13 @@ def _put(
     tensors: dict[str, torch.Tensor],
     config: JsonObject,
 ) -> None:
-    """Copy an adapter, with PEFT's names and `config`, into a slot; `number` is its id in
-    requests."""
+    """Copy an adapter into a slot of the model runner.
+
+    Args:
+        number: The adapter's id in requests.
+        tensors: The adapter's tensors, by PEFT's names.
+        config: The adapter's configuration, in PEFT's form.
+    """
     slots = vllm.adapter_slots(manager)
     helper = vllm.PEFTHelper.from_dict(config)
     helper.validate_legal(manager.lora_config)
@@ -324,9 +331,9 @@ def _put(
 def _shards(
     module: vllm.BaseLayerWithLoRA, layer: vllm.LoRALayerWeights
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Yield this worker's A and B of a layer, and the slots that hold A and B. There is one pair of
-    A and B, or one for each layer that vLLM has fused. Embeddings and experts have slots of another
-    form, and yield nothing."""
+    """Yield this worker's A and B of a layer, and the slots that hold A and B: one such tuple, or
+    one for each of the layers that vLLM has fused. For embeddings and experts, whose slots have a
+    different form, yield nothing."""
     if not isinstance(module.lora_a_stacked, tuple):
         return
     a, b = layer.lora_a, layer.lora_b
@@ -341,8 +348,8 @@ def _shards(
             yield own_a, own_b, slots_a, slots_b
 
 
-# vLLM warns about an update of some layers only. It is complete: the manifest lists its tensors,
-# and the canary checks the result.
+# Drop vLLM's warning about an update that contains only some layers. Such an update is complete,
+# because the manifest lists its tensors and the canary checks the result.
 vllm.reload_logger.addFilter(lambda record: "Failed to load weights" not in record.getMessage())
 
 vllm.add_transfer_engine(WEIGHT_BACKEND, TransferEngine)

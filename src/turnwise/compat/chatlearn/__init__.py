@@ -1,8 +1,8 @@
-"""ChatLearn's modules and pipelines, and its files of models and pipelines, under its names.
+"""ChatLearn's modules, pipelines, model files and pipeline files, under ChatLearn's names.
 
 A module defines its prompts, requests and outputs. A pipeline runs the engines and the trainer for
-its modules, and keeps the engines at the trainer's weights. `pipeline_file` describes the file with
-several models that `turnwise pipeline` runs without a program.
+its modules, and keeps the engines' weights equal to the trainer's. `pipeline_file` describes the
+file with several models that `turnwise pipeline` runs without a program.
 """
 
 from importlib import import_module

@@ -36,12 +36,12 @@ class VLLMPromptPipeline(PromptPipeline):
 
     Args:
         prompts: Texts, tuples that begin with a text, or rows. The text of a row is its field
-            `prompt_key` ("prompt" if that is None); the other fields are kept.
+            `prompt_key` ("prompt" if `prompt_key` is None); the other fields are kept.
         max_prompt_length: Maximum number of tokens.
         tokenizer: A Hugging Face tokenizer. Its `encode` also adds special tokens, such as BOS.
 
     Raises:
-        InputError: naming the prompt that is empty or has no text.
+        InputError: when a prompt is empty or has no text; the error names the prompt.
 
     Example:
         def build_dataset(self, train_prompts, is_eval=False):
@@ -78,7 +78,8 @@ class VLLMPromptPipeline(PromptPipeline):
 def get_model(
     model_provider: Callable[[], Foreign], args: Args | None = None, wrap_with_ddp: bool = False
 ) -> Foreign:
-    """Return the model of a `model_provider`, for evaluation; engines and trainer load their own.
+    """Return the model of a `model_provider`, for evaluation; engines and trainer load their own
+    copies.
 
     Args:
         args: The module's `model_args`. If the provider returns None, the files name the model, and

@@ -36,10 +36,10 @@ Settings = Tree
 Args = Tree
 """Values by ChatLearn's flat keys."""
 Notes = dict[str, list[str]]
-"""Accepted keys with another effect than in ChatLearn, by the sentence that explains them."""
+"""Accepted keys whose effect differs from ChatLearn's, by the sentence that explains it."""
 REWARDS = "rollout.rewards"
 UNNAMED = "the model of model_provider"
-"""Stands for `model.path` before a module has said which model it is."""
+"""Placeholder for `model.path` until a module has named its model."""
 _VARIABLE = re.compile(r"\$\{(\w+)(?::(.*))?\}")
 _BOTH = ("sampling", "eval.sampling")
 
@@ -155,8 +155,8 @@ _UNUSED = {
         """
     ),
 }
-"""Unused flat keys of Megatron and of ChatLearn's trainer, by the reason. All models of ChatLearn's
-examples include them."""
+"""Unused flat keys of Megatron and of ChatLearn's trainer, by the reason. In ChatLearn's examples,
+the files of all models contain these keys."""
 _REASONS = {key: why for why, keys in _UNUSED.items() for key in keys}
 _KNOWN = frozenset([*_FLAT["policy"], *_COUNTS, *_SHARED, *_READ, *_FIXED, *STRUCTURE])
 _OTHERS = {
@@ -195,15 +195,15 @@ _SECTIONS = {
 } | _RENAMED
 """For each section of a model's file: its key names, mapped to keys of the configuration."""
 _TRAINER_SECTIONS = ("model.", "training.", "algorithm.")
-"""Sections of which ppo_policy's file may set any key; other roles only set the keys in `_FLAT`."""
+"""Sections in which ppo_policy's file may set any key; other files may only set keys in `_FLAT`."""
 ROLES = tuple(role for role in _FLAT if role != "policy")
 
 
 def _expanded(value: object) -> object:
     """Replace the `${NAME:default}` texts of a YAML value, at any depth, by environment variables.
 
-    Their texts are read as Python or YAML values. A variable that is not set, and has no default,
-    becomes None.
+    The texts of the variables are read as Python or YAML values. A variable that is not set, and
+    has no default, becomes None.
     """
     if isinstance(value, dict):
         return {key: _expanded(below) for key, below in value.items()}
@@ -224,7 +224,8 @@ def _expanded(value: object) -> object:
 def with_included(
     path: Path, kind: str, including: tuple[Path, ...] = ()
 ) -> Iterator[tuple[Path, Tree]]:
-    """Yield a file's included files, then the file, each with its tree; a later tree wins.
+    """Yield a file's included files, then the file, each with its tree; later trees take
+    precedence.
 
     Args:
         kind: Noun for the file in errors, such as "model file".
@@ -280,7 +281,8 @@ def _leaves(key: str, value: object) -> Iterator[tuple[str, object]]:
 
 
 def nearest(name: str, known: Sequence[str]) -> str:
-    """Return "; did you mean ...?" with the most similar known name, or "" without one."""
+    """Return "; did you mean ...?" with the most similar known name, or "" if no name is
+    similar."""
     meant = difflib.get_close_matches(name, known, 1, 0.5)
     return f"; did you mean {meant[0]}?" if meant else ""
 
@@ -290,7 +292,7 @@ class ModelFile(NamedTuple):
 
     settings: Settings
     args: Args
-    """The policy's flat keys, which `settings` has as well under our names; empty for other
+    """The policy's flat keys, which `settings` also contains under our names; empty for other
     models."""
     notes: Notes
 
@@ -301,7 +303,7 @@ def sentences(notes: Notes) -> list[str]:
 
 
 def read_model(path: str | Path) -> ModelFile:
-    """Read the policy's file; InputError names every key that cannot be used."""
+    """Read the policy's file; raise an InputError that names every key that cannot be used."""
     mistakes: list[str] = []
     settings, flat, notes = Settings(), Args(), Notes()
     for place, tree in with_included(Path(path).expanduser(), "model file"):
@@ -338,7 +340,7 @@ def read_model(path: str | Path) -> ModelFile:
 def check_structure(args: Args, path: str) -> list[str]:
     """Compare flat keys of the model's structure with the config.json of `path` (model.path).
 
-    Raise `InputError` for the first key with another value. Return a note for keys that could not
+    Raise `InputError` for the first key whose value differs. Return a note for keys that could not
     be compared because config.json, or the key in it, is missing.
     """
     config: JsonObject = {}
@@ -435,7 +437,8 @@ def _meant(args: Args) -> Settings:
 def args_of(
     model: ModelConfig, sampling: SamplingConfig, held_out: SamplingConfig, own: Args
 ) -> Args:
-    """Return a configuration under ChatLearn's names, and the model's other flat keys `own`."""
+    """Return a configuration under ChatLearn's names, with the model's remaining flat keys
+    `own`."""
     both = {"temperature", "top_k", "top_p"}
     path = None if model.path == UNNAMED else model.path
     return {
@@ -460,7 +463,7 @@ def args_of(
 
 
 def role_of(name: str) -> str | None:
-    """Return a model's role by its name in `models`; None if the name is of no role."""
+    """Return a model's role by its name in `models`; None if the name belongs to no role."""
     role = "reward" if name.endswith("_reward") else name
     return role if role in _FLAT else None
 

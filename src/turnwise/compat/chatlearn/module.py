@@ -1,10 +1,11 @@
 """Modules of a pipeline: the policy, the reference, value and reward models, and the trainer.
 
-Methods have the names and arguments of ChatLearn's modules, and each can be overridden alone. The
-policy's `forward_step` calls `generate_vllm` and then `decode_internal`; `eval_forward` does the
-same under eval.sampling. `generate_vllm` calls `_add_request` and waits with a deadline.
-`_add_request` begins the trajectories, through `_add_request_internal` for token ids. The other
-modules read the policy's outputs, and return lists with one entry for each trajectory.
+Methods have the names and arguments of ChatLearn's modules, and each method can be overridden on
+its own. The policy's `forward_step` calls `generate_vllm` and then `decode_internal`;
+`eval_forward` does the same with `eval.sampling`. `generate_vllm` calls `_add_request` and waits
+with a deadline. `_add_request` begins the trajectories; for token ids, it calls
+`_add_request_internal`. The other modules read the policy's outputs, and return lists with one
+entry for each trajectory.
 """
 
 import itertools
@@ -50,7 +51,8 @@ from turnwise.training.model import ModelName
 from turnwise.trajectory import ChatTemplate, Trajectory
 
 Batch = Sequence[Problem | Mapping[str, object]] | Mapping[str, Sequence[Any]]
-"""Problems of `build_dataset`, mappings with token ids, or one mapping of lists: texts and ids."""
+"""Problems of `build_dataset`, mappings with token ids, or one mapping with lists of texts and
+ids."""
 
 
 class VLLMModule(Module):
@@ -59,7 +61,8 @@ class VLLMModule(Module):
     Args:
         name: Unique among the modules of a pipeline; appears in errors and requests' names.
         model_file: The model's YAML file (see `compat.chatlearn.model_file`). Its values take
-            precedence over the pipeline's file, and the pipeline's overrides over both.
+            precedence over the pipeline's file, and the pipeline's overrides take precedence over
+            both files.
 
     Example:
         class Policy(VLLMModule):
@@ -82,7 +85,7 @@ class VLLMModule(Module):
             self._settings, self._args, notes = read_model(model_file)
             log_notes(sentences(notes))
         self._numbers = itertools.count(1)
-        self._folder: TemporaryDirectory[str] | None = None  # of the model of `model_provider`
+        self._folder: TemporaryDirectory[str] | None = None  # for the model of `model_provider`
 
     def plan(self, config: Config, args: Args) -> None:
         super().plan(config, args)
@@ -160,7 +163,8 @@ class VLLMModule(Module):
 
     @property
     def model_args(self) -> Settings:
-        """The configuration under ChatLearn's names, and its file's other flat keys."""
+        """The configuration under ChatLearn's names, and the other flat keys of the policy's
+        file."""
         config = self.config
         return args_of(config.model, config.sampling, config.eval.sampling, self._args)
 
@@ -200,7 +204,8 @@ class VLLMModule(Module):
         return True
 
     def setup(self) -> None:
-        """Load what sampling needs; an override may leave this out, and the first use loads it."""
+        """Load what sampling needs. An override need not do this, because the first use loads it
+        too."""
         _ = self.generator, self.tokenizer, self.runner.tool_parser
 
     def model_provider(self) -> object:
@@ -247,14 +252,14 @@ class VLLMModule(Module):
         Args:
             train_prompts: Rows go through the configured environment, with its tools and reward.
                 Texts, messages and token ids, `{"input_ids": [...], "prompt": "text"}`, are
-                answered in one turn. `rollout.rewards` may score such an answer, and see the
-                other fields of its mapping; otherwise its reward is 0. Texts and token ids longer
-                than `longest_prompt` are cut at their end; rows and messages longer than
-                `data.max_prompt_tokens` are left out.
+                answered in one turn. The entries of `rollout.rewards` may score such an answer, and
+                they see the other fields of the prompt's mapping; without entries, the reward is 0.
+                Texts and token ids longer than `longest_prompt` are cut at their end; rows and
+                messages longer than `data.max_prompt_tokens` are left out.
             is_eval: Whether the problems are for `eval_forward`.
 
         Raises:
-            InputError: naming the prompt that is empty or cannot be used.
+            InputError: when a prompt is empty or cannot be used; the error names the prompt.
         """
         builder = self._builder(f"{self.name}-eval" if is_eval else self.name, is_eval)
         problems = builder.build(train_prompts)
@@ -265,8 +270,9 @@ class VLLMModule(Module):
     def longest_prompt(self, is_eval: bool = False) -> int:
         """Return the maximum number of tokens of a text prompt.
 
-        This is `data.max_prompt_tokens`, or without it the tokens that `max_tokens` leaves in the
-        context. One token less than the context is the maximum, also if `max_tokens` leaves none.
+        This is `data.max_prompt_tokens` if it is set, otherwise the number of tokens that
+        `max_tokens` leaves in the context. The result is at most the context less one token, which
+        is also the result if `max_tokens` leaves no tokens.
         """
         room, own = self.config.model.max_length, self.config.data.max_prompt_tokens
         if own is not None:
@@ -314,7 +320,7 @@ class VLLMModule(Module):
     ) -> "list[Future[Group]]":
         """Begin the trajectories of token ids, cut to `longest_prompt`.
 
-        The texts appear only in outputs; in place of None, outputs have the decoded ids.
+        The texts appear only in outputs; where a text is None, the outputs have the decoded ids.
         """
         if len(prompt_list) != len(prompt_token_id_list):
             raise InputError(
@@ -340,7 +346,7 @@ class VLLMModule(Module):
     def execute_step(self, batch: object, *blocks: object) -> list[RequestOutput]:
         """Run all answers of a batch to their end, in place of one step of vLLM's scheduler.
 
-        The scheduler runs in the engines' processes and moves no blocks for a caller.
+        vLLM's scheduler runs in the engines' processes, and does not move blocks for a caller.
 
         Args:
             batch: The `data` of a `forward_step`, or `data["seq_group_metadata_list"]`.
@@ -445,7 +451,7 @@ class VLLMModule(Module):
 class _TokenModule(Module):
     """A model in the trainer's processes that scores tokens.
 
-    A training step computes the same values itself: the outputs are only for the program.
+    A training step computes the same values itself, so the outputs are only for the program.
     """
 
     _model: ClassVar[ModelName]
@@ -459,8 +465,9 @@ class _TokenModule(Module):
         """Score sequences of tokens.
 
         Args:
-            data: `all_tokens`, the T ids of each sequence, and `loss_mask`, for each id 1 (score
-                it) or 0. Without `loss_mask` all ids after the first of a sequence are scored.
+            data: `all_tokens`, the T ids of each sequence, and `loss_mask`, which has a 1 for each
+                id to score and a 0 for each other id. Without `loss_mask`, all ids of a sequence
+                except the first are scored.
 
         Returns:
             A list with T floats for each sequence, 0.0 where a token is not scored.
@@ -498,8 +505,8 @@ class ReferenceModule(_TokenModule):
 class ValueModule(_TokenModule):
     """PPO's value model: `algorithm.advantage.model`.
 
-    `forward_step` returns `old_values`: T values for each sequence, each the return that the model
-    expects before the token.
+    `forward_step` returns `old_values`: for each sequence T values, which are the returns that the
+    model expects before each token.
 
     Example:
         value = ValueModule("value", "value.yaml")
@@ -532,7 +539,7 @@ class RewardModule(Module):
                 `messages`, the messages of each trajectory, which only reward models accept.
 
         Raises:
-            TrajectoryError: names the reward that failed, and why.
+            TrajectoryError: when the reward fails; the error names the reward and the reason.
         """
         judged: list[Trajectory]
         if "trajectories" in data:

@@ -3,7 +3,7 @@
 Code for vLLM's objects can read these: `output.outputs[i].logprobs[t][token_id]`. A trajectory of
 several turns is one completion. Its ids are everything after the first prompt, including tool
 results and template tokens, so that prompt and completion together are the trained sequence.
-`loss_mask` is 1 for every sampled id. With one turn all ids are sampled, as in vLLM.
+`loss_mask` is 1 for every sampled id. If there is only one turn, all ids are sampled, as in vLLM.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -56,7 +56,7 @@ class CompletionOutput:
 
     trajectory: Trajectory
     branch: Branch
-    """Tokens of the trajectory; of several branches, the branch of the last turn."""
+    """Tokens of the trajectory; if it has several branches, the branch of the last turn."""
     prompt_length: int
     """Number of ids of the branch before the first sampled id."""
     template: ChatTemplate
@@ -114,7 +114,7 @@ class RequestOutput:
     request_id: str
     """Number of the request in its batch, from 0."""
     prompt: str
-    """Text that the program gave with the ids; the decoded ids without such a text."""
+    """Text that the program gave with the ids; the decoded ids if the program gave no text."""
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     """The `sampling.n` completions; fewer where trajectories failed."""
@@ -125,8 +125,8 @@ class RequestOutput:
 
     @cached_property
     def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
-        """None for the first id of the prompt, then one `{token_id: Logprob}` for each id; in place
-        of the list None, without `sampling.prompt_logprobs`."""
+        """A list with None for the first id of the prompt, and one `{token_id: Logprob}` for each
+        later id; None instead of the list if `sampling.prompt_logprobs` is not set."""
         turns = [output.trajectory.turns for output in self.outputs]
         values = turns[0][0].added_logprobs if turns and turns[0] else None
         if values is None:
@@ -174,7 +174,7 @@ def rewarded_groups(outputs: Mapping[str, object]) -> list[Group]:
     """Return the groups of a `forward_step`'s outputs, with its `rewards` set on the trajectories.
 
     `rewards` are finite numbers or, for a game, dictionaries with a number for each player. If any
-    of them differs from its trajectory's reward, all trajectories also lose their reward parts and
+    reward differs from its trajectory's reward, all trajectories also lose their reward parts and
     turn rewards.
     """
     groups = outputs.get("groups") if isinstance(outputs, Mapping) else None

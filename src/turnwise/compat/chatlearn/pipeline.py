@@ -2,8 +2,8 @@
 
 Everything runs in a separate thread. Every call waits with a deadline and raises the errors of that
 thread: `TrainerError`, `WeightUpdateError` and `DeadlineError` name the part that failed. Leaving
-the block, also by Ctrl-C, ends all processes that it started. Whenever a call returns, the engines
-have the trainer's weights.
+the block, also by Ctrl-C, ends all processes that the pipeline started. Whenever a call returns,
+the engines have the trainer's weights.
 """
 
 import asyncio
@@ -59,8 +59,8 @@ class Module:
     """A model of a pipeline; the base class of all modules.
 
     Args:
-        name: Unique in the pipeline. Models other than the policy have their names of the
-            pipeline's file.
+        name: Unique in the pipeline. A model other than the policy has the name that the pipeline's
+            file gives it.
         model_file: The model's YAML file (see `compat.chatlearn.model_file`), if the pipeline's
             file does not name it.
     """
@@ -87,7 +87,7 @@ class Module:
 
         Args:
             config: The configuration of all files together.
-            args: Flat keys of the policy's file, if the pipeline's file names one.
+            args: Flat keys of the policy's file, if the pipeline's file names such a file.
         """
         self._planned, self._pipeline = config, None
 
@@ -124,12 +124,12 @@ class Module:
 class Pipeline:
     """Runs modules, and trains the policy that the sampling modules share; a context manager.
 
-    Pass modules here rather than to `add`: their model files are part of the configuration that
-    the engines start with. A module that is added later must not change the configuration.
+    Pass modules here rather than to `add`, because their model files are part of the configuration
+    that the engines start with. A module that is added later must not change the configuration.
 
     Args:
-        config: A `Config`, or a YAML file, of a pipeline (see `pipeline_file`) or of a
-            configuration. A file may leave out `environment` and `data`.
+        config: A `Config`, or a YAML file that describes a pipeline (see `pipeline_file`) or holds
+            a configuration. A file may leave out `environment` and `data`.
         modules: Modules whose model files change `config`, in this order.
         overrides: `key.sub=value` changes, with the highest precedence.
         resume: A checkpoint to start from, written by `save` or `turnwise train`; None starts
@@ -175,8 +175,9 @@ class Pipeline:
         """Bind a module; a running pipeline also calls its `setup`.
 
         Raises:
-            InputError: when its name is taken, when its model file contradicts another module's,
-                or when it would change the configuration of a running pipeline.
+            InputError: when the module's name is taken, when its model file contradicts the file of
+                another module, or when the module would change the configuration of a running
+                pipeline.
         """
         modules = [*self._modules, module]
         self._plan(modules, [module])
@@ -193,11 +194,11 @@ class Pipeline:
 
     @property
     def notes(self) -> list[str]:
-        """One sentence for each group of the file's keys with another effect than in ChatLearn."""
+        """One sentence for each group of the file's keys whose effect differs from ChatLearn's."""
         return [] if self._file is None else self._file.notes
 
     def _plan(self, modules: Sequence[Module], new: Sequence[Module]) -> None:
-        """Give the new modules the draft configuration that all modules' files make."""
+        """Give the new modules the draft configuration that the files of all modules produce."""
         draft = self._resolved(_settings_of(modules), DRAFT)
         for module in new:
             module.plan(draft, {} if self._file is None else self._file.args)
@@ -254,7 +255,8 @@ class Pipeline:
     async def _open(self) -> AsyncIterator[Parts]:
         """Start the engines and the trainer, and send the trainer's weights to the engines."""
         folder = self.config.run_folder
-        # No problems to check here: modules check prompts when they build their datasets.
+        # There are no problems to check here, because modules check prompts when they build
+        # datasets.
         async with open_runtime(self.config, None, folder=folder) as runtime:
             trainer = runtime.policy
             assert trainer is not None
@@ -284,9 +286,9 @@ class Pipeline:
             The step's metrics, as in metrics.jsonl; `weight_version` is the engines' new version.
 
         Raises:
-            InputError: when the outputs hold no groups, not exactly one reward for each
-                trajectory, or answers of a beam search.
-            ExactnessError: when a token is not as it was sampled; nothing is trained then.
+            InputError: when the outputs hold no groups or hold answers of a beam search, or when
+                `rewards` does not hold exactly one reward for each trajectory.
+            ExactnessError: when a token differs from the sampled token; then nothing is trained.
             StepError: when more than `rollout.max_failed_fraction` of the trajectories failed.
         """
         check_sampled(self.config)
@@ -359,8 +361,10 @@ class Pipeline:
         """Return the unweighted value of one entry of `rollout.rewards` for each trajectory.
 
         Raises:
-            InputError: when no entry has this name, or it cannot score finished trajectories.
-            TrajectoryError: names the entry that gave no reward, and why.
+            InputError: when no entry has this name, or the entry cannot score finished
+                trajectories.
+            TrajectoryError: when the entry gives no reward; the error names the entry and the
+                reason.
         """
         seconds = self.config.rollout.trajectory_timeout + self.config.engine.start_timeout
         rewards = self.runner.rewards
@@ -464,7 +468,7 @@ class Pipeline:
 
 def _settings_of(modules: Sequence[Module]) -> Settings:
     """Merge all modules' settings: a later module replaces values of earlier modules, and the
-    rewards of all are joined."""
+    rewards of all modules are joined."""
     names = [module.name for module in modules]
     if twice := [name for name in names if names.count(name) > 1]:
         raise InputError(f"the pipeline has a module {twice[0]} already")

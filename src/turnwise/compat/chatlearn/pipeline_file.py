@@ -56,7 +56,7 @@ _ONLY_FOR: dict[str, tuple[str, ...]] = {
     "algorithm.loss.clip_low": ("ppo", "grpo"),
     "algorithm.loss.clip_high": ("ppo", "grpo"),
 }
-"""Keys that only some kinds of pipeline use; other kinds ignore them in the files of models."""
+"""Keys that only these kinds of pipeline use; other kinds ignore the keys in the models' files."""
 _KL_COEF = 0.02  # default KL weight of a file with a reference model
 
 _RUNTIME = (
@@ -103,7 +103,8 @@ _MODEL_KEYS = (
 _LORA_KEYS = ("enable_lora", "lora_dim", "lora_scaling", "lora_dropout", "lora_layer")
 """Keys of a model's `lora`. Only linear layers get adapters, and dropout is never applied."""
 _LORA_DIM, _LORA_SCALING = 8, 1.0
-"""ChatLearn's defaults. ChatLearn divides lora_scaling by lora_dim, so it is our alpha."""
+"""ChatLearn's defaults. ChatLearn divides lora_scaling by lora_dim, so lora_scaling is our
+alpha."""
 
 
 def is_pipeline_file(path: str | Path) -> bool:
@@ -111,7 +112,7 @@ def is_pipeline_file(path: str | Path) -> bool:
     try:
         tree = read_yaml(Path(path).read_text(), str(path))
     except (OSError, UnicodeDecodeError, yaml.YAMLError, InputError):
-        return False  # the next reader reports it
+        return False  # the next reader reports the error
     return isinstance(tree, dict) and not tree.keys().isdisjoint(("models", "runtime"))
 
 
@@ -119,7 +120,7 @@ class PipelineFile:
     """The contents of a pipeline's file and of its models' files.
 
     Args:
-        overrides: `key.sub=value` changes, of `models` and `runtime` or of the configuration.
+        overrides: `key.sub=value` changes to `models`, to `runtime` or to the configuration.
         settings: Values by dotted keys of the configuration. They take precedence over the file;
             overrides take precedence over them.
         defaults: Values for keys that nothing else sets.
@@ -144,12 +145,13 @@ class PipelineFile:
         self._defaults = defaults
         self._settings = Settings()
         self._devices: int | None = None
-        """Number of devices of all the policy's engines together, if the file gives it."""
+        """Number of devices of all the policy's engines together; None if the file does not set
+        it."""
         self._sources: dict[str, str] = {}
         self._mistakes: list[str] = []
         self._notes = Notes()
         self.module: str | None = None
-        """Path of the policy's own class, package.module:Class; None if it has none."""
+        """Path of the policy's own class, package.module:Class; None if the file names no class."""
         self.args = Args()
         """Flat keys of the policy's file."""
         self.config = self._read()
@@ -159,7 +161,7 @@ class PipelineFile:
             *sentences(self._notes),
             *check_structure(self.args, self.config.model.path),
         ]
-        """One sentence for each group of keys with another effect than in ChatLearn."""
+        """One sentence for each group of keys whose effect differs from ChatLearn's."""
 
     def _read(self) -> Config:
         models, runtime = self._section("models"), self._section("runtime")
@@ -179,7 +181,7 @@ class PipelineFile:
                 )
         if "policy" not in entries:
             self._mistakes.append("models needs a policy: the model that samples and is trained")
-        # Without a kind, the models decide.
+        # If the file names no kind, its models decide.
         kind = self._tree.get("pipeline")
         if kind is None:
             kind = "ppo" if {"value", "ppo_value"} & entries.keys() else "grpo"
@@ -321,7 +323,7 @@ class PipelineFile:
             self._put("model.lora.alpha", float(given.get("lora_scaling", _LORA_SCALING)), where)
 
     def _put(self, key: str, value: object, source: str) -> None:
-        """Set a key of the configuration; a second source with another value is a mistake."""
+        """Set a key of the configuration; a second source with a different value is a mistake."""
         if key in self._settings and self._settings[key] != value:
             self._mistakes.append(
                 f"{self._sources[key]} and {source} disagree on {key}: {self._settings[key]!r} "
@@ -353,7 +355,7 @@ class PipelineFile:
         self._put("training.colocated", together, "runtime.colocation")
 
     def _workers(self) -> Settings:
-        """Return the number of engines that the policy's `num_gpu` devices make; {} without it."""
+        """Return the number of engines on the policy's `num_gpu` devices; {} if that is not set."""
         if self._devices is None:
             return {}
         tree = self._merged({})
@@ -362,7 +364,7 @@ class PipelineFile:
         for override in self._overrides:
             apply_override(tree, override)
         given = (value_of(tree, f"engine.{kind}_parallel_size") for kind in ("tensor", "pipeline"))
-        # Other values are left to the check of the configuration.
+        # The check of the configuration reports any other values.
         each = math.prod(n for n in given if isinstance(n, int) and n > 0)
         sizes = "engine.tensor_parallel_size * pipeline_parallel_size"
         what = f"the {each} devices of an engine ({sizes})"
@@ -371,7 +373,7 @@ class PipelineFile:
 
     def _sizes(self, runtime: Tree, prompts: int, group: int, max_length: int) -> Settings:
         """Convert the sizes of an episode and of batches, in samples, to our settings; a step has
-        `prompts`, with `group` samples each."""
+        `prompts` prompts with `group` samples each."""
         sizes = {name: runtime[name] for name in _SIZES if runtime.get(name) is not None}
         for name, value in sizes.items():
             if not isinstance(value, int) or value < 1:

@@ -2,8 +2,8 @@
 
 The command's loop asks for one group at a time. Here the problems of groups that begin together
 become one batch for the class's `forward_step` or `eval_forward`, as in ChatLearn. The command
-still trains, evaluates, saves and resumes. The class is called outside the event loop, with one
-`forward_step` or `eval_forward` at a time; each call has a deadline.
+still trains, evaluates, saves and resumes. The methods of the class are called outside the event
+loop, only one `forward_step` or `eval_forward` at a time. Each call has a deadline.
 """
 
 import asyncio
@@ -59,7 +59,7 @@ class _RunsPipeline(Pipeline):
     @contextmanager
     def attached(self, runtime: Runtime) -> Iterator[None]:
         assert runtime.policy is not None
-        # The step is unused: the command's loop has its own, and the methods that train refuse.
+        # The step is unused: the command's loop has its own, and methods that need it raise errors.
         self._parts = runtime, runtime.policy, cast(TrainingStep, None)
         self._loop, self._calls = asyncio.get_running_loop(), set[Future[Foreign]]()
         try:
@@ -85,7 +85,7 @@ class _RunsPipeline(Pipeline):
         return call
 
     def _call(self, work: Work[_Result], seconds: float, who: str) -> _Result:
-        future = self.submit(work)  # without a watchdog: the run has one
+        future = self.submit(work)  # without a watchdog, because the run has one
         try:
             return future.result(seconds)
         except TimeoutError:
@@ -145,7 +145,8 @@ class PolicyRun:
             yield problems[0], problems[1]
 
     def _built(self, problems: Sequence[Problem], is_eval: bool) -> list[tuple[Problem, object]]:
-        """Return pairs of a problem and the item of `build_dataset` that it stands for."""
+        """Return pairs of a problem and the item of `build_dataset` from which the problem was
+        made."""
         if not problems:
             return []
         policy, prompts = self._policy, list[Foreign](problem.row for problem in problems)
@@ -217,7 +218,7 @@ class PolicyRun:
             )
             return result
         except BaseException as error:
-            self.pipeline.cancel_calls()  # the thread may go on, but samples no more
+            self.pipeline.cancel_calls()  # the thread may continue, but it can no longer sample
             if not isinstance(error, Exception) or isinstance(error, TurnwiseError | OSError):
                 raise
             why = await describe_user_error(error)

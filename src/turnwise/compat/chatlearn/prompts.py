@@ -20,7 +20,7 @@ Prompt = str | Sequence[Mapping[str, object]] | Mapping[str, object]
 """A text, messages, token ids with their text, or a row of the environment."""
 PromptFields = tuple[str, str, str | None]
 """Field names of a prompt that is a mapping: for token ids, for the text of the ids, and for a text
-or messages without ids. If the third is None, every mapping without ids is a row."""
+or messages without ids. If the third name is None, every mapping without ids is a row."""
 _STEP = ("seq_group_metadata_list", "blocks_to_swap_in", "blocks_to_swap_out", "blocks_to_copy")
 """Keys of a scheduler's batch in the vLLM version that ChatLearn uses."""
 
@@ -106,10 +106,10 @@ class PromptLoop(SingleTurnLoop):
 class ProblemBuilder:
     """Makes problems, whose names begin with `name`, from the prompts of a batch.
 
-    Texts and token ids of more than `limit` tokens are cut at the end, and their number is logged.
-    Conversations of more than `longest` tokens (`data.max_prompt_tokens`) are left out. A prompt
-    that does not fit the context of `room` tokens, is empty, or cannot be used raises an
-    `InputError` that names it.
+    Texts and token ids of more than `limit` tokens are cut at the end, and the number of cut
+    prompts is logged. Conversations of more than `longest` tokens (`data.max_prompt_tokens`) are
+    left out. If a prompt is empty, cannot be used, or does not fit the context of `room` tokens, an
+    `InputError` that names the prompt is raised.
     """
 
     def __init__(

@@ -52,10 +52,10 @@ WITHOUT_EFFECT: dict[str, object] = {
     "transformers_continuous_batching_config": None, "use_transformers_paged": False,
     "hub_strategy": "every_save", "hub_always_push": False,
 }  # fmt: skip
-"""Fields that are ignored: they configure TRL's own machinery, or something that Turnwise always
-does. It logs each step and each trajectory, evaluates before the first step, disables dropout,
-samples with vLLM, computes the output head in chunks and in the model's precision, and uploads to
-the Hub once, after training."""
+"""Fields that are ignored, because they configure TRL's own machinery, or something that Turnwise
+always does. Turnwise logs each step and each trajectory, evaluates before the first step, disables
+dropout, samples with vLLM, computes the output head in chunks and in the model's precision, and
+uploads to the Hub once, after training."""
 REFUSED: dict[str, object] = {
     "lr_scheduler_kwargs": None, "optim_args": None, "adam_beta1": 0.9, "adam_beta2": 0.999,
     "adam_epsilon": 1e-08, "optim_target_modules": None, "label_smoothing_factor": 0.0,
@@ -92,8 +92,8 @@ _Others: Foreign = make_dataclass(
 class GRPOConfig(_Others, LossFields):  # type: ignore[misc]
     """Arguments of `GRPOTrainer`, with the fields of TRL's class of this name.
 
-    A field that Turnwise cannot honour, and that has another value than TRL's default, raises an
-    `InputError` with its name when the trainer is made.
+    If a field that Turnwise cannot honour differs from TRL's default, making the trainer raises an
+    `InputError` that names the field.
 
     Example:
         args = GRPOConfig(output_dir="maze-grpo", num_generations=8, learning_rate=1e-6)
@@ -159,7 +159,8 @@ class GRPOConfig(_Others, LossFields):  # type: ignore[misc]
 MAPPED = frozenset({*vars(GRPOConfig)["__annotations__"], *vars(LossFields)["__annotations__"]})
 """Fields that `settings` or the trainer reads."""
 _ADAM_BETA2 = 0.95
-"""The value that Turnwise always uses. `adam_beta2` may be this or TRL's default."""
+"""The only value that Turnwise uses. The field `adam_beta2` may have this value or TRL's
+default."""
 _WHY = {
     "adam_beta2": f"AdamW's second beta is {_ADAM_BETA2}",
     "repetition_penalty": "the trainer computes the distribution without it; let the reward judge "
@@ -189,15 +190,16 @@ _NEUTRAL: dict[str, object] = {
     "frequency_penalty": 0.0, "use_cache": True, "seed": None, "bad_words": None,
     "logit_bias": None, "allowed_token_ids": None, "structured_outputs": None,
 }  # fmt: skip
-"""Keys of `generation_kwargs` that are accepted only with a value without effect: the trainer does
-not compute the distribution that they change, or another field sets them (num_generations)."""
+"""Keys of `generation_kwargs` that are accepted only with a value without effect, because the
+trainer does not compute the distribution that they change, or because another field
+(num_generations) sets the same value."""
 _OUTPUT = (
     *("detokenize", "skip_special_tokens", "spaces_between_special_tokens", "logprobs"),
     *("include_stop_str_in_output", "flat_logprobs", "output_kind", "skip_clone"),
 )
-"""Keys about vLLM's output, which are ignored: only token ids and log-probs are read."""
+"""Keys about vLLM's output, which are ignored, because only token ids and log-probs are read."""
 _LOADING = ("device_map", "low_cpu_mem_usage", "use_cache", "use_kernels")
-"""Keys of `model_init_kwargs` without effect: the run's own processes load the model."""
+"""Keys of `model_init_kwargs` without effect, because the run's own processes load the model."""
 _UNLIMITED = 1_000_000
 
 _LORA = {
@@ -260,7 +262,7 @@ def settings(args: GRPOConfig, rows: int | None, *, tools: bool) -> dict[str, ob
 
 def _refuse_unsupported(args: GRPOConfig) -> None:
     """Raise for fields that cannot be honoured, and log fields without effect."""
-    # Other fields make these ineffective in TRL, too.
+    # In TRL, too, other fields make these fields ineffective.
     without: set[str] = set() if args.use_vllm else set(_WITH_VLLM)
     if str(args.lr_scheduler_type) == _CONSTANT:
         without.add("warmup_steps")
@@ -286,8 +288,8 @@ def _refuse_unsupported(args: GRPOConfig) -> None:
 
 
 def _one_of(args: GRPOConfig, name: str, known: Collection[str], why: str = "it must be ") -> str:
-    """Return the text of a field that must be one of `known`, or such a value of an enumeration of
-    Transformers."""
+    """Return the text of a field that must be one of `known`, given as a text or as a member of one
+    of Transformers' enumerations."""
     value = getattr(args, name)
     for text in known:
         if text in (value, str(value)):
@@ -341,7 +343,8 @@ def _count(value: float, whole: int) -> int:
 
 
 def _interval(args: GRPOConfig, kind: str, updates: int, steps: int, epoch: int) -> int:
-    """Return the number of training steps between saves or evaluations; 0 if there are none."""
+    """Return the number of training steps between saves or evaluations; 0 if the strategy is
+    "no"."""
     strategy = _one_of(args, f"{kind}_strategy", ("no", "steps", "epoch"))
     if strategy != "steps":
         return 0 if strategy == "no" else epoch
@@ -356,7 +359,7 @@ def _dictionary(args: GRPOConfig, name: str) -> dict[str, object]:
 
 
 def _model(args: GRPOConfig) -> dict[str, object]:
-    """Return the settings of the model (its dtype is that of forward passes; master weights are in
+    """Return the settings of the model (its dtype is used in forward passes; master weights are in
     float32), of attention, and of the engines."""
     given = _dictionary(args, "model_init_kwargs")
     dtype = dtype_name(given.pop("dtype", given.pop("torch_dtype", None)))
@@ -400,7 +403,7 @@ def _sampling(args: GRPOConfig, n: int) -> dict[str, object]:
             why = f"the trainer computes no such distribution; only {_NEUTRAL[name]!r} is possible"
         check(key in _SAMPLING, "generation_kwargs", {name: value}, why)
         values[key] = value
-        if value is None:  # vLLM's default, which is also ours, except for max_tokens
+        if value is None:  # means vLLM's default, which is also ours, except for max_tokens
             del values[key]
     if "max_tokens" not in values:
         values["max_tokens"] = _unlimited(args)
@@ -412,7 +415,8 @@ def _sampling(args: GRPOConfig, n: int) -> dict[str, object]:
 
 
 def _unlimited(args: GRPOConfig) -> int:
-    """Return the number that stands for TRL's None: the model's context is the only limit."""
+    """Return the `max_tokens` for TRL's None; it is so large that the model's context is the only
+    limit."""
     why = "loss_type dr_grpo divides by it: set it"
     check(args.loss_type != "dr_grpo", "max_completion_length", None, why)
     return _UNLIMITED
@@ -431,7 +435,7 @@ def lora_settings(peft_config: object, model: str, *, trust_remote_code: bool) -
     for name, value in given.items():
         if name in _LORA or value == defaults.get(name):
             continue
-        if name != "lora_dropout":  # ignored: trainer and engine must compute the same log-probs
+        if name != "lora_dropout":  # ignored, as trainer and engine must agree on log-probs
             _refuse_lora(f".{name}", value, f"PEFT's default is {defaults.get(name)!r}")
         logger.warning("peft_config.%s: without effect in Turnwise", name)
     targets = given["target_modules"]

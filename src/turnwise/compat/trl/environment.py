@@ -2,7 +2,7 @@
 
 docs/how-to/trl.md describes them. As in TRL, instances are reused: a trajectory keeps its instance
 until its group has been rewarded. An instance is not reused if its trajectory failed, or if one of
-its calls has not returned.
+its tool calls has not returned.
 """
 
 import inspect
@@ -51,9 +51,9 @@ class TrlEnvironments:
     """An environment type made from an `environment_factory` and tools.
 
     Args:
-        factory: A class or function without arguments, a dictionary of them, or None.
-        tools: Functions that the model may call in every row; the methods of the row's instance
-            follow them.
+        factory: A class or function without arguments, a dictionary of such factories, or None.
+        tools: Functions that the model may call in every row, listed before the methods of the
+            row's instance.
     """
 
     def __init__(self, factory: object = None, tools: Sequence[ToolFunction] = ()) -> None:
@@ -89,7 +89,7 @@ class TrlEnvironments:
         return made
 
     def take(self, name: object) -> Any:
-        """Return a free instance, or else let the user's factory make one; None without a
+        """Return a free instance, or a new instance from the user's factory; None if there is no
         factory."""
         factory = self.factories[name]
         if factory is None:
@@ -105,7 +105,7 @@ class TrlEnvironments:
 
 
 class TrlEnvironment(Environment):
-    """The environment of one trajectory: a row's prompt, and an instance of its factory."""
+    """The environment of one trajectory: a row's prompt, and an instance from the row's factory."""
 
     def __init__(self, row: Row, environments: TrlEnvironments) -> None:
         self._row = row
@@ -161,7 +161,7 @@ class TrlEnvironment(Environment):
     def reward(self, trajectory: Trajectory) -> float | Awaitable[float]:
         if not hasattr(type(self.instance), "get_reward"):
             if self._environments.chooses:
-                return 0.0  # another environment of the dictionary may have one
+                return 0.0  # another class of the dictionary may have a get_reward
             name = "the data" if self.instance is None else type(self.instance).__name__
             raise InputError(f"{name} has no get_reward: list reward functions in rollout.rewards")
         reward: float | Awaitable[float] = self.instance.get_reward()
@@ -176,10 +176,10 @@ class TrlEnvironment(Environment):
 
 
 def _with_images(prompt: Any, row: Row) -> Any:
-    """Put the images of a row's column `images`, or else `image`, into its prompt.
+    """Put the images of a row's column `images`, or else `image`, into the row's prompt.
 
-    They fill the prompt's parts `{"type": "image"}`. If it has no such parts, they precede the text
-    of the first user message.
+    The images fill the placeholders `{"type": "image"}` of the prompt, in order. If the prompt has
+    no placeholders, the images are inserted before the text of the first user message.
     """
     given = row["images"] if "images" in row else [row.get("image")]
     images = [image for image in given or () if image is not None]
@@ -214,8 +214,8 @@ def methods_of(instance: Any) -> list[ToolFunction]:
 
 
 def reward_of(kind: Any) -> RewardFunction:
-    """Return a reward function that calls `get_reward` of environments of one class; the reward of
-    all others is None, so that it does not apply to them."""
+    """Return a reward function that calls `get_reward` of environments of one class; environments
+    of other classes get the reward None, so that this reward does not apply to them."""
 
     def get_reward(environments: Sequence[Any], **_: object) -> list[object]:
         return [each.get_reward() if type(each) is kind else None for each in environments]
@@ -266,8 +266,8 @@ def _counted(function: ToolFunction, calls: list[object]) -> ToolFunction:
 
 
 def _shown(result: object) -> object:
-    """Return a tool's result as TRL shows it to the model: a text, or a list with other parts than
-    texts as it is. The texts of a list of text parts are joined."""
+    """Return a tool's result as TRL shows it to the model: a list of text parts is joined to one
+    text, any other list is returned unchanged, and any other result is converted to a text."""
     if not isinstance(result, list):
         return str(result)
     texts = [part.get("text") for part in result if isinstance(part, Mapping)]
@@ -288,7 +288,7 @@ async def call_trl_function(
     """Call a reward function with TRL's signature for the finished trajectories of a group.
 
     Return its result, and keep its logs: `log_metric` adds metrics to the trajectories, `log_extra`
-    writes to extra.jsonl. A metric that is no finite number is counted as `metrics_error`.
+    writes to extra.jsonl. A metric that is not a finite number is counted as `metrics_error`.
     """
     metrics: dict[str, list[float]] = defaultdict(list)
     extra: list[dict[str, object]] = [{} for _ in trajectories]
@@ -357,7 +357,7 @@ def _arguments(
             whole = trajectory.prompt(last) + turns[last].completion_token_ids
             ids = whole.tolist()[turns[0].prompt_length :]
         completion_ids.append(ids)
-    steps = max(map(_newest_version, trajectories))  # steps behind the newest weights that sampled
+    steps = max(map(_newest_version, trajectories))  # training steps that led to the newest weights
     state = SimpleNamespace(global_step=steps, max_steps=max_steps)
     arguments: dict[str, object] = {
         "prompts": prompts,

@@ -22,8 +22,8 @@ from turnwise.rollouts.data import given_rows
 from turnwise.rollouts.problems import Lazy
 
 _CONTEXT = 4096
-"""Default context length in tokens. A model with fewer positions lowers it, and twice the maximum
-completion length raises it."""
+"""Default context length in tokens. Twice the maximum completion length replaces a smaller default,
+but the result never exceeds the positions of the model."""
 RewardSource = str | Path | RewardFunction
 Rows = Iterable[Mapping[str, Foreign]]
 HeldoutRows = Rows | Mapping[str, Rows]
@@ -36,7 +36,7 @@ def is_stream(rows: object) -> bool:
 
 
 def check_streams(args: GRPOConfig, *datasets: Foreign) -> None:
-    """If a dataset is a stream, check `args`, and change it as TRL does.
+    """If a dataset is a stream, check `args`, and change `args` as TRL does.
 
     Args:
         datasets: The training rows, then held-out rows, which may be several sets by name.
@@ -67,7 +67,8 @@ def heldout_rows(
 
 
 def training_rows(given: Rows | None, factory: object, args: GRPOConfig) -> Sequence[JsonObject]:
-    """Return the training rows; if the environment has the data, rows with an empty prompt."""
+    """Return the training rows; if the environment has the data, return rows with an empty
+    prompt."""
     if given is None:
         if factory is None:
             raise InputError("`train_dataset` is required unless an `environment_factory` has it")
@@ -108,7 +109,7 @@ class TrlRewards:
 
     Args:
         given: The argument `reward_funcs`.
-        weights: The argument `reward_weights`; None means 1 each.
+        weights: The argument `reward_weights`; None gives each reward the weight 1.
         tokenizers: The argument `reward_processing_classes`.
         environments: Keeps the reward functions for the run. Environments with a `get_reward` add a
             reward.
@@ -152,7 +153,7 @@ class TrlRewards:
                 self.sources.append(function)
                 self.weights.append(1.0)
                 self.tokenizers.append(None)
-                # With several classes, each needs a part that applies to its own instances only.
+                # With several classes, each class needs a reward for its own instances only.
                 self._add(kind.__name__, {}, 1.0, function if environments.chooses else None)
         if not self.parts:
             raise InputError(
@@ -186,7 +187,7 @@ class TrlRewards:
         weight: float,
         function: RewardFunction | None = None,
     ) -> None:
-        """Add a part under a name that no other part has."""
+        """Add an entry of `rollout.rewards` under a unique name."""
         taken = [each.partition("#")[0] for each in self.names].count(name)
         name = f"{name}#{taken + 1}" if taken else name
         if function is not None:

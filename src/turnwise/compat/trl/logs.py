@@ -38,7 +38,8 @@ class TrlNames:
             rows: Number of rows of the training data.
         """
         history: list[JsonObject] = []
-        # In TRL, a step whose rewards are all equal also has these values; ours has none.
+        # In TRL, the record of a step whose rewards are all equal has these values, too; our record
+        # lacks them.
         silent = {
             "loss": 0.0,
             "grad_norm": 0.0,
@@ -84,7 +85,7 @@ class TrlNames:
             if self._config.rollout.max_turns > 1:
                 events = record.get("events") or {}
                 calls = events.get("tool_call", 0)
-                # All other tool_ events are failures, except tool_malformed: it is no call.
+                # Other tool_ events are failed calls, except tool_malformed, which is not a call.
                 no_failures = calls + events.get("tool_malformed", 0)
                 failed = sum(n for k, n in events.items() if k.startswith("tool_")) - no_failures
                 named["tools/call_frequency"] = calls / trajectories

@@ -2,7 +2,8 @@
 read, save and push, and `ref_model`.
 
 The run trains in other processes, so these are copies for reading. Before training they have the
-given weights, after it the weights of the last checkpoint. The run ignores changes to them.
+given weights; after training they have the weights of the last checkpoint. The run ignores changes
+to them.
 """
 
 from dataclasses import dataclass

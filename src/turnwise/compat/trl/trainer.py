@@ -53,7 +53,7 @@ class TrainOutput(NamedTuple):
 
     global_step: int
     training_loss: float
-    """Mean loss over the training steps that have one."""
+    """Mean loss over the training steps that have a loss."""
     metrics: dict[str, float]
 
 
@@ -76,19 +76,22 @@ class GRPOTrainer:
         model: Folder or Hugging Face name, or a model of Transformers or PEFT, which is saved
             first.
         reward_funcs: A function with TRL's signature, a reward model or its path, or a list of
-            them.
+            these.
         args: Fields of TRL's configuration; None uses the defaults.
         train_dataset: Rows with a column `prompt`. Not needed if the environment has the data.
         eval_dataset: Held-out rows, or several sets by name.
         processing_class: Tokenizer or processor; None uses the model's tokenizer.
         reward_processing_classes: Tokenizers of the reward models, one entry for each reward
             function; None uses a model's own tokenizer.
-        peft_config: PEFT's `LoraConfig`: adapters are trained instead of the weights.
+        peft_config: PEFT's `LoraConfig`; if it is given, adapters are trained instead of the
+            weights.
         tools: Functions that the model may call.
-        environment_factory: A class or function without arguments, or a dictionary of them.
+        environment_factory: A class or function without arguments, or a dictionary of such
+            factories.
 
     Raises:
-        InputError: names an argument that cannot be used; it is a ValueError too.
+        InputError: when an argument cannot be used; the error names the argument, and is also a
+            ValueError.
 
     Example:
         trainer = GRPOTrainer(
@@ -183,16 +186,16 @@ class GRPOTrainer:
     @property
     @as_value_error()
     def model(self) -> "PreTrainedModel":
-        """A copy of the policy in this process, for reading: before `train` the given weights, then
-        the trained weights. Sampling uses vLLM's engines and not this model."""
+        """A copy of the policy in this process, for reading. Before `train` it has the given
+        weights, afterwards the trained weights. Sampling uses vLLM's engines and not this model."""
         return self._policy.model
 
     @property
     @as_value_error()
     def ref_model(self) -> "PreTrainedModel | None":
-        """A copy of the reference model, for reading; after `train` with the weights to which
-        `sync_ref_model` moved it. None without a KL penalty, and with adapters, because then the
-        base model is the reference."""
+        """A copy of the reference model, for reading. After `train` it has the weights to which
+        `sync_ref_model` moved the reference. None if there is no KL penalty, or if adapters are
+        trained, because then the base model is the reference."""
         config = self._config
         if not config.algorithm.kl.coef or config.model.lora.rank:
             return None
@@ -339,8 +342,8 @@ class GRPOTrainer:
 
     @as_value_error()
     def save_model(self, output_dir: str | None = None) -> None:
-        """Write the model or adapter, and the tokenizer; before `train` the given weights, then the
-        trained weights. None means `args.output_dir`."""
+        """Write the model or adapter, and the tokenizer; None means `args.output_dir`. Before
+        `train`, the given weights are written, afterwards the trained weights."""
         folder = Path(output_dir or str(self.args.output_dir))
         folder.mkdir(parents=True, exist_ok=True)
         checkpoint = self._checkpoint
@@ -459,8 +462,8 @@ class GRPOTrainer:
 
 
 def _refuse_unsupported(*given: object) -> None:
-    """Raise for arguments that `_WHY` refuses, given in its order, and for a launcher of several
-    processes."""
+    """Raise an error for arguments that `_WHY` refuses (`given` has its order), and for a launcher
+    of several processes."""
     for (name, why), value in zip(_WHY.items(), given, strict=True):
         if value:
             refuse_argument(name, why)
@@ -475,7 +478,7 @@ def _loop_of(rows: Sequence[JsonObject], with_tools: bool) -> str:
     """Return the agent loop.
 
     Without tools, an answer that looks like a tool call is a final answer. Prompts that are texts
-    get a loop that does not apply the chat template.
+    use a loop that does not apply the chat template.
     """
     if not isinstance(rows[0].get("prompt"), str):
         return "tool_calling" if with_tools else "single_turn"

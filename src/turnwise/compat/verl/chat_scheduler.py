@@ -60,12 +60,13 @@ Callback = Callable[..., Awaitable[object] | object]
 
 
 _conversation: ContextVar[Session | None] = ContextVar("conversation", default=None)
-"""The session of the running call of `generate_sequences`; tasks that the call starts see it."""
+"""The session of the running call of `generate_sequences`; tasks that the call starts inherit
+it."""
 
 
 class SchedulerConfig:
-    """The run's configuration as a chat scheduler sees it: under our names, and under verl's names
-    of `actor_rollout_ref.rollout`.
+    """The run's configuration as a chat scheduler sees it. Its values can be read by our names, and
+    by verl's names in `actor_rollout_ref.rollout`.
 
     For example, `config.temperature` is our `sampling.temperature`, `config.response_length` is
     `rollout.max_response_tokens`, and `config.val_kwargs` is `eval.sampling`. `config.n` is 1,
@@ -74,11 +75,11 @@ class SchedulerConfig:
 
     def __init__(self, config: Config, chats: "ChatBackend") -> None:
         self.chats = chats
-        """Answers the requests."""
+        """Backend that answers the requests."""
         self._config = config
 
     def __getattr__(self, name: str) -> Foreign:
-        if name.startswith("_"):  # in a copy, _config is not set yet: no endless recursion
+        if name.startswith("_"):  # a copy has no _config yet, so avoid endless recursion
             raise AttributeError(name)
         if name in (fixed := {"n": 1, "val_kwargs": self._config.eval.sampling}):
             return fixed[name]
@@ -88,7 +89,7 @@ class SchedulerConfig:
         raise AttributeError(f"the configuration of a chat scheduler has no {name}")
 
     def get(self, name: str, default: object = None) -> Foreign:
-        """Return a value by its name, or the default if there is none, as in verl."""
+        """Return a value by its name, or the default if the name is unknown, as in verl."""
         return getattr(self, name, default)
 
 
@@ -102,7 +103,7 @@ class ChatCompletionScheduler:
     Args:
         config: The run's configuration; kept as `self.config`.
         model_path: Name of the model in requests; kept as `self.model_name`.
-        server_addresses: Empty: requests reach the engines without HTTP.
+        server_addresses: Empty, because requests reach the engines without HTTP.
         max_cache_size: Ignored: `serving.known_sessions` limits the remembered conversations.
 
     Example:
@@ -165,13 +166,14 @@ class ChatCompletionScheduler:
             `token_ids` if they contain tokens; closing it ends the request.
 
         Raises:
-            InputError: names a key that cannot be served; also when the prompt is too long.
+            InputError: when the prompt is too long, or when a key cannot be served; the error names
+                the key.
             EngineError, DeadlineError: when the workers fail.
         """
         return await self._chats.create(request, _conversation.get())
 
     async def generate_sequences(self, batch: DataProto, **sampling_params: object) -> object:
-        """Run the conversations of a batch; this base class asks for one answer each.
+        """Run the conversations of a batch; this base class requests one answer for each.
 
         Args:
             batch: `non_tensor_batch["raw_prompt"]` contains arrays of messages. Turnwise passes
@@ -182,8 +184,8 @@ class ChatCompletionScheduler:
         Returns:
             A `DataProto` or anything else, such as None. The rows, masks and `rm_scores` of a
             `DataProto` decide what is trained (see `data_proto.take_rows`), and
-            `LLMServerManager.generate_sequences` returns its rows. Otherwise all sampled tokens
-            are trained.
+            `LLMServerManager.generate_sequences` returns its rows. If the result is not a
+            `DataProto`, all sampled tokens are trained.
         """
 
         def answered(completions: object, info: object, exception: Exception | None) -> None:
@@ -228,7 +230,7 @@ class ChatBackend:
         Raises:
             InputError: when vLLM refuses the model, or the user's class fails.
         """
-        # In a thread: importing vLLM's application takes seconds.
+        # In a thread, because importing vLLM's application takes seconds.
         vllm_app = await run_in_thread(import_module, "turnwise.serving.openai.vllm_app")
         self._loop = asyncio.get_running_loop()
         names = [self.model_name]
@@ -281,7 +283,7 @@ class ChatBackend:
     async def events(self, request: Mapping[str, object]) -> AsyncGenerator[tuple[int, str], None]:
         """Answer a request as verl's server actor does.
 
-        Yields pairs of an HTTP status and a server-sent event ("data: ..."): one for the whole
+        Yields pairs of an HTTP status and a server-sent event ("data: ..."): one pair for the whole
         answer, one for each chunk of a stream, or one for an error.
         """
         from turnwise.internals.vllm_server import create_error_response
@@ -308,7 +310,7 @@ class ChatBackend:
         Closing the generator ends the request.
         """
         replies = asyncio.Queue[object]()
-        # On this loop: the request may contain the user's objects.
+        # Convert the request on this loop, because it may contain the user's objects.
         tree: JsonObject = dict(request)
         tree |= tree.pop("extra_body", None) or {}
         given = tree.pop("extra_headers", None) or {}
@@ -420,8 +422,8 @@ class ChatBackend:
         Returns:
             One row for each conversation (or for each of its branches), in the prompts' order, as
             in `DataProto.from_trajectories`. If the scheduler returned a batch for a conversation,
-            the rows of that batch replace them. Only columns that all rows have are kept.
-            `meta_info["dropped"]` counts failed conversations by reason.
+            the rows of that batch replace the conversation's rows. Only columns that all rows have
+            are kept. `meta_info["dropped"]` counts failed conversations by reason.
         """
         if not isinstance(prompts, DataProto):
             prompts = DataProto.from_conversations(prompts)
@@ -443,7 +445,7 @@ class ChatBackend:
             limits = trajectory_limits(rollout.trajectory_timeout, rollout.stall_timeout)
             try:
                 async with self._admission.admitted() as place, limits as clock:
-                    with place.idle():  # only its requests count as busy
+                    with place.idle():  # it only counts as busy during requests
                         made = await self.converse(
                             *(trajectory, row, sampling),
                             sampling_params=params,
@@ -504,8 +506,8 @@ class ChatBackend:
         own: Session | None,
         replies: asyncio.Queue[object],
     ) -> None:
-        """Put the answer into `replies`: vLLM's answer; None, a stream's events and None; or an
-        error."""
+        """Put the answer into `replies`: vLLM's answer; for a stream, None, then the events, then
+        None; or an error."""
         try:
             name, previous = headers.get("x-session-id"), headers.get("x-request-id")
             if own is not None:
@@ -531,7 +533,7 @@ class ChatBackend:
                             await context.deliver()
                             replies.put_nowait(event)
             replies.put_nowait(whole)
-        except asyncio.CancelledError:  # if the caller did not cancel it, the caller waits
+        except asyncio.CancelledError:  # a caller that did not cancel this still waits
             replies.put_nowait(EngineError("the chat completion was cancelled"))
             raise
         except Exception as error:  # `_replies` raises it
@@ -554,7 +556,8 @@ def _own_errors() -> Iterator[None]:
 
 
 def _sentence(error: Exception) -> str:
-    """Return an error as one sentence; of a pydantic error, the first detail with its key."""
+    """Return an error as one sentence; for a pydantic error, return its first detail with the
+    key."""
     errors = getattr(error, "errors", None)
     if callable(errors) and (details := errors()):
         key = ".".join(str(part) for part in details[0]["loc"])

@@ -47,7 +47,7 @@ class DataProto:
     meta_info: dict[str, Any] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        # Compare with None: the user's batch may be a TensorDict, which has no truth value.
+        # Compare with None, because the user's batch may be a TensorDict, which has no truth value.
         tensors: Iterable[Sized] = () if self.batch is None else self.batch.values()
         columns: list[Sized] = [*tensors, *self.non_tensor_batch.values()]
         return len(columns[0]) if columns else 0
@@ -110,7 +110,7 @@ class DataProto:
         """Return a batch with one row for each branch of each trajectory, in order.
 
         Args:
-            rows: For each trajectory the index of its conversation: the column `index`.
+            rows: For each trajectory the index of its conversation, for the column `index`.
 
         Returns:
             A batch of N rows, with a maximum of P prompt tokens and R response tokens: prompts
@@ -146,9 +146,9 @@ class DataProto:
     def concat(cls, batches: "Sequence[DataProto]", pad_token_id: int = 0) -> "DataProto":
         """Join the rows of several batches; keep the tensors and columns that all of them have.
 
-        Prompts and responses are padded to the largest widths, and so are tensors as wide as the
-        responses, or as prompts and responses together. All other tensors must have the same shape
-        in all batches, except for the first dimension.
+        Prompts and responses are padded to the largest width among the batches. Tensors that are as
+        wide as the responses, or as prompts and responses together, are padded likewise. All other
+        tensors must have the same shape in all batches, except for the first dimension.
 
         Raises:
             InputError: when a batch has no prompts or responses.
@@ -187,10 +187,10 @@ def take_rows(trajectory: Trajectory, made: "DataProto", given: Collection[str] 
     """Mark the tokens that a chat scheduler's batch trains, and take over its scores.
 
     A sampled token is trained where `response_mask` [N, R] is 1. Without that tensor, all sampled
-    tokens of the rows are trained; if the rows have other ids than the conversation, all sampled
-    tokens of the conversation. `rm_scores` [N, R], summed over R and averaged over the rows,
-    replace the environment's reward. Columns of finite numbers, except the columns `given`, become
-    metrics, averaged over the rows.
+    tokens of the rows are trained; if the rows' ids then differ from the conversation's ids, all
+    sampled tokens of the conversation are trained. `rm_scores` [N, R], summed over R and averaged
+    over the rows, replace the environment's reward. Columns of finite numbers, except the columns
+    `given`, become metrics, averaged over the rows.
 
     Raises:
         TrajectoryError: when rows with a mask differ from the sampled tokens, or when the batch

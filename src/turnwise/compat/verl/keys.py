@@ -1,11 +1,12 @@
 """Keys of verl's `ppo_trainer.yaml`, each with our equivalent key or a sentence that replaces it.
 
 This table is the source of error messages, of a test of the documentation, and of verl's names in a
-chat scheduler's `self.config`. A key that is not listed has the answer of the listed key above it.
+chat scheduler's `self.config`. A key that is not listed gets the answer for the nearest listed key
+above it.
 """
 
 ROOT = "actor_rollout_ref."
-"""A section of verl's file. `_KEYS` leaves it out of most names, as users may."""
+"""A section of verl's file. `_KEYS` omits this prefix in most names, and users may omit it too."""
 _KEYS = {
     "model.tokenizer": "data.tokenizer model.tokenizer_path",
     "data.path": "data.train_files",
@@ -189,7 +190,7 @@ VERL_KEYS = {
 
 
 def verl_answer(key: str) -> str | None:
-    """Return our key, or a sentence, for a key of verl or a key below it; None for other keys."""
+    """Return our key, or a sentence, for a key of verl or a key below such a key; else None."""
     while key:
         for name in (f"{ROOT}{key}", key):
             if name in VERL_KEYS:

@@ -32,7 +32,7 @@ from turnwise.weights.sync import WeightSync
 from turnwise.weights.transport import find_transport
 
 _START_SECONDS = 120.0  # for imports and Ray, before the engines start
-_GRACE_SECONDS = 20.0  # lets the engines' own deadline pass first: its error is more specific
+_GRACE_SECONDS = 20.0  # the engines' own deadline passes first, as its error is more specific
 
 
 class ChatHost(ServingHost):
@@ -73,8 +73,8 @@ async def open_manager(
     """Start Ray, the workers, and a chat backend in front of them; stop them all on exit.
 
     Args:
-        hosts: The program's own actors by name, in which the workers run; the program has
-            connected to Ray then. None starts actors.
+        hosts: The program's own actors, by name, in which the workers run; the program must already
+            be connected to Ray then. None starts new actors.
     """
     async with open_fleet(
         config,
@@ -99,15 +99,16 @@ class LLMServerManager:
     A separate thread controls the engines during the `with` block.
 
     Args:
-        config: A YAML file or a `Config`. A file may leave out `environment` and `data`; its
-            workers serve HTTP unless it sets `serving.worker_servers` to false.
+        config: A YAML file or a `Config`. A file may leave out `environment` and `data`; the
+            workers of a file serve HTTP unless the file sets `serving.worker_servers` to false.
         overrides: `key.sub=value` changes to a file.
         workers: Handles of your own actors (`WorkerHost`), in which the engines run. Each
             `engine.tensor_parallel_size` successive actors hold one engine. None starts processes
             for the engines.
 
     Raises:
-        InputError: when the number of actors is not a multiple of an engine's devices.
+        InputError: when the number of actors is not a multiple of the number of devices of an
+            engine.
 
     Example:
         with LLMServerManager("config.yaml") as manager:
@@ -197,7 +198,7 @@ class LLMServerManager:
         return self._thread.call(work, NO_DEADLINE, "the conversations")
 
     def update_weights(self, publish: Callable[[], Manifest]) -> int:
-        """Load new weights into all engines, or into none; return their version.
+        """Load new weights into all engines, or into none; return the weights' version.
 
         Args:
             publish: Makes every actor publish its weights (`WorkerHost.publish_weights`), and
@@ -214,7 +215,7 @@ class LLMServerManager:
             updated = await self._thread.opened[0].update_weights(sync)
             return max(each.version for each in updated)
 
-        # Once the limit each for publishing, checking and loading.
+        # The limit applies once each to publishing, checking and loading.
         return self._thread.call(update, 3 * seconds, "the engines' new weights")
 
     def sleep(self) -> None:
@@ -225,7 +226,8 @@ class LLMServerManager:
         self._asleep = True
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
-        """Resume serving; `tags` ("weights", "kv_cache") restore a part of the memory, None all."""
+        """Resume serving. `tags` selects the memory to restore ("weights", "kv_cache"); None
+        restores all of it."""
         work = partial(self._thread.opened[0].wake_up, tags)
         self._thread.call(work, self.config.engine.request_timeout, "the engines to wake up")
         self._asleep = bool(tags) and "kv_cache" not in (tags or ())

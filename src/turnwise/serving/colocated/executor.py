@@ -26,7 +26,7 @@ _CLOSE_SECONDS = 4.0  # vLLM kills an engine's process that takes more than 5 se
 
 
 class ColocatedExecutor(vllm.Executor):  # type: ignore[misc]
-    """Sends vLLM's calls of workers to the actors of an `ActorPlacement`."""
+    """Runs the calls that vLLM makes to its workers in the actors of an `ActorPlacement`."""
 
     def _init_executor(self) -> None:
         placement: ActorPlacement = self.vllm_config.additional_config
@@ -52,7 +52,7 @@ class ColocatedExecutor(vllm.Executor):  # type: ignore[misc]
             arguments = [
                 {
                     "vllm_config": self.vllm_config,
-                    # Each actor sees only its own GPU, as the first one.
+                    # Each actor sees only its own GPU, as device 0.
                     "local_rank": rank if vllm.current_platform.is_cpu() else 0,
                     "rank": rank,
                     "distributed_init_method": addresses[0],
@@ -93,7 +93,7 @@ class ColocatedExecutor(vllm.Executor):  # type: ignore[misc]
         return [pickle.loads(reply) for reply in replies]
 
     def execute_model(self, scheduler_output: object, non_block: bool = False) -> object:
-        """Remember the step; `sample_tokens` follows, and runs both in one call."""
+        """Store the step: `sample_tokens`, which vLLM calls next, runs both in one call."""
         self._scheduled = scheduler_output
         return _done(lambda: None) if non_block else None
 
@@ -114,7 +114,7 @@ class ColocatedExecutor(vllm.Executor):  # type: ignore[misc]
                 _CLOSE_SECONDS,
             )
         except TurnwiseError:
-            pass  # a dead actor has no worker; a busy one closes it later
+            pass  # a dead actor has no worker; a busy actor closes its worker later
         finally:
             ray.shutdown()
 
@@ -124,7 +124,7 @@ class ColocatedExecutor(vllm.Executor):  # type: ignore[misc]
         ask: Callable[[int, RayActor], ray.ObjectRef],
         seconds: float | None = None,
     ) -> list[Any]:
-        """Call all actors; raise `EngineError`, naming the actor, if one died or failed."""
+        """Call all actors; raise `EngineError` that names the actor if one died or failed."""
         replies = {
             name: ask(rank, actor) for rank, (name, actor) in enumerate(self._actors.items())
         }

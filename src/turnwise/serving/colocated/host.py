@@ -1,10 +1,10 @@
 """Engines whose vLLM workers run in Ray actors: the trainer's, or new ones on several nodes.
 
-The engine schedules in its own process; each actor runs one vLLM worker, one per tensor-parallel
-rank, and one call at a time: it either trains or generates. A call waits, up to its deadline, while
-the actor trains, so pause the engine (`pause`, or `sleep` on a GPU) before a long training step.
-The actor itself must never wait for its own engine. On GPUs, which is untested, each actor must see
-exactly one GPU.
+The engine schedules in its own process; each actor runs the vLLM worker of one tensor-parallel
+rank. An actor runs one call at a time, so it either trains or generates. A call waits, up to its
+deadline, while the actor trains, so pause the engine (`pause`, or `sleep` on a GPU) before a long
+training step. The actor itself must never wait for its own engine. On GPUs, which is untested, each
+actor must see exactly one GPU.
 """
 
 import os
@@ -68,7 +68,8 @@ def _install(state: dict[str, object]) -> None:
 
 
 def own_state(threads: int) -> dict[str, object]:
-    """Return a separate global state for a vLLM worker in this process; it is active `inside` only.
+    """Return a separate global state for a vLLM worker in this process; it is active only within
+    `inside`.
 
     It starts with torch's defaults, with `threads` threads and without process groups.
     """
@@ -110,9 +111,10 @@ class WorkerHost:
 
     `LLMServerManager(config, workers=...)` takes the actors' handles. An actor runs one call at a
     time: it either trains or generates, and never waits for its own engine. Between two calls of
-    its engine, vLLM has no effect on the process: random numbers, number of threads, process groups
-    and torch's defaults are yours. This is untested on GPUs. There, each actor must see exactly one
-    GPU, and `LLMServerManager.sleep` would also free the worker's memory for you.
+    its engine, vLLM has no effect on the process: the random states, the number of threads, the
+    process groups and torch's defaults stay as your code has set them. This is untested on GPUs.
+    There, each actor must see exactly one GPU, and `LLMServerManager.sleep` would also free the
+    worker's memory for you.
 
     Example:
         @ray.remote(num_cpus=0)
@@ -132,19 +134,20 @@ class WorkerHost:
         `LLMServerManager.update_weights` returns.
 
         Args:
-            version: Number of the weights, which every sampled token records; it never decreases.
+            version: Version number of the weights, which is recorded for every sampled token; it
+                never decreases.
             tensors: Pairs of a name, as in a Hugging Face checkpoint, and a whole tensor.
         """
         return InProcessSender().publish(version, tensors)
 
     def open_worker(self, engine: str, rank: int, threads: int, environment: dict[str, str]) -> str:
-        """Prepare for the worker of `engine`; close one that another engine left behind.
+        """Prepare for the worker of `engine`; close a worker that another engine left behind.
 
         Returns an address on this machine where the engine's workers can meet.
         """
         if self._colocated is not None:
             self.close_worker(self._colocated.engine)
-        os.environ.update(environment)  # before vLLM is imported, which reads it
+        os.environ.update(environment)  # vLLM reads it when it is imported
         state = own_state(threads)
         with inside(state):
             from turnwise.internals import vllm
@@ -168,7 +171,7 @@ class WorkerHost:
             return pickle.dumps(vllm.run_method(worker.wrapper, method, args, kwargs))
 
     def close_worker(self, engine: str) -> None:
-        """Free the worker's memory; without effect if the worker does not exist."""
+        """Free the worker's memory; do nothing if the worker does not exist."""
         worker = self._colocated
         if worker is None or worker.engine != engine:
             return
@@ -202,17 +205,17 @@ class ActorPlacement:
     call_timeout: float
     """Seconds for a call afterwards."""
     more: Mapping[str, object] = field(default_factory=dict)
-    """Further entries of `additional_config`, such as those of logits processors."""
+    """Further entries of `additional_config`, such as the entries of logits processors."""
 
     def __or__(self, more: Mapping[str, object]) -> "ActorPlacement":
-        """Return a copy with more entries, as the dictionary of other engines does."""
+        """Return a copy with more entries, like `|` of the dictionaries that other engines use."""
         return replace(self, more={**self.more, **more})
 
     def __getitem__(self, name: str) -> object:
         return self.more[name]
 
     def compute_hash(self) -> str:
-        """Return "": vLLM's cached compiled models do not depend on the actors."""
+        """Return "", because vLLM's cached compiled models do not depend on the actors."""
         return ""
 
 
@@ -221,13 +224,13 @@ def on_actors(
 ) -> EngineConfig:
     """Return the engine's configuration with its vLLM workers in actors.
 
-    Build the engine with `VllmEngine` or `WorkerHandle` in a process that is none of the actors:
-    an actor that waits for its own engine could not answer it.
+    Build the engine with `VllmEngine` or `WorkerHandle` in a process that is not one of the actors,
+    because an actor that waits for its own engine cannot answer the engine's calls.
 
     Args:
         actors: Handles of `WorkerHost`s by their names in errors; the first is tensor-parallel
-            rank 0. An actor that is given to an engine lives until it is killed, even without
-            other handles.
+            rank 0. An actor that is given to an engine lives until it is killed, even if no other
+            handle of it exists.
         call_timeout: Seconds for an actor to answer one call, also while it trains; None means
             the engine's `request_timeout`.
     """
@@ -255,10 +258,10 @@ def on_bundles(engine: EngineConfig, bundle_indices: Sequence[int], name: str) -
     """Return the engine's configuration with its vLLM workers in new actors.
 
     One actor starts in each of the given bundles of the calling actor's placement group, so the
-    workers can be on several nodes. They end with the caller.
+    workers can be on several nodes. The new actors end with the caller.
 
     Raises:
-        InputError: when the number of bundles is not the number of the engine's devices.
+        InputError: when the number of bundles differs from the number of the engine's devices.
     """
     if len(bundle_indices) != engine.devices:
         raise InputError(

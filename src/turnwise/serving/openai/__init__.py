@@ -1,1 +1,1 @@
-"""The OpenAI-compatible server of one engine or of all."""
+"""The OpenAI-compatible server of one engine or of all engines."""

@@ -7,12 +7,12 @@ from turnwise.errors import InputError
 
 QUEUE = 2_048  # maximum number of connections waiting to be accepted
 EVERYWHERE = ("0.0.0.0", "::")
-"""Values of `serving.host` that stand for all addresses of the machine."""
+"""Values of `serving.host` that mean all addresses of the machine."""
 
 
 def listen(host: str, port: int, ports: str | None = None) -> socket.socket:
-    """Return a listening socket; InputError when the address cannot be used. Port 0 takes a free
-    one, of the range `ports` (`serving.ports`) if it is given."""
+    """Return a listening socket; raise InputError when the address cannot be used. Port 0 takes a
+    free port, in the range `ports` (`serving.ports`) if it is given."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     first, last = map(int, (ports or "0-0").split("-"))
     for each in [port] if port else range(first, last + 1):

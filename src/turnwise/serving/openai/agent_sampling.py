@@ -1,10 +1,12 @@
-"""Sampling of a training session's turns whose requests have other parameters than `sampling`.
+"""Sampling of a training session's turns whose requests have parameters that differ from
+`sampling`.
 
-A turn may have its own temperature, top-p, top-k, min-p and grammar: the trainer scores its tokens
-under the same values, and from the ids that the grammar allowed, so that they are trained exactly.
-`rollout.agent_sampling` decides about parameters that the trainer cannot repeat, such as a penalty.
-In training sessions that clients open themselves, whose trainer is not ours, everything except the
-run's own sampling is refused. `AgentSampling.decide` is the only place that decides.
+A turn may have its own temperature, top-p, top-k, min-p and grammar. The trainer scores its tokens
+under the same values, and among the ids that the grammar allowed, so the tokens are trained
+exactly. `rollout.agent_sampling` decides about parameters that the trainer cannot repeat, such as a
+penalty. Training sessions that clients open themselves have an external trainer, so they refuse all
+parameters that differ from the run's own sampling. `AgentSampling.decide` is the only place that
+decides.
 """
 
 import logging
@@ -87,7 +89,7 @@ class AgentSampling:
         elif rule == "refuse" and (wrong := inexact | (asked.keys() & {_CALLS})):
             _refuse(next(name for name in asked if name in wrong), asked, own)
         elif rule == "context" and inexact:
-            if "use_beam_search" in inexact:  # its answers are no turns
+            if "use_beam_search" in inexact:  # its answers are not turns
                 _refuse("use_beam_search", asked, own)
             events = tuple(f"context_{_word(name)}" for name in sorted(inexact))
             return Decision(
@@ -117,7 +119,8 @@ class AgentSampling:
 
 
 def _drawn(own: SamplingConfig, asked: Mapping[str, object]) -> Distribution:
-    """Return the sampling distribution of a request: its own values, and `own` for the others."""
+    """Return the sampling distribution of a request: its own values, and the values of `own` for
+    the other parameters."""
     values: JsonObject = {name: asked.get(name, getattr(own, name)) for name in DISTRIBUTION}
     return Distribution(**values)
 

@@ -20,14 +20,15 @@ from turnwise.internals.fastapi import read_bodies
 
 PROTOBUF = "/api/v1/"  # beginning of the paths where a body may be protobuf
 TREE = "turnwise.tree"
-"""Key of the scope for the `Tree` of a body that was read already."""
+"""Key of the ASGI scope that holds the `Tree` of a body that was read already."""
 _VALUES, _KEYS, _NESTED = 65_536, 4_096, 1_024
 """Maximum numbers of values, of keys, and of objects and lists in a body, for each MB of
 `serving.max_body_mb`."""
 
 
 def is_protobuf(scope: Scope, headers: Headers) -> bool:
-    """Return whether a body is one of Tinker's messages, which `tinker.wire` counts itself."""
+    """Return whether a body is one of Tinker's messages, whose values `tinker.wire` counts
+    itself."""
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     return kind.endswith("x-protobuf") and scope["path"].startswith(PROTOBUF)
 
@@ -55,11 +56,11 @@ class Tree(NamedTuple):
 
     value: Any
     standard: bool
-    """Whether it has no NaN, no infinity and no lone surrogate, which Python's parser accepts."""
+    """Whether the body has no NaN, infinity or lone surrogate; Python's parser accepts these."""
 
 
 def decoded(body: bytes, constant: Callable[[str], object] | None = None) -> Tree:
-    """Read a body as JSON; JSONDecodeError when it is not valid. `constant` converts NaN and
+    """Read a body as JSON; raise JSONDecodeError when it is not valid. `constant` converts NaN and
     infinities."""
     try:
         return Tree(msgspec.json.decode(body), standard=True)
@@ -79,7 +80,8 @@ def decoded(body: bytes, constant: Callable[[str], object] | None = None) -> Tre
 
 
 def read_once(app: FastAPI) -> None:
-    """Let an application's routes use the trees in their scopes, and not read bodies again."""
+    """Let an application's routes use the trees in their scopes, instead of reading the bodies
+    again."""
 
     def decode(request: Request, body: bytes) -> object:
         tree: Tree = request.scope[TREE] if TREE in request.scope else decoded(body)

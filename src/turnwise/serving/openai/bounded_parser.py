@@ -1,8 +1,8 @@
-"""vLLM's parsers of answers, which run on the event loop, within a limited time.
+"""A limit on the time that vLLM's answer parsers take on the event loop.
 
 A whole answer is parsed there only if it is short, or if another process has parsed it quickly.
-Otherwise the answer has the calls that the other process found, or none if that took too long. A
-stream is parsed until its pieces take too long; from there on it is text.
+Otherwise the answer has the calls that the other process found, or no calls if parsing took too
+long there. A stream is parsed until its pieces take too long; the rest of the stream is plain text.
 """
 
 import math
@@ -35,7 +35,7 @@ class BoundedParsing:
     Args:
         name: vLLM's parser of tool calls.
         model: The model, whose tokenizer is loaded again in a process that parses.
-        reasons: Whether another parser of vLLM's removes reasoning first.
+        reasons: Whether another parser of vLLM removes reasoning first.
         tokenizer: The model's tokenizer.
         late: Function that is called when an answer is not parsed because that takes too long.
     """
@@ -51,12 +51,12 @@ class BoundedParsing:
     ) -> None:
         self._reasons, self._late = reasons, late
         self._known: dict[int, Parsed | None] = {}
-        """Outcomes by the hash of the text; None if it is parsed quickly."""
+        """Outcomes by the hash of the text; None for a text that is parsed quickly."""
         try:
             self._parser: ToolParser | None = ToolParser(
                 name, tokenizer, partial(load_tokenizer, model)
             )
-        except InputError:  # a parser that reads calls by their tokens, and each token once
+        except InputError:  # a parser of tokens, which reads each token once, needs no limit
             self._parser = None
 
     async def prepare(self, text: str, tools: Sequence[JsonObject] | None) -> None:
@@ -81,13 +81,14 @@ class BoundedParsing:
             del self._known[next(iter(self._known))]
 
     async def _seconds(self, text: str, schemas: Sequence[JsonObject]) -> float:
-        """Return the processor time of the parse of a text, infinite if it did not end in time."""
+        """Return the processor seconds that a text's parse takes; infinity if it does not end in
+        time."""
         assert self._parser is not None
         parsed = await self._parser.read_elsewhere(text, schemas)
         return math.inf if parsed is None else parsed.seconds
 
     def _parse(self, text: str, request: Foreign, parse: Callable[[], object]) -> object:
-        """Return the reasoning, the content and the calls of a text, by `parse` if it is quick."""
+        """Return the reasoning, content and calls of a text; call `parse` only if it is quick."""
         parser = self._parser
         if parser is None or not parser.may_take_long(text):
             return parse()

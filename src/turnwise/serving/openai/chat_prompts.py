@@ -1,6 +1,6 @@
-"""The prompts of chats: exact if the session has the earlier turns, rendered otherwise.
+"""The prompts of chats: exact if the session has the earlier turns' tokens, rendered otherwise.
 
-Every conversation that the server renders passes here, with the template that agent loops use.
+All conversations of the server are rendered here, with the same template as in agent loops.
 """
 
 import json
@@ -32,7 +32,8 @@ _TEMPLATES = 16  # maximum number of cached templates, one for each set of templ
 _VARIABLES = ("documents", "continue_final_message")
 """Options of a request that the template gets under the same names."""
 BILLING = "x-anthropic-billing-header"
-"""Beginning of a line that Claude Code writes into system messages; it differs each time."""
+"""Beginning of a line that Claude Code writes into system messages; the line differs in each
+request."""
 
 
 class ChatPrompts:
@@ -76,10 +77,10 @@ class ChatPrompts:
     async def find(
         self, session: Session | None, asked: Conversation, request: object
     ) -> prompts.NextPrompt:
-        """Return a conversation's prompt, always with ids.
+        """Return a conversation's prompt; its ids are always set.
 
-        A request without a chat template is refused; in a training session also one whose tools or
-        messages the template leaves out.
+        A request is refused if the model has no chat template. In a training session, it is also
+        refused if the template leaves out its tools or messages.
         """
         with refusing():
             return await self._find(session, asked, request)
@@ -168,13 +169,14 @@ class ChatPrompts:
         limit = self._max_images
         if not limit or not self._chat.model_config.supports_multimodal_inputs:
             raise InputError("this server takes text alone: a request has an image or another file")
-        if len([*image_parts(messages)]) > limit:  # before any is decoded
+        if len([*image_parts(messages)]) > limit:  # before any image is decoded
             why = f"more than {limit} images (engine.images_per_prompt)"
             raise InputError(f"the messages have {why}")
         return await run_in_thread(read)
 
     def template_of(self, request: object) -> ChatTemplate:
-        """Return the template with a request's variables; all share the tokenizer."""
+        """Return the template with a request's variables; all such templates share one
+        tokenizer."""
         own = dict(getattr(request, "chat_template_kwargs", None) or {})
         own |= {name: value for name in _VARIABLES if (value := getattr(request, name, None))}
         if (effort := getattr(request, "reasoning_effort", None)) is not None:
@@ -185,8 +187,8 @@ class ChatPrompts:
 
 
 def _listed(message: JsonObject) -> JsonObject:
-    """Return a copy of a message whose parts can be read repeatedly: in vLLM's message they may be
-    an iterator, or vLLM's own objects. Claude Code's billing line is left out."""
+    """Return a copy of a message whose parts can be read repeatedly, because the parts of vLLM's
+    messages may be an iterator, or vLLM's own objects. Claude Code's billing line is left out."""
     content = message.get("content")
     if content is not None and not isinstance(content, str):
         content = [

@@ -1,7 +1,8 @@
 """The requests of chats, read and checked.
 
-Nearly all requests of agents are plain: they have known keys and texts, and want one answer.
-`PlainRequest` reads them quickly. vLLM's model of a request reads all others, to the same form.
+Nearly all requests of agents are plain: they have only known keys, their contents are texts, and
+they want one answer. `PlainRequest` reads them quickly. vLLM's model of a request reads all other
+requests, into the same form.
 """
 
 from functools import lru_cache
@@ -72,7 +73,7 @@ class _StreamOptions(Struct, forbid_unknown_fields=True):
 
 
 class PlainRequest(Struct, forbid_unknown_fields=True):
-    """The keys of a plain request, with OpenAI's meaning; None and UNSET stand for the default."""
+    """The keys of a plain request, with OpenAI's meaning; None and UNSET mean the default."""
 
     messages: Annotated[list[_System | _User | _Tool | _Assistant], Meta(min_length=1)]
     model: str | None = None
@@ -101,12 +102,13 @@ class ParsedRequest(NamedTuple):
     """A chat's request, read and checked."""
 
     request: vllm.ChatCompletionRequest
-    """The request as vLLM reads it, with the changes of vLLM's answer parser; not shared."""
+    """The request as vLLM reads it, with the changes that vLLM's answer parser makes; no other chat
+    shares it."""
     conversation: Conversation
     variables: JsonObject
     """Variables of the chat template, for vLLM's parser."""
     checked: bool
-    """Whether its values are known to be valid, so that vLLM need not check them."""
+    """Whether the request's values are known to be valid, so that vLLM need not check them."""
 
 
 class _Offer(NamedTuple):
@@ -115,16 +117,16 @@ class _Offer(NamedTuple):
     conversation: Conversation
     """The tools as the template gets them, without messages."""
     request: vllm.ChatCompletionRequest
-    """vLLM's request with them, without messages."""
+    """vLLM's request with the tools, without messages."""
     variables: JsonObject
 
 
 class ChatReader:
-    """Reads the requests of chats: plain ones in a fraction of a millisecond, all others by vLLM's
-    model of a request, which takes several milliseconds.
+    """Reads the requests of chats: plain ones in a fraction of a millisecond, all other requests by
+    vLLM's model of a request, which takes several milliseconds.
 
     Args:
-        chat: vLLM's service of chats, which knows its parser.
+        chat: vLLM's service of chats, which has the answer parser.
     """
 
     def __init__(self, chat: vllm.OpenAIServingChat) -> None:
@@ -138,10 +140,11 @@ class ChatReader:
         bound(self._checked)
 
     def read(self, tree: JsonObject) -> ParsedRequest | vllm.ChatCompletionRequest:
-        """Return a plain request parsed, or any other request as vLLM reads it, for `complete`.
+        """Return a plain request as a `ParsedRequest`, or any other request as vLLM reads it; pass
+        the latter to `complete`.
 
         Raises:
-            pydantic.ValidationError: when vLLM refuses it.
+            pydantic.ValidationError: when vLLM refuses the request.
         """
         if (parsed := read_plain(tree)) is not None:
             plain, messages = parsed
@@ -194,7 +197,8 @@ class ChatReader:
         return request
 
     def _read_offer(self, encoded: bytes) -> _Offer | None:
-        """Return a set of tools as vLLM reads it; None if they need a grammar, or are refused."""
+        """Return a set of tools as vLLM reads it; None if the tools need a grammar, or vLLM refuses
+        them."""
         try:
             request = vllm.ChatCompletionRequest(messages=[], tools=msgspec.json.decode(encoded))
             tools = [tool.model_dump() for tool in request.tools or ()] or None
@@ -211,7 +215,8 @@ class ChatReader:
 
 
 def read_plain(tree: object) -> tuple[PlainRequest, list[JsonObject]] | None:
-    """Return a plain request and its messages as the client sent them; None for others."""
+    """Return a plain request and its messages as the client sent them; None if the request is not
+    plain."""
     try:
         request = msgspec.convert(tree, PlainRequest)
     except (msgspec.MsgspecError, RecursionError):

@@ -57,20 +57,21 @@ class SampledChoice(NamedTuple):
 
 
 class ChatSampler:
-    """Samples chats by `sample`; `chat` is vLLM's service of chats."""
+    """Samples chats with the function `sample`; `chat` is vLLM's service of chats."""
 
     def __init__(self, sampling: SamplingConfig, chat: vllm.OpenAIServingChat, sample: Sample):
         self._sampling, self._chat, self._sample = sampling, chat, sample
         self._tokenizer = chat.renderer.tokenizer
 
     def ready(self, chat: Chat) -> Chat:
-        """Return a chat with its engine request, whose parameters are valid. A beam search, whose
-        answers are no turns, is checked by vLLM alone.
+        """Return a chat with its engine request, whose parameters are valid. A beam search is
+        checked by vLLM alone, because its answers are not turns.
 
         Raises:
             VLLMValidationError: when sampling is impossible with a parameter, or when the prompt
-                fills the context; then the session is full (`context_full`).
-            InputError: as `RequestContext.within`.
+                fills the context; in the latter case, the session is marked as full
+                (`context_full`).
+            InputError: as in `RequestContext.within`.
         """
         request, session, limit = chat.request, chat.context.session, self._max_tokens(chat)
         if _by_beams(request):
@@ -129,7 +130,7 @@ class ChatSampler:
         return await together(self._whole(chat, index) for index in range(chat.choices))
 
     async def pieces(self, chat: Chat) -> AsyncGenerator[tuple[int, Piece], None]:
-        """Sample all choices, and yield their pieces with their indices as they come."""
+        """Sample all choices, and yield each piece with the index of its choice as it arrives."""
         if _by_beams(chat.request):
             for index, piece in enumerate(await self._beams(chat)):
                 yield index, piece
@@ -205,7 +206,7 @@ class ChatSampler:
                 yield piece
 
     async def _beams(self, chat: Chat) -> list[Piece]:
-        """Return the answers that a beam search finds; they belong to no session."""
+        """Return the answers that a beam search finds; these answers belong to no session."""
         request, result = chat.request, None
         search = self._chat.beam_search(
             prompt=vllm.tokens_input(chat.prompt.tolist()),

@@ -3,7 +3,7 @@
 `ChatReader` reads a request, `ChatPrompts` finds its exact prompt, and `sample` samples it for its
 session, within the session's token budget. A `ChoiceReader` and vLLM's parser read each choice, and
 `ChatWriter` writes the answer, whole or as events. Responses (`responses`) and Anthropic's
-Messages, which vLLM translates, are such chats. vLLM's application (`vllm_app`) answers all other
+Messages, which vLLM translates, are chats, too. vLLM's application (`vllm_app`) answers all other
 requests.
 """
 
@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 
 class ChatService:
-    """Answers the chats of sessions; `state` is that of vLLM's application."""
+    """Answers the chats of sessions; `state` is the state of vLLM's application."""
 
     def __init__(
         self, config: Config, generator: Generator, state: State, store: SessionStore
@@ -99,7 +99,8 @@ class ChatService:
         self, name: str | None, previous: str | None, child: str | None = None
     ) -> Iterator[RequestContext]:
         """Hold the session of a request, and make the request `CURRENT`, until it is answered;
-        completions that are not delivered by then are lost. Raises as `SessionStore.request`."""
+        completions that are not delivered by then are lost. Raises the errors of
+        `SessionStore.request`."""
         with ExitStack() as held:
             session = held.enter_context(self._store.request(name, previous, child))
             context = RequestContext(session, held)
@@ -114,13 +115,13 @@ class ChatService:
                 CURRENT.reset(token)
 
     async def answer_here(self, tree: JsonObject, context: RequestContext) -> JsonObject | Events:
-        """Return the answer to a request, or the events of one that is streamed."""
+        """Return the answer to a request, or its events if it is streamed."""
         if unknown := tree.keys() - vllm.ChatCompletionRequest.model_fields:
             raise InputError(f"a chat completion's request has no key {min(unknown)}")
         return await self._answer(await self._prepare(tree, context))
 
     async def answer_http(self, tree: JsonObject, context: RequestContext) -> Response | Events:
-        """Answer an HTTP client's request; return the events of one that is streamed."""
+        """Answer an HTTP client's request; return the answer's events if it is streamed."""
         try:
             answered = await self._answer(await self._prepare(tree, context))
         except ValidationError as error:
@@ -135,7 +136,7 @@ class ChatService:
     async def answer_for_vllm(
         self, objects: bool, request: vllm.ChatCompletionRequest, _: object = None
     ) -> vllm.ChatCompletionResponse | Events:
-        """Answer a request of vLLM's application, in place of its own method; for `objects` see
+        """Answer a request of vLLM's application, in place of vLLM's own method; for `objects` see
         `RequestContext`."""
         context = CURRENT.get()
         assert context is not None  # the routes that sample are served in sessions
@@ -212,7 +213,7 @@ class ChatService:
         return self.sampler.ready(Chat(name, context, parsed, prompt, adapter))
 
     async def _answer(self, chat: Chat) -> JsonObject | Events:
-        # Clients of Anthropic's Messages get other ids than the chat's name.
+        # Clients of Anthropic's Messages get an id different from the chat's name.
         session = None if chat.context.objects else chat.context.session
         if chat.request.stream:
             if session is not None:
@@ -227,7 +228,8 @@ class ChatService:
         self, request: vllm.SamplingRequest, **options: object
     ) -> vllm.LoRARequest | None:
         """Return the adapter that a request names by its `model`; without a name, the adapter of
-        its session's last turn. None is the model itself, the only one for training sessions."""
+        its session's last turn. None means the model itself, which is the only choice for training
+        sessions."""
         if not self._adapters:
             return None
         context = CURRENT.get()
@@ -253,7 +255,8 @@ class ChatService:
         self, context: RequestContext, key: ChoiceKey, request: Request
     ) -> AsyncGenerator[Chunk, None]:
         """Sample a request's tokens for its session; the finished completion becomes a turn. The
-        route of `request` names only the adapter."""
+        `route` of the given request names only the adapter; this method adds the session and its
+        group."""
         session, sampling = context.session, request.sampling
         route = Route(session.id, session.group, request.route.adapter)
         request, turn = replace(request, route=route), len(session.trajectory.turns)
@@ -287,8 +290,9 @@ class ChatService:
         """Keep a finished completion, to be recorded as a turn once the client gets it."""
 
         def answer() -> Answer:
-            """Return the answer as the client got it, or the whole text if the request is no chat.
-            Count tool calls like an agent loop, because the client may not notice a broken one."""
+            """Return the answer as the client got it, or the whole text if the request is not a
+            chat. Count tool calls as an agent loop does, because the client may not notice a broken
+            call."""
             said = context.answers.get(key[1])
             if said is None:
                 text = context.texts.get(key)

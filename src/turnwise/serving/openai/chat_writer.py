@@ -98,7 +98,8 @@ class ChatWriter:
         elif wanted == "none" or not request.tools:
             found = []
         context.note(index, content, [(call.name, call.arguments) for call in found])
-        # OpenAI's finish reasons: only a named call ends like a text.
+        # As in OpenAI's API, calls end with `tool_calls`, except that a call that `tool_choice`
+        # names ends with `stop`, like text.
         called = piece.finish_reason == "stop" if wanted == "required" else found and not named
         message = vllm.ChatMessage(
             role=_role(chat),
@@ -116,7 +117,7 @@ class ChatWriter:
             "finish_reason": "tool_calls" if called else piece.finish_reason,
             "stop_reason": piece.stop_reason,
         }
-        if request.include_reasoning:  # otherwise ids and log-probs would reveal it
+        if request.include_reasoning:  # otherwise ids and log-probs would reveal the reasoning
             if piece.logprobs is not None:
                 logprobs = vllm.chat_logprobs(self._chat, request, piece.token_ids, piece.logprobs)
                 choice["logprobs"] = logprobs.model_dump()

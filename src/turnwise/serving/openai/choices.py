@@ -20,7 +20,8 @@ class Piece(NamedTuple):
     """The next tokens of a choice."""
 
     text: str
-    """Text that they add; the detokenizer holds back what may be the beginning of a stop string."""
+    """Text that the tokens add; the detokenizer holds back text that may be the beginning of a stop
+    string."""
     token_ids: list[int]
     logprobs: list[dict[int, vllm.Logprob]] | None
     """For each token, log-probs with texts; None if the client did not ask for them."""
@@ -28,11 +29,11 @@ class Piece(NamedTuple):
     stop_reason: int | str | None
     cached_tokens: int = 0
     stored_tokens: int = 0
-    """As in `Chunk`."""
+    """This count and `cached_tokens` are as in `Chunk`."""
 
 
 class ChoiceReader:
-    """Reads one choice by vLLM's detokenizer and its reader of log-probs.
+    """Reads one choice with vLLM's detokenizer and log-probs processor.
 
     Args:
         tokenizer: The model's tokenizer.
@@ -81,7 +82,7 @@ class ChoiceReader:
 def engine_outputs(
     request_id: str, chunk: Chunk, with_logprobs: bool, scored: bool
 ) -> list[vllm.EngineCoreOutput]:
-    """Return a chunk in vLLM's form, for its detokenizer and its reader of log-probs."""
+    """Return a chunk in vLLM's form, for its detokenizer and log-probs processor."""
     finish = None if chunk.finish_reason is None else _FINISH[chunk.finish_reason]
     # vLLM finds a stop string again, cuts the text before it, and ends the request.
     by_string = isinstance(chunk.stop_reason, str)

@@ -41,7 +41,7 @@ class EngineClient:
         self._generator = generator
 
     def check_admission(self, n: int = 1, request_id: str | None = None) -> None:
-        """Admit every request: they wait in the engines."""
+        """Admit every request, because requests wait in the engines."""
 
     async def check_health(self) -> None:
         fleet = self._generator
@@ -49,7 +49,7 @@ class EngineClient:
             raise vllm.EngineDeadError
 
     def shutdown(self, timeout: float | None = None) -> None:
-        """Refuse new requests, and cancel those in flight; the engines belong to others."""
+        """Refuse new requests, and cancel the requests in flight; the engines keep running."""
         self.errored, self.is_running = True, False
         for task in self._tasks:
             task.cancel()

@@ -1,8 +1,8 @@
 """Errors as answers, in OpenAI's format; validation errors become one sentence.
 
-pydantic reports a mistake in a union once for each member of the union. The client meant the first
-member whose `role` and `type` fit. The sentence names the place in the body, and what is wrong
-there.
+pydantic reports a mistake in a union once for each member of the union. The sentence assumes that
+the client meant the first member whose `role` and `type` fit. It names the path of the wrong value
+in the body, and the mistake.
 """
 
 import json
@@ -26,7 +26,7 @@ _EXPECTED = "Input should be "
 _Step = tuple[bool, str | int]
 """A key or index of a value (True), or a member of a union that the value may be (False)."""
 _Placed = list[tuple[list[_Step], JsonObject]]
-"""Entries of pydantic's `errors()`, each with its place in a value."""
+"""Entries of pydantic's `errors()`, each with the path of the wrong value."""
 
 
 def refusal(
@@ -35,7 +35,7 @@ def refusal(
     param: str | None = None,
     headers: Mapping[str, str] | None = None,
 ) -> Response:
-    """Return an error as an answer."""
+    """Return an HTTP response with an error."""
     kind = HTTPStatus(status).phrase
     error = {"message": message, "type": kind, "param": param, "code": status}
     return Response(json.dumps({"error": error}), status, headers, "application/json")
@@ -51,7 +51,8 @@ async def answer_error(_: Request, error: Exception) -> Response:
 
 
 def errors_of(error: RequestValidationError | ValidationError) -> list[JsonObject]:
-    """Return the entries of pydantic's `errors()`; a sentence becomes an entry without a place."""
+    """Return the entries of pydantic's `errors()`; an error that is only a sentence becomes an
+    entry without a place."""
     if isinstance(error, ValidationError):
         return list(map(dict, error.errors(include_url=False, include_input=False)))
     said = error.errors()  # vLLM's own checks give sentences
@@ -63,14 +64,15 @@ def errors_of(error: RequestValidationError | ValidationError) -> list[JsonObjec
 
 def explain(errors: Sequence[JsonObject], body: object) -> tuple[str, str]:
     """Return the sentence for pydantic's errors of one body, and the path of the wrong value. The
-    body distinguishes keys from members of unions in the errors' places; it may be `UNKNOWN`."""
+    body is needed to distinguish keys from members of unions in the errors' places; it may be
+    `UNKNOWN`."""
     placed: _Placed = []
     for error in errors:
         value, place, steps = body, list(error["loc"]), list[_Step]()
         if place[:1] == ["body"]:
             del place[0]
         if isinstance(body, Mapping) and isinstance(place[0] if place else "", int):
-            value = UNKNOWN  # the place is relative to a value inside
+            value = UNKNOWN  # the place is relative to a value inside the body
         for number, part in enumerate(place, start=1):
             holds, inner = _inside(value, part)
             here = holds or (number == len(place) and error["type"] == "missing")
@@ -137,7 +139,7 @@ def _fits(errors: _Placed) -> bool:
 
 
 def _inside(value: object, part: str | int) -> tuple[bool, object]:
-    """Return whether a value has a key or index, and what is there, or `UNKNOWN`."""
+    """Return whether a value has a key or index, and the value there, or `UNKNOWN`."""
     if value is UNKNOWN:
         name = str(part)
         return isinstance(part, int) or (name.isidentifier() and name.islower()), UNKNOWN

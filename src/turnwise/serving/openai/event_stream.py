@@ -16,20 +16,20 @@ DONE = "data: [DONE]\n\n"
 
 @dataclass(slots=True)
 class StreamedChoice:
-    """One choice of a streamed answer, as its client has got it so far."""
+    """One choice of a streamed answer, as far as its client has received it."""
 
     request: vllm.SamplingRequest
     prompt: list[int]
     parser: "vllm.Parser | None"
-    """Parser of its reasoning and calls; None if it can have neither."""
+    """Parser of the choice's reasoning and calls; None if it can have neither of them."""
     content: str = ""
     calls: dict[int, list[str]] = field(default_factory=dict)
     """Name and arguments of each call."""
     sampled: list[int] = field(default_factory=list)
 
     def read(self, piece: Piece) -> vllm.DeltaMessage | None:
-        """Return the parser's message to the client for the next tokens. None if it is empty, or if
-        there is no parser and the client gets the text."""
+        """Return the parser's message to the client for the next tokens. None if the message is
+        empty, or if there is no parser, so that the client gets the plain text."""
         self.sampled += piece.token_ids
         if self.parser is None:
             self.content += piece.text
@@ -99,7 +99,7 @@ class EventStream:
         self._choices = choices
 
     def first(self) -> list[str]:
-        """Return the events that come before those of the first tokens."""
+        """Return the events that come before the events of the first tokens."""
         ids = self._prompt if self._request.return_token_ids else None
         more: JsonObject = {"prompt_token_ids": ids, "prompt_text": self._prompt_text}
         delta = _encoded({"role": self._role, "content": ""})
@@ -117,8 +117,8 @@ class EventStream:
         return events
 
     def following(self, index: int, piece: Piece) -> str:
-        """Return the event of a choice's next tokens; "" if they need none. The last event has the
-        finish reason."""
+        """Return the event of a choice's next tokens; "" if these tokens need no event. The last
+        event has the finish reason."""
         choice, request, finish = self._choices[index], self._request, piece.finish_reason
         if not (piece.text or piece.token_ids or choice.sampled or finish):
             return ""
@@ -127,7 +127,7 @@ class EventStream:
             delta = f'{{"content":{_encoded(piece.text)}}}'
         else:
             delta = "" if made is None else made.model_dump_json(exclude_unset=True)
-        hidden = not request.include_reasoning  # ids and log-probs would reveal it
+        hidden = not request.include_reasoning  # ids and log-probs would reveal the reasoning
         logprobs: object = None
         if piece.logprobs is not None and not hidden:
             found = vllm.chat_logprobs(self._chat, request, piece.token_ids, piece.logprobs)
@@ -171,7 +171,7 @@ class EventStream:
         return f'{self._begin}{index},"delta":{delta},{rest}]{tail}\n\n'
 
     def _so_far(self, index: int) -> JsonObject:
-        """Return the usage of one choice so far, if each event has it."""
+        """Return the usage of one choice so far, if each event contains the usage; otherwise {}."""
         return {"usage": self._numbers([self._choices[index]])} if self._counts else {}
 
     def _numbers(self, choices: Sequence[StreamedChoice]) -> JsonObject:

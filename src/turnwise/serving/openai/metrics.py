@@ -48,10 +48,11 @@ class EngineMetrics:
         self.generator = generator
         self._seconds = seconds
         self._asked: dict[str, asyncio.Task[list[Metric]]] = {}
-        """Calls in flight, by worker; a hung worker has only one."""
+        """Calls in flight, by worker; even a hung worker has only one call."""
 
     async def collect(self) -> list[Metric]:
-        """Return all engines' metrics, and `turnwise_worker_metrics`: 0 if they are missing."""
+        """Return all engines' metrics, and `turnwise_worker_metrics`, which is 0 for each worker
+        whose metrics are missing."""
         alone: Foreign = self.generator
         engines: dict[str, Foreign] = {}
         if isinstance(alone, Scheduler):
@@ -92,12 +93,13 @@ def answered(by_worker: Mapping[str, bool]) -> Metric:
 
 
 def process_metrics() -> Iterator[Metric]:
-    """Yield the metrics of this process, without those of an engine in it."""
+    """Yield the metrics of this process, except the metrics of an engine in it."""
     return (each for each in REGISTRY.collect() if not each.name.startswith(VLLM_METRICS))
 
 
 def scheduler_metrics(scheduler: Scheduler) -> Iterator[Metric]:
-    """Yield the metrics of a scheduler: turns by event, and its workers."""
+    """Yield a scheduler's metrics: the number of turns by event, and the load, state and sampled
+    tokens of each worker."""
     yield family("turnwise_turns_total", "Turns, by event", dict(scheduler.events), "event")
     workers = list(scheduler.workers.values())
     for name, meaning, values in (

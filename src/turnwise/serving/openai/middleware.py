@@ -34,10 +34,11 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 SESSION_NAME = "turnwise.session"
-"""Key of the scope for the name of the request's session, None without one."""
+"""Key of the ASGI scope that holds the name of the request's session; None if the request names no
+session."""
 _REPEATABLE = "turnwise.repeatable"
-"""Key of the scope for a request that may be a retry or be retried. The value is a hash of the
-request, whether it may be a retry, and the request in flight."""
+"""Key of the ASGI scope of a request that may be a retry or may be retried. The value is a tuple: a
+hash of the request, whether it may be a retry, and its `_Running` (the request in flight)."""
 _CHAT = "/v1/chat/completions"
 IN_SESSIONS = (_CHAT, "/v1/completions", "/v1/responses", "/v1/messages")
 """Paths of requests that are served within a session, with their `RequestContext` as `CURRENT`.
@@ -46,13 +47,14 @@ _BATCH = "/v1/chat/completions/batch"
 """Path of a request with several chats; `messages` is a list of conversations."""
 _INVOCATIONS = "/invocations"
 _OBJECTS = {_CHAT: "messages", "/v1/messages": "messages", "/v1/responses": "input"}
-"""Key of the list of objects in each API's body. vLLM would look into the entries before it
-refuses one that is no object."""
+"""Key of the list of objects in each API's body. vLLM would read the entries before it refuses an
+entry that is not an object."""
 _APIS = {"messages": _CHAT, "prompt": "/v1/completions", "input": "/v1/responses"}
 """Path of each API, by a key that only its requests have."""
 _READ = b"{}"
-"""Body of a request whose scope has the tree; the framework would not read an empty one as JSON."""
-_OPENING = "/v1/sessions"  # path, within a session's, that opens a session under it
+"""Body that is passed on for a request whose scope has the `Tree`, because the framework would not
+read an empty body as JSON."""
+_OPENING = "/v1/sessions"  # path, within a session, that opens a session under it
 _OWN_HEADERS = "endpoint-load-metrics-format"
 """Header of a request that wants additional headers in the answer."""
 
@@ -60,14 +62,15 @@ _OWN_HEADERS = "endpoint-load-metrics-format"
 class SessionMiddleware:
     """Answers each request in its session.
 
-    The path names the session; if it has none, the header X-Session-ID does. If both have a name,
-    and they differ, the header names a session under the path's session.
+    The path names the session; if it has no session, the header X-Session-ID names the session. If
+    both have a name, and the names differ, the header names a session under the path's session.
 
-    A retry gets the answer of the request that it repeats: nothing is sampled again. It has the
-    session, path and body of exactly one request, which is in flight or among the last that the
-    session answered. `x-stainless-retry-count` (OpenAI's and Anthropic's clients) or an
-    `Idempotency-Key` seen before marks it as a retry. Without such a key it must name its session,
-    or the completion before it. A request is aborted when its last waiting client disconnects.
+    A retry gets the answer of the request that it repeats, so nothing is sampled again. A retry has
+    the session, path and body of exactly one request, which is in flight or among the last requests
+    that the session answered. `x-stainless-retry-count` (OpenAI's and Anthropic's clients) or an
+    `Idempotency-Key` seen before marks a request as a retry. Without an `Idempotency-Key`, the
+    request must also name its session, or the completion before it. A request is aborted when its
+    last waiting client disconnects.
     """
 
     def __init__(
@@ -99,8 +102,8 @@ class SessionMiddleware:
         named = bool(name) or conversation is not None
         shared = idempotent is not None or (count is not None and named)
         whole = shared or path in (*IN_SESSIONS, _BATCH, _INVOCATIONS)
-        # The body of a redirected request is read, too: if it came after the answer, the connection
-        # would have no deadline from then on.
+        # The body of a redirected request is read, too. If the body came after the answer, the
+        # connection would have no deadline from then on.
         body: bytes | None = None
         if elsewhere is not None or (whole and scope["method"] == "POST"):
             try:
@@ -141,9 +144,10 @@ class SessionMiddleware:
         return running
 
     def _url_elsewhere(self, scope: Scope, name: str) -> str | None:
-        """Return the URL of a request whose session another process serves; None for others.
+        """Return the URL of a request whose session another process serves; None for other
+        requests.
 
-        The session in the path counts; if it has none, the `name` from a header does.
+        The session in the path counts; if the path has no session, the `name` from a header counts.
         """
         path, begin = str(scope["path"]), ""
         if path.startswith("/sessions/"):
@@ -182,7 +186,7 @@ class SessionMiddleware:
             try:
                 serving = self._chats.serving(name, headers.get("x-request-id"), own)
                 context = held.enter_context(serving)
-            except InputError as error:  # 409: it has too many sessions under it
+            except InputError as error:  # 409: the session has too many sessions under it
                 refused = refusal(getattr(error, "status", 409), str(error))
                 await refused(scope, receive, send)
                 return
@@ -215,12 +219,13 @@ class SessionMiddleware:
             held.enter_context(within_trace(trace or context.session.trace))
             is_json = headers.get("content-type", "").lower().startswith("application/json")
             if TREE not in scope:
-                with suppress(ValueError):  # the application refuses what is no JSON
+                with suppress(ValueError):  # the application refuses a body that is not JSON
                     scope[TREE] = decoded(body)
                 await asyncio.sleep(0)  # let other requests run between reading and checking
             tree: Tree = scope.get(TREE, Tree(None, standard=False))
             if isinstance(tree.value, dict):
-                # It would become the name of the answer, and could be the name of another answer.
+                # A client's `request_id` would become the name of the answer, although another
+                # answer may have that name.
                 own_keys = {k: v for k, v in tree.value.items() if k != "request_id"}
                 tree = scope[TREE] = tree._replace(value=own_keys)
                 name = _OBJECTS.get(path)
@@ -248,8 +253,8 @@ class SessionMiddleware:
             await self._app(scope, _replaying(body, noticed), counted)
 
     async def _repeat(self, scope: Scope, session: "Session", send: Send) -> bool:
-        """Send a retry the finished answer of the request that it repeats, if the session still
-        has it; return whether it has."""
+        """Send a retry the finished answer of the request that it repeats, if the session still has
+        it; return whether the answer was sent."""
         messages = None
         if (repeatable := scope.get(_REPEATABLE)) is not None:
             key, is_retry, running = repeatable
@@ -314,7 +319,7 @@ class SessionMiddleware:
                 status = message.get("status", status)
                 pieces.append(message.get("body", b""))
 
-            # All share the other keys: a copy for each would take up to 1,024 times the body.
+            # All chats share the other keys, because copies would take up to 1,024 times the body.
             own = {**chat, TREE: batch._replace(value={**tree, "messages": messages})}
             await self._handle(own, _READ, never, keep)
             return status, b"".join(pieces)
@@ -408,7 +413,8 @@ def _keep(scope: Scope, session: "Session", sent: list[Message]) -> None:
 
 
 def _split_path(path: str) -> tuple[str | None, str]:
-    """Return the session's name in a path, or None, and the path without it."""
+    """Return the session's name in a path (None if it has no name), and the path without the
+    session."""
     name = None
     if path.startswith("/sessions/") and "/v1/" in f"{path}/":
         name, _, rest = f"{path}/".removeprefix("/sessions/").partition("/v1/")
@@ -441,7 +447,8 @@ async def _send_events(events: AsyncGenerator[str, None], send: Send) -> None:
 
 
 async def _unless_gone(work: Awaitable[_T], receive: Receive) -> _T | None:
-    """Return the result of `work`; None if the client disconnects first, which cancels the work."""
+    """Return the result of `work`; if the client disconnects first, cancel the work and return
+    None."""
     working: asyncio.Future[_T] = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(receive())
     gone.add_done_callback(lambda _: working.cancel())

@@ -1,13 +1,13 @@
 """Protection of the server: slow clients, large bodies, clients without the key, and web pages.
 
 An `HttpConnection` limits times, headers and the number of connections, so that clients that send
-half a request, or nothing, cannot block others. The `Gate` is the outermost layer of the
+half a request, or nothing, cannot block other clients. The `Gate` is the outermost layer of the
 application, except for CORS.
 
-A page in a browser may read answers of its own site only. So an attacker lets the name of that site
-resolve to the server's address (DNS rebinding); such a request has that name as its `Host`.
-Requests from pages of other sites take effect although the page cannot read the answers. The
-exception is JSON: a browser asks the server before it sends JSON to another site.
+A page in a browser may read answers of its own site only. So an attacker lets the name of the
+page's site resolve to the server's address (DNS rebinding); the page's requests then have this name
+as their `Host`. Requests from pages of other sites take effect although the page cannot read the
+answers. The exception is JSON: a browser asks the server before it sends JSON to another site.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ from turnwise.serving.openai import bodies
 from turnwise.serving.openai.address import EVERYWHERE, reachable
 from turnwise.serving.openai.errors import refusal
 
-ANY = "*"  # entry of `serving.allowed_hosts` or `serving.cors_origins` that stands for all
+ANY = "*"  # entry of `serving.allowed_hosts` or `serving.cors_origins` that allows all
 TICKET = "ticket"  # parameter of a URL with the `ticket` of its session
 _HEAD_SECONDS = 30.0
 _BODY_SECONDS = 120.0  # time for a whole body: any network transfers serving.max_body_mb faster
@@ -45,17 +45,18 @@ _MAX_CONNECTIONS = 4_096
 _FILES = 1 << 20
 """Maximum soft limit of open files that a server sets; it is Linux' own default maximum."""
 _TOKENIZE_BYTES = 2 << 20
-"""Maximum size in bytes of the body of /tokenize and /detokenize. No context length bounds their
-text, and tokenizers take 150 bytes of memory for each byte of it."""
+"""Maximum size in bytes of the body of /tokenize and /detokenize. The context length does not bound
+their text, and tokenizers take 150 bytes of memory for each byte of it."""
 _BODIES = 8  # number of bodies of maximum size that may be in memory at once
 _MEMORY = 4  # bytes of memory for a body's values that count as one byte of a body
 
 
 def max_connections() -> int:
     """Raise the soft limit of open files towards the hard one; return the maximum number of
-    connections: at most half of the limit, because requests open further files."""
+    connections, which is at most half of the limit, because requests open further files."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # Programs that agents start inherit the limit, and some close every number up to it.
+    # Programs that agents start inherit the limit, and some of them close every file descriptor up
+    # to it.
     wanted = min(hard, _FILES) if hard != resource.RLIM_INFINITY else _FILES
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with suppress(OSError, ValueError):  # a limit that cannot be raised holds
@@ -159,7 +160,7 @@ class HttpConnection(HttpToolsProtocol):
         self._deadline = None if then is None else self.loop.call_later(seconds, then)
 
     def _refuse(self, status: bytes) -> None:
-        """Close the connection, with an answer if none has begun."""
+        """Close the connection; send the status first if no answer has begun."""
         if self.cycle is None or self.cycle.response_complete:
             self.transport.write(
                 b"HTTP/1.1 " + status + b"\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
@@ -169,7 +170,7 @@ class HttpConnection(HttpToolsProtocol):
 
 
 class Access:
-    """Finds the server's key in requests, and decides which requests need none."""
+    """Finds the server's key in requests, and decides which requests need no key."""
 
     def is_open(self, path: str) -> bool:
         """Return whether requests to a path need no key."""
@@ -205,17 +206,18 @@ def guarded(
 class Gate:
     """Refuses requests that are not meant for the server, are not allowed, or are too large.
 
-    - 421: the `Host` is no name of the server. Its names are its address, the address of the
+    - 421: the `Host` is not a name of the server. Its names are its address, the address of the
       connection, loopback names, the machine's own name if it listens on all addresses, and
       `serving.allowed_hosts`. A request without a `Host`, which no browser sends, passes.
     - 415: a POST request with content that is neither JSON nor protobuf.
     - 403: a POST request without a content type from a page of another site.
-    - 401: no API key. Every route but /health and /ping needs it (see `Access`). Sessions of
-      rollouts need none: their paths are random secrets, known only to their agents.
+    - 401: the API key is missing or wrong. Every route except /health and /ping needs it (see
+      `Access`). Sessions of rollouts need no key, because their paths are random secrets that only
+      their agents know.
     - 413: the body is too large, in bytes or in the number of its values (`bodies`).
     - 503: all bodies in flight are too large together, in bytes or in memory for their values.
 
-    HEAD is answered as GET, without the body. Without a `key`, no request needs one.
+    HEAD is answered as GET, without the body. If `key` is None, no request needs a key.
     """
 
     def __init__(
@@ -236,12 +238,13 @@ class Gate:
         self._max_bytes = serving.max_body_mb << 20
         self._megabytes = serving.max_body_mb
         self._held = 0
-        """Size in bytes of all bodies of requests in flight; many small values count as more."""
+        """Size in bytes of all bodies of requests in flight; many small values count as more than
+        their size."""
         self._key = key
         self._store = store
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        head = scope["method"] == "HEAD"  # not all routes of the framework answer it
+        head = scope["method"] == "HEAD"  # not all routes of the framework answer HEAD
         limited_path = scope["path"] in ("/tokenize", "/detokenize")
         limit = min(self._max_bytes, _TOKENIZE_BYTES) if limited_path else self._max_bytes
         read, held, started = 0, 0, False
@@ -295,7 +298,8 @@ class Gate:
             self._held -= held
 
     def _check_page(self, scope: Scope, headers: Headers) -> None:
-        """Refuse other host names, and POST requests that pages of other sites can send unasked."""
+        """Refuse requests to other host names, and POST requests that browsers send from pages of
+        other sites without asking the server first."""
         bound = canonical((scope.get("server") or ("",))[0])
         for host in headers.getlist("host"):
             name = canonical(host)
@@ -303,7 +307,7 @@ class Gate:
                 ours = name == bound or address.is_loopback
             else:
                 # In-process clients have their URL's name as the bound address. A name without a
-                # dot is theirs; one with a dot can be an attacker's.
+                # dot belongs to such a client; a name with a dot can be an attacker's.
                 ours = name.endswith(".localhost") or (name == bound and "." not in name)
             if not ours and name not in self._names and ANY not in self._names:
                 raise HTTPException(
@@ -330,7 +334,7 @@ class Gate:
         )
 
     def _open(self, scope: Scope, headers: Headers) -> bool:
-        """Return whether a request has the key, or needs none."""
+        """Return whether a request has the key, or needs no key."""
         path: str = scope["path"]
         if self._key is None or self._access.is_open(path):
             return True

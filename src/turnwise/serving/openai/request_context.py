@@ -38,17 +38,18 @@ class RequestContext:
     finished: dict[ChoiceKey, Completion] = field(default_factory=dict)
     texts: dict[ChoiceKey, str] = field(default_factory=dict)
     undelivered: list[Callable[[], None]] = field(default_factory=list)
-    """For each completion that the client has not got, a function that records it as a turn."""
+    """For each completion that the client has not received, a function that records it as a
+    turn."""
     answers: dict[int, Answer] = field(default_factory=dict)
     """Answers to a chat as the client got them, by the index of the choice (`note`)."""
     objects: bool = False
     """Whether the client holds the arguments of calls as objects, as clients of Anthropic's
-    Messages do. Arguments that are no JSON object then become an empty object."""
+    Messages do. For these clients, arguments that are not a JSON object become an empty object."""
     adapter: str = ""
     sampling: TurnSampling = AS_CONFIGURED
     """The turn's own sampling parameters."""
     began: float = field(default_factory=time.time)
-    """Time when the request came, in seconds since the epoch."""
+    """Time when the request arrived, in seconds since the epoch."""
 
     @property
     def images(self) -> Sequence[PlacedImage]:
@@ -58,19 +59,20 @@ class RequestContext:
 
     @property
     def trained(self) -> bool:
-        """Whether the sampled tokens are trained, which needs the ids that a grammar allowed."""
+        """Whether the sampled tokens are trained; if so, the ids that a grammar allowed are
+        recorded."""
         return self.session.sampling is not None and not self.sampling.untrained
 
     def score_prompt(self, params: "vllm.SamplingParams") -> None:
-        """Let an engine give the log-probs of the prompt's tokens, if the session records them."""
+        """Ask the engine for the log-probs of the prompt's tokens, if the session records them."""
         own = self.session.sampling
         if own is not None and own.prompt_logprobs:
             params.prompt_logprobs = params.prompt_logprobs or 0
             params.skip_reading_prefix_cache = True  # cached tokens get no log-probs
 
     def within(self, prompt: Prompt, max_tokens: int) -> int:
-        """Return how many tokens, at most `max_tokens`, may follow a prompt. If none may, mark the
-        session as full (`context_full`) and raise InputError."""
+        """Return how many tokens, at most `max_tokens`, may follow a prompt. If no token may
+        follow, mark the session as full (`context_full`) and raise InputError."""
         room = self.session.room(prompt, self.next_prompt.fork_reason)
         max_tokens = max_tokens if room is None else min(max_tokens, room)
         if max_tokens <= 0:
@@ -82,9 +84,9 @@ class RequestContext:
         return max_tokens
 
     def note(self, index: int, content: str | None, calls: Iterable[Sequence[str]]) -> None:
-        """Note a finished choice in the form in which its client will send it back. If a call is
-        malformed, parsing the whole text again may differ. `calls` are pairs of name and
-        arguments."""
+        """Note a finished choice in the form in which its client will send it back. The choice is
+        noted because, if a call is malformed, parsing the whole text again may give a different
+        result. `calls` are pairs of name and arguments."""
         given = [
             (name, arguments if not self.objects or is_object(arguments) else "{}")
             for name, arguments in calls
@@ -92,8 +94,8 @@ class RequestContext:
         self.answers[index] = canonical_answer(content, given)
 
     async def deliver(self) -> None:
-        """Record the finished completions, before the client gets their last bytes: after reading
-        these, it may leave or send the next request."""
+        """Record the finished completions, before the client gets their last bytes, because the
+        client may leave or send its next request as soon as it has these bytes."""
         while self.undelivered:
             self.undelivered.pop(0)()
             if self.undelivered:  # there may be a thousand: let other requests run

@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 MAX_CHOICES = 128
 MAX_COMPLETIONS = 1_024
 LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
-"""Parameters that limit the tokens of an answer; the first one that a request has counts."""
+"""Parameters that limit the number of tokens in an answer, in order of precedence: the first one
+that a request sets applies."""
 OWN_NAMES = (*DISTRIBUTION, "min_tokens", "ignore_eos")
-"""Sampling parameters that have the same names in the configuration."""
+"""Sampling parameters that have the same names in requests and in the configuration."""
 _CONFIGURED = (*DISTRIBUTION, "stop", "stop_token_ids")
 """Parameters that get the configured value if a request does not set them."""
 _NEUTRAL: dict[str, object] = {
@@ -46,7 +47,8 @@ class RequestSampling:
     Args:
         sampling: The configured parameters, for sessions without their own.
         max_length: Length of the context in tokens.
-        processors: Pattern of the logits processors that clients may choose; None for none.
+        processors: Pattern of the logits processors that clients may choose; None allows no
+            processors.
         exact: As in `AgentSampling`.
     """
 
@@ -57,14 +59,15 @@ class RequestSampling:
         self._agents = AgentSampling(exact=exact)
 
     def complete(self, request: "SamplingRequest", session: Session) -> TurnSampling:
-        """Complete the sampling parameters of a request; return the turn's own parameters, in a
-        training session.
+        """Complete the sampling parameters of a request; in a training session, return the
+        parameters that the turn has of its own.
 
         Parameters that the request does not set, except `n`, get the configured values. Token
-        limits are lowered to the context length; vLLM lowers them to what the prompt leaves.
-        Parameters that cannot be served are refused.
+        limits are lowered to the context length; vLLM lowers them further to the tokens that the
+        prompt leaves. Parameters that cannot be served are refused.
         """
-        # The model's attributes take ten times as long, and warn of deprecated parameters.
+        # Reading the model's attributes takes ten times as long, and warns of deprecated
+        # parameters.
         own, values, given = session.sampling, request.__dict__, request.model_fields_set
         n, listed = values.get("n") or 1, values.get("prompt")
         prompts = 1
@@ -133,7 +136,7 @@ def _asked(request: "SamplingRequest", sampling: SamplingConfig) -> dict[str, ob
         asked["top_k"] = 0
         if sampling.top_k == 0:
             del asked["top_k"]
-    for name in ("response_format", "text"):  # the second is Responses'
+    for name in ("response_format", "text"):  # `text` is the name in Responses
         grammar = getattr(request, name, None)
         grammar = getattr(grammar, "format", grammar)
         if getattr(grammar, "type", "text") != "text":

@@ -1,8 +1,8 @@
-"""OpenAI's Responses: chats whose input and output are items, and which a session keeps.
+"""OpenAI's Responses API: chats whose input and output are items, and whose responses are kept.
 
 A request is a chat of the `ChatService`; vLLM's functions translate its items to messages, and the
-parsed answer to items or events. A session keeps the responses that later requests may continue;
-vLLM's own store would never be emptied, and loses calls.
+parsed answer to items or events. A session keeps the responses that later requests may continue.
+vLLM's own store is not used, because it is never emptied and loses calls.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ Keep = Callable[[vllm.ResponsesResponse], None]
 
 
 class ResponseService:
-    """Answers requests of Responses; `state` is that of vLLM's application."""
+    """Answers requests of the Responses API; `state` is the state of vLLM's application."""
 
     def __init__(self, chats: ChatService, state: State, store: SessionStore) -> None:
         self._chats, self._store = chats, store
@@ -42,7 +42,8 @@ class ResponseService:
     async def create(
         self, request: vllm.ResponsesRequest, _: object = None
     ) -> vllm.ResponsesResponse | AsyncGenerator[Foreign, None]:
-        """Return the response, or the events of one that is streamed, in place of vLLM's method."""
+        """Return the response, or its events if it is streamed; this method replaces vLLM's
+        method."""
         if request.background:
             raise vllm.VLLMValidationError(
                 "background responses are not served: leave `background` out, and read the answer "
@@ -115,7 +116,8 @@ class ResponseService:
         return items
 
     def _logprobs(self, chat: Chat, piece: Piece) -> list[Foreign]:
-        """Return the log-probs for the client; none with hidden reasoning: they would reveal it."""
+        """Return the log-probs for the client; an empty list if the reasoning is hidden, because
+        the log-probs would reveal it."""
         if piece.logprobs is None or not chat.request.include_reasoning:
             return []
         return vllm.response_logprobs(

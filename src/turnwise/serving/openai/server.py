@@ -49,16 +49,17 @@ logger = logging.getLogger(__name__)
 
 _STOP_SECONDS = 5.0
 _KEEP_ALIVE_SECONDS = 120
-"""Time that an idle connection stays open. It is longer than the same time of clients (OpenAI 5 s,
-aiohttp 15 s, Go 90 s); otherwise a request can arrive on a connection that is being closed."""
+"""Time that an idle connection stays open. It is longer than the time for which clients keep
+connections open (OpenAI 5 s, aiohttp 15 s, Go 90 s); otherwise a request can arrive on a connection
+that is being closed."""
 
 
 class OpenAIServer:
     """Serves a generator over HTTP: one engine, or the scheduler of several.
 
-    The `port` is serving.port by default, and 0 takes a free one. `processes` serve the sessions
-    that clients open; they are started and stopped with the server. `extend` gets the application,
-    may add routes and middleware to it, and returns it. `access` finds the key in requests.
+    The `port` is serving.port by default; 0 takes a free port. `processes` serve the sessions that
+    clients open; they are started and stopped with the server. `extend` gets the application, may
+    add routes and middleware to it, and returns it. `access` finds the key in requests.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class OpenAIServer:
         """HTTP requests by status or event, including those that `processes` answer."""
         self.processes = processes
         self.ended = threading.Event()
-        """Set once the server serves no more."""
+        """Set once the server has stopped serving."""
         self._config = config
         self._generator = generator
         self._extend, self._access = extend, access
@@ -94,15 +95,15 @@ class OpenAIServer:
         self._serving: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
-        """Listen, and return the base URL; InputError when the address cannot be used, or vLLM
-        refuses the model."""
+        """Listen, and return the base URL; raise InputError when the address cannot be used, or
+        vLLM refuses the model."""
         self.listen()
         await self.serve()
         return self.base_url
 
     def listen(self) -> uvicorn.Server:
         """Listen, so that the base URL is known, and return uvicorn's server; requests wait for
-        `serve`. InputError when the address cannot be used."""
+        `serve`. Raise InputError when the address cannot be used."""
         serving = self._config.serving
         self._listening = listening = listen(serving.host, self._port, serving.ports)
         host, port = listening.getsockname()[:2]
@@ -130,7 +131,7 @@ class OpenAIServer:
         return self._server
 
     async def serve(self) -> None:
-        """Answer requests from now on; InputError when vLLM refuses the model."""
+        """Answer requests from now on; raise InputError when vLLM refuses the model."""
         server, listening = self._server, self._listening
         assert server is not None
         assert listening is not None
@@ -170,7 +171,7 @@ class OpenAIServer:
     async def application(self) -> ASGIApp:
         """Return the ASGI application with its layers."""
         serving, key = self._config.serving, self._config.serving.key
-        # model.path is also a name, unless another was configured
+        # Requests may also name the model by model.path, unless a name is configured.
         names = [self.model_name, *([] if serving.served_model_name else [self._config.model.path])]
         app = await build(self._config, self._generator, self.sessions, names)
         app.state.server = self  # for the routes, and vLLM's error handler
@@ -179,9 +180,9 @@ class OpenAIServer:
         app.add_exception_handler(HTTPException, answer_error)
         app.add_exception_handler(RequestValidationError, answer_error)
         app.add_exception_handler(ValidationError, answer_error)  # raised after the body was read
-        # Without vLLM's middleware, which handles scaling, browsers and its own metrics.
+        # Remove vLLM's middleware, which handles scaling, browsers and its own metrics.
         app.user_middleware.clear()
-        app.middleware_stack = None  # vLLM has built it, which forbids additions
+        app.middleware_stack = None  # no middleware can be added once it is built
         extended = app
         if self._extend is not None:
             hook, timeout = self._extend.__name__, "engine.start_timeout"
@@ -195,8 +196,8 @@ class OpenAIServer:
             extended = returned
         for each in {id(one): one for one in (app, extended)}.values():
             read_once(each)
-        # Middleware of `extend` goes around the sessions, because most chats are answered there and
-        # never reach the application.
+        # Middleware of `extend` goes around the session middleware, which answers most chats, so
+        # that they never reach the application.
         added = list(extended.user_middleware)
         extended.user_middleware.clear()
         app.middleware_stack = FastAPI.build_middleware_stack(app)
@@ -301,13 +302,13 @@ async def get_index(server: _Server) -> JsonObject:
 @router.get("/v1", include_in_schema=False)
 @router.get("/v1/", include_in_schema=False)
 async def get_base(server: _Server) -> JsonObject:
-    """Answer at the base URL, which some clients ask for before their first request."""
+    """Answer a request for the base URL, which some clients send before all other requests."""
     return {"server": "turnwise", "model": server.model_name}
 
 
 @router.get("/openapi.json", include_in_schema=False)
 async def get_schema(request: Request) -> Response:
-    """Return the description of all routes, which takes most of a second to make."""
+    """Return the description of all routes; making it takes most of a second."""
 
     def describe() -> str:
         return json.dumps(request.app.openapi())

@@ -17,15 +17,16 @@ if TYPE_CHECKING:
 
 
 class ServingHost(EngineHost):
-    """An actor's class: an engine, and with `serving.worker_servers` an OpenAI server of its own,
-    on the engine's event loop, because vLLM's sockets are not safe across threads."""
+    """An actor's class: an engine and, with `serving.worker_servers`, an OpenAI server of its own.
+    The server runs on the engine's event loop, because vLLM's sockets are not safe across
+    threads."""
 
     server: "OpenAIServer | None" = None
 
     @cached_property
     def turns(self) -> Scheduler:
-        """Scheduler of the engine for requests that do not come from the fleet. As in a fleet,
-        requests that an update or a sleep interrupts continue after it."""
+        """Scheduler of the engine for requests that do not come from the fleet. As in a fleet, a
+        request that an update or a sleep interrupts continues afterwards."""
         turns = Scheduler(self._config.serving, self._config.engine.request_timeout)
         failed = Supervisor(lambda why: turns.restore(self._name), lambda: None)
         turns.add(self._name, self._engine, failed)

@@ -1,8 +1,8 @@
 """vLLM's OpenAI application, and the `ChatService` in it.
 
-Completions and tokenisation are vLLM's code. The service replaces the methods of vLLM that answer
-chats, Responses and Anthropic's Messages, turn conversations into ids, and choose adapters; ids are
-sampled by `EngineClient`. The server's tests fail if vLLM moves these parts.
+Completions and tokenisation are handled by vLLM's own code. The service replaces the methods of
+vLLM that answer chats, Responses and Anthropic's Messages, turn conversations into ids, and choose
+adapters. `EngineClient` samples the completions. The server's tests fail if vLLM moves these parts.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from turnwise.serving.openai.request_context import CURRENT
 from turnwise.serving.openai.responses import ResponseService
 from turnwise.serving.openai.vllm_errors import refusing
 
-Create = Callable[..., Awaitable[object]]  # a method of vLLM's that answers or renders a request
+Create = Callable[..., Awaitable[object]]  # a method of vLLM that answers or renders a request
 VLLM_ROUTES = {
     "/health",
     "/ping",
@@ -49,7 +49,7 @@ VLLM_ROUTES = {
     "/v1/messages",
     "/v1/messages/count_tokens",
 }
-"""Paths of vLLM's that are served; its control routes are not among them."""
+"""Paths of vLLM's application that are served; its control routes are not among them."""
 
 
 async def build(
@@ -73,7 +73,7 @@ async def build(
     if config.serving.reasoning_parser:
         arguments += ["--reasoning-parser", config.serving.reasoning_parser]
     args = vllm.make_arg_parser(vllm.FlexibleArgumentParser()).parse_args(arguments)
-    args.chat_template = config.model.template_text  # as an argument it could begin with a dash
+    args.chat_template = config.model.template_text  # not an argument, as it may begin with a dash
     # vLLM reads the option only here, but copies it here only when it configures an engine.
     args.structured_outputs_config.reasoning_parser = config.serving.reasoning_parser or ""
     silence(config.rollout.tool_parser)
@@ -87,7 +87,7 @@ async def build(
         level, handlers = root.level, [(handler, handler.level) for handler in root.handlers]
         try:
             app: FastAPI = vllm.build_app(args, EngineClient.tasks, client.model_config)
-        finally:  # it imports a package for SageMaker that hides everything below ERROR
+        finally:  # vLLM imports a package for SageMaker that hides records below ERROR
             root.setLevel(level)
             for handler, own in handlers:
                 handler.setLevel(own)
@@ -158,8 +158,8 @@ async def _render_completion(
 def _serve_adapters(
     service: ChatService, state: State, adapters: Mapping[str, str], names: Sequence[str]
 ) -> None:
-    """List adapters next to the model, which requests choose by their `model`. Without adapters a
-    request may name any model."""
+    """List adapters next to the model; requests choose an adapter by their `model`. Without
+    adapters a request may name any model."""
     models = state.openai_serving_models
     if not adapters:
         models.is_base_model = lambda name: True

@@ -1,6 +1,6 @@
 """Python and shell for the model, in a sandbox: one session for each trajectory.
 
-Sandboxes on this machine are interpreters behind pipes; a keeper process ends them (`backends`).
+A sandbox on this machine is an interpreter behind pipes, which a keeper process ends (`backends`).
 `sandbox` may also be the URL of a server (`http`), or the name of your own class.
 """
 
@@ -12,10 +12,10 @@ __all__ = ["Sandbox"]
 
 
 class Sandbox(Protocol):
-    """The session of one trajectory; name your own class by `sandbox: package.module:Class`.
+    """The session of one trajectory. To use your own class, set `sandbox: package.module:Class`.
 
-    With `shell` it runs bash commands, otherwise Python. The methods are called in threads. Calls
-    of `run` overlap only if one takes longer than `rollout.tool_timeout`.
+    With `shell` the session runs bash commands, otherwise Python. The methods are called in
+    threads. Calls of `run` overlap only if a call takes longer than `rollout.tool_timeout`.
 
     Example:
         class Stateless:
@@ -34,8 +34,8 @@ class Sandbox(Protocol):
 
     def run(self, code: str) -> str:
         """Run code within `limits.timeout` seconds, and return the text for the model: the code's
-        output, or its error. Raise TrajectoryError if the sandbox fails: it drops the trajectory.
-        The model reads the message of any other exception."""
+        output, or its error. If the sandbox fails, raise TrajectoryError to drop the trajectory.
+        The model reads the message of an exception of any other class."""
 
     def close(self) -> None:
-        """End the session and all its processes, also during a call or before any."""
+        """End the session and all its processes, even during a call or before the first call."""

@@ -1,8 +1,9 @@
-"""The backends of a sandbox, the keeper's specification for each, and their filter of system calls.
+"""The backends of a sandbox, the keeper's specification for each backend, and the filter of system
+calls.
 
 The filter is a handwritten BPF program. It refuses system calls that a backend alone would allow,
 or that a model's code never needs: kernel interfaces with a history of defects, memory outside the
-limits, other processes' priorities, new namespaces, and all sockets except Unix sockets.
+limits, priorities of other processes, new namespaces, and all sockets except Unix sockets.
 """
 
 import importlib.util
@@ -42,7 +43,8 @@ _PROGRAM = "/run/turnwise.py"
 
 @lru_cache
 def _python(interpreter: str | None) -> tuple[str, tuple[str, ...]]:
-    """Return an interpreter's executable, and the folders outside /usr that it reads."""
+    """Return an interpreter's executable, and the folders outside /usr that the interpreter
+    reads."""
     if interpreter is None:
         executable, prefixes = os.path.realpath(sys.executable), [sys.base_prefix]
     else:
@@ -58,11 +60,11 @@ def _python(interpreter: str | None) -> tuple[str, tuple[str, ...]]:
 
 
 def specify(backend: Backend, limits: CodeToolConfig, *, shell: bool, lifeline: int) -> JsonObject:
-    """Return the keeper's specification of a new sandbox, and make its scratch folder if it has
-    one. The sandbox ends when the other end of the pipe `lifeline` is closed."""
+    """Return the keeper's specification of a new sandbox, and make the sandbox's scratch folder if
+    the backend needs one. The sandbox ends when the other end of the pipe `lifeline` is closed."""
     root, kernel = os.geteuid() == 0, backend in ("sandlock", "bubblewrap")
-    # If this process is root, every sandbox gets its own user id: root owns the system's files, and
-    # the kernel counts processes by user.
+    # If this process is root, every sandbox gets its own user id, because root owns the system's
+    # files, and the kernel counts processes by user.
     uid = (1 << 30) + secrets.randbelow(1 << 29) if root and kernel else None
     bubblewrap, sandlock = backend == "bubblewrap", backend == "sandlock"
     inside: JsonObject = {
@@ -151,14 +153,14 @@ def _container(
     engine: Engine, limits: CodeToolConfig, inside: JsonObject, lifeline: int
 ) -> JsonObject:
     """Return the specification of a session in a new container; `inside` is the specification for
-    the program in it."""
+    the program in the container."""
     program, name = shutil.which(engine) or engine, f"turnwise-{secrets.token_hex(8)}"
     memory, disk = f"{limits.memory}m", f"size={limits.disk}m"
     options = {
         "name": name,
         "label": "turnwise",
         "pull": "never",
-        "log-driver": "none",  # its output would fill the machine's disk
+        "log-driver": "none",  # a log of the output would fill the machine's disk
         "network": "none",
         "memory": memory,
         "memory-swap": memory,  # no swap
@@ -169,16 +171,18 @@ def _container(
         "user": "65534:65534",
         "entrypoint": limits.interpreter or "python3",
     }
-    # An init process reaps ended background processes, which would count against the limit.
+    # An init process reaps ended background processes, which would otherwise count against the
+    # limit.
     command = [program, "run", "-i", "--init", "--read-only"]
     command += [f"--{key}={value}" for key, value in options.items()]
-    # No --workdir, because docker would make the folder for root alone; inner.py changes to it.
+    # No --workdir, because docker would make the folder for root alone; inner.py changes to the
+    # folder instead.
     for folder in (_INSIDE, "/tmp"):
         command.append(f"--tmpfs={folder}:rw,exec,nosuid,nodev,mode=1777,{disk}")
     command += [f"--env={key}={_INSIDE}" for key in ("HOME", "TMPDIR")] + ["--env=LANG=C.UTF-8"]
     at_once: list[str] = []
     if engine == "podman":
-        # Podman's own tmpfs mounts have no limit, and the URL of a proxy may have a password.
+        # Podman's own tmpfs mounts have no limit, and a proxy's URL may contain a password.
         command += ["--read-only-tmpfs=false", "--http-proxy=false"]
         at_once = ["-t", "0"]  # otherwise podman waits after SIGTERM
     # The program is an argument. Nothing is mounted, because the engine may be on another machine.
@@ -204,7 +208,7 @@ _X32 = 0x40000000
 ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
 _SPECIAL = {"clone": (56, 220), "clone3": (435, 435), "prlimit64": (302, 261), "socket": (41, 198)}
 _Numbers = dict[str, tuple[int | None, int | None]]
-"""Names of system calls, with their numbers on x86_64 and aarch64."""
+"""Names of system calls, each with its numbers on x86_64 and aarch64."""
 _REFUSED: dict[str, _Numbers] = {
     "memory outside the limits": {
         "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194),
@@ -247,12 +251,12 @@ _ATTRIBUTES: _Numbers = {
     "fremovexattr": (199, 16), "removexattrat": (466, 466), "inotify_init": (253, None),
     "inotify_init1": (294, 26),
 }  # fmt: skip
-"""System calls on any path, which Landlock does not limit to a folder."""
+"""System calls that Landlock does not limit to a folder: they work on any path."""
 
 
 def filter_program(*, attributes: bool) -> bytes:
-    """Return the filter as an array of `struct sock_filter` for this machine's architecture; with
-    `attributes`, it allows changes of files' modes, owners, times and attributes."""
+    """Return the filter as an array of `struct sock_filter` for this machine's architecture. With
+    `attributes`, the filter allows changes of files' modes, owners, times and attributes."""
     audit, column = ARCHITECTURES[platform.machine()]
     groups = (*_REFUSED.values(), {} if attributes else _ATTRIBUTES)
     refused = [call[column] for group in groups for call in group.values()]
@@ -264,7 +268,8 @@ def filter_program(*, attributes: bool) -> bytes:
         if number is not None:
             code += [(_EQUAL, 0, 1, number), (_RETURN, 0, 0, _REFUSE | _EPERM)]
     numbers = {name: call[column] for name, call in _SPECIAL.items()}
-    # clone3's flags are in memory, which a filter cannot read. With ENOSYS, libraries use clone.
+    # clone3's flags are in memory, which a filter cannot read. If clone3 fails with ENOSYS,
+    # libraries use clone.
     code += [(_EQUAL, 0, 1, numbers["clone3"]), (_RETURN, 0, 0, _REFUSE | _ENOSYS)]
     code += _argument(numbers["clone"], _ANY_BIT, _NAMESPACES, matches=_REFUSE | _EPERM)
     code += _argument(numbers["prlimit64"], _EQUAL, 0, matches=_ALLOW)  # 0 is the own process

@@ -1,8 +1,9 @@
 """Sandboxes behind an HTTP server, on another machine or of a service: `sandbox: http://host:port`.
 
-`POST /run` with a `session` and `code` answers `{"output": ...}`. The first call of a session also
-has its `limits` and `shell`, and begins it; `POST /end` with the `session` ends it. The server
-enforces the limits, refuses any other call of an unknown session, and ends unused sessions.
+`POST /run` with a `session` and `code` answers `{"output": ...}`. The first call of a session
+begins the session, and also has its `limits` and `shell`. `POST /end` with the `session` ends it.
+The server enforces the limits, refuses a call of an unknown session without `limits`, and ends
+unused sessions.
 """
 
 import asyncio
@@ -22,7 +23,7 @@ from turnwise.errors import TrajectoryError
 
 KEY_VARIABLE = "TURNWISE_SANDBOX_KEY"
 """Environment variable with the key that is sent to the server, if it has one."""
-_SECONDS = 60.0  # time for the server, in addition to the time of the code
+_SECONDS = 60.0  # time for the server, in addition to the code's time limit
 
 
 class _HttpAnswer(TypedDict):

@@ -1,9 +1,9 @@
 """The program inside a sandbox: it limits itself, then runs the code that it receives.
 
 It imports only Python's standard library, because it runs in the interpreter of the model's code.
-Requests are lines of JSON on standard input. The code's output goes to standard output. An answer
-is the request's nonce: on standard error, or in a container at the end of the output. If the code
-forges an answer, it only ends its own call.
+Requests are lines of JSON on standard input. The code's output goes to standard output. To answer,
+the program writes the request's nonce to standard error, or, in a container, at the end of the
+output. If the code forges an answer, this only ends the code's own call.
 """
 
 import ast
@@ -33,7 +33,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def confine(spec: dict[str, Any]) -> None:
     """Set this process's resource limits, change its user, and install its filter of system calls;
-    OSError when the kernel refuses."""
+    raise OSError when the kernel refuses one of these."""
     limits = {
         resource.RLIMIT_AS: spec["memory"],
         resource.RLIMIT_FSIZE: spec["disk"],
@@ -59,7 +59,7 @@ def confine(spec: dict[str, Any]) -> None:
             if _libc.capset(header, struct.pack("6I", mask, mask, mask, 0, 0, 0)):
                 raise OSError(ctypes.get_errno(), "capset")
             _prctl(_AMBIENT, 2, _DAC_READ_SEARCH)
-    if spec["filter"] is not None:  # it applies to this process and all its children
+    if spec["filter"] is not None:  # the filter applies to this process and all its children
         program = bytes.fromhex(spec["filter"])
         buffer = ctypes.create_string_buffer(program, len(program))
         fields = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(buffer))
@@ -75,7 +75,7 @@ def _prctl(option: int, second: int, third: int = 0) -> None:
 
 
 class Python:
-    """A Python session: variables stay from call to call, as in a notebook."""
+    """A Python session, in which variables stay from call to call, as in a notebook."""
 
     def __init__(self) -> None:
         self._module = types.ModuleType("__main__")
@@ -130,8 +130,8 @@ __save() { { declare -p; declare -f; printf 'cd %q\\n' "$PWD"; } > ~/.session 2>
 trap __save EXIT
 eval "$1"
 """
-"""Script that runs one command of a session, and keeps working directory, variables and
-functions."""
+"""Script that runs one command of a session, and keeps the working directory, variables and
+functions for the next command."""
 
 
 def run_shell(command: str, seconds: float) -> None:
@@ -202,19 +202,19 @@ def serve(run: Any, stream: int) -> None:
             rest += part
         line, _, rest = rest.partition(b"\n")
         request = json.loads(line)
-        with contextlib.suppress(KeyboardInterrupt):  # a late interruption
+        with contextlib.suppress(KeyboardInterrupt):  # an interruption that comes after the code
             run(request["code"], request["seconds"])
         os.write(answers, request["nonce"].encode() + b"\n")
 
 
 def main() -> None:
-    """Confine this process and serve; `sys.argv[1]` is the specification as JSON."""
+    """Confine this process and answer requests; `sys.argv[1]` is the specification as JSON."""
     spec = json.loads(sys.argv[1])
     sys.argv = [""]
     confine(spec)
     os.chdir(os.environ["HOME"])
-    # A container's engine does not keep the order of the two streams, so answers use standard
-    # output there.
+    # A container's engine does not keep the order of the two streams, so in a container the answers
+    # go to standard output.
     serve(run_shell if spec["shell"] else Python().run, 1 if spec.get("one_stream") else 2)
 
 

@@ -1,9 +1,9 @@
 """The process that starts one sandbox, watches it, and ends all of its processes.
 
-It ends them when its lifeline, a pipe from the driver, is closed: by the session, or because the
-driver died. It also ends a sandbox that uses more memory or disk than its limit, because the kernel
-limits these only for each process. It imports only Python's standard library and, for its backend,
-sandlock.
+The keeper ends them when its lifeline, a pipe from the driver, is closed by the session or by the
+driver's death. It also ends a sandbox that uses more memory or disk than its limit, because the
+kernel limits memory and disk only for each process. This module imports only Python's standard
+library and, for that backend, sandlock.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ def main() -> int:
     try:
         try:
             ended = _start(spec)
-        except Exception as error:  # the session reads it from the output
+        except Exception as error:  # the session reads the error from the output
             print(f"{type(error).__name__}: {error}", flush=True)
             return 1
         nothing = os.open(os.devnull, os.O_RDWR)
@@ -48,7 +48,7 @@ def main() -> int:
     finally:
         removed = _remove(spec)
         ends = time.monotonic() + _END_SECONDS
-        while (pids := _descendants()) and time.monotonic() < ends:  # new ones may start meanwhile
+        while (pids := _descendants()) and time.monotonic() < ends:  # more may start meanwhile
             for pid in pids:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
@@ -56,9 +56,9 @@ def main() -> int:
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
             time.sleep(0.005)
-        if not removed:  # the command that has just been killed may have made the container late
+        if not removed:  # the command that was just killed may have made the container late
             _remove(spec)
-        if spec["scratch"]:  # by commands, because folders may have any depth and any modes
+        if spec["scratch"]:  # use commands, because folders may have any depth and any modes
             for command in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
                 with contextlib.suppress(OSError, subprocess.TimeoutExpired):
                     command.append(spec["scratch"])
@@ -66,7 +66,8 @@ def main() -> int:
 
 
 def _remove(spec: dict[str, Any]) -> bool:
-    """Remove the sandbox's container, if it has one; return False if it was not there yet."""
+    """Remove the sandbox's container, if it has one; return False if the container could not be
+    removed, for example because it did not exist yet."""
     if "end" not in spec:
         return True
     try:
@@ -91,7 +92,7 @@ def _start(spec: dict[str, Any]) -> Callable[[], bool]:
 
 
 def _watch(spec: dict[str, Any], ended: Callable[[], bool]) -> int:
-    """Wait until the sandbox has ended or has to end; return the keeper's exit code."""
+    """Wait until the sandbox has ended, or must be ended; return the keeper's exit code."""
     lifeline = select.poll()
     lifeline.register(spec["lifeline"], select.POLLIN)
     while not ended():
@@ -99,8 +100,9 @@ def _watch(spec: dict[str, Any], ended: Callable[[], bool]) -> int:
             return 0
         if "end" in spec:  # the container's engine enforces the limits
             continue
-        # Memory without mapped files. The simple sum is far cheaper to read, but counts the pages
-        # that forked processes share several times. Only above the limit, count them once (Pss).
+        # Memory without mapped files. The simple sum is far cheaper to read, but counts pages that
+        # forked processes share more than once. Only if this sum is above the limit, read Pss,
+        # which counts each shared page once.
         pids, limit = _descendants(), spec["memory"] / 1024
         used = sum(_kilobytes(pid, "status", ("RssAnon:", "RssShmem:")) or 0 for pid in pids)
         if used > limit:
@@ -131,8 +133,8 @@ def _descendants() -> list[int]:
 
 
 def _kilobytes(pid: int, file: str, fields: tuple[str, ...]) -> int | None:
-    """Return the sum of a process's fields, in KiB; 0 if the process is gone, None if the file
-    cannot be read."""
+    """Return the sum of a process's fields, in KiB; 0 if the process is gone, None if the process's
+    file may not be read."""
     try:
         with open(f"/proc/{pid}/{file}") as lines:
             return sum(int(line.split()[1]) for line in lines if line.startswith(fields))
@@ -143,8 +145,8 @@ def _kilobytes(pid: int, file: str, fields: tuple[str, ...]) -> int | None:
 
 
 def _disk(folder: str, limit: int) -> int:
-    """Return the bytes that the files below a folder occupy; stop counting above the limit. Too
-    many files count as more than the limit."""
+    """Return the number of bytes that the files below a folder occupy; stop counting above the
+    limit. If there are too many files, return more than the limit."""
     total, files, folders = 0, 0, [folder]
     while folders and total <= limit:
         try:

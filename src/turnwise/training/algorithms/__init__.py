@@ -1,9 +1,9 @@
-"""Training algorithms: pure functions and small classes on numbers and tensors, a formula each.
+"""Training algorithms as pure functions and small classes on numbers and tensors, with formulas.
 
-`algorithm.advantage` selects an `Advantage` and `algorithm.loss` a `Loss`, each by a short name or
-as `package.module:Class`; everything else works with any of them. A new short name takes a class or
-a formula in `advantages` or `losses`, a line here, and a section in the configuration; a class of
-the user needs none of these. Independent of models, engines and ranks.
+`algorithm.advantage` selects an `Advantage` and `algorithm.loss` selects a `Loss`, each by a short
+name or as `package.module:Class`; everything else works with any combination. To add a short name,
+write a class or a formula in `advantages` or `losses`, a line here, and a section in the
+configuration. A user-defined class needs no such change. Independent of models, engines and ranks.
 """
 
 from collections.abc import Callable, Mapping
@@ -49,7 +49,7 @@ _ADVANTAGES: dict[str, Callable[..., Advantage]] = {
     "gae": advantages.GaeAdvantage,
     "none": lambda _: advantages.ZeroAdvantage(),
 }
-"""Makers of advantage estimators from their section, by the short name of the estimator."""
+"""Functions that make an advantage estimator from its section, by the estimator's short name."""
 _LOSSES: dict[str, Callable[..., Loss]] = {
     "ppo_clip": lambda config: losses.Formula(partial(losses.ppo_clip, config)),
     "gspo": lambda config: losses.Formula(partial(losses.gspo, config)),
@@ -60,7 +60,7 @@ _LOSSES: dict[str, Callable[..., Loss]] = {
     "dpo": losses.DpoLoss,
     "cross_entropy": lambda _: losses.CrossEntropyLoss(),
 }
-"""Makers of losses from their section, by the short name of the loss."""
+"""Functions that make a loss from its section, by the loss's short name."""
 _Kind = TypeVar("_Kind", Advantage, Loss)
 
 
@@ -114,27 +114,27 @@ def make_algorithm(config: AlgorithmConfig) -> Algorithm:
 
 
 def make_advantage(config: _Section) -> Advantage:
-    """Build the advantage estimator of a section; raises `InputError` as `make_algorithm` does."""
+    """Build the advantage estimator of a section; raise `InputError` as `make_algorithm` does."""
     return _made(config, "algorithm.advantage", Advantage, _ADVANTAGES)
 
 
 def make_loss(config: _Section) -> Loss:
-    """Build the loss of a section; raises `InputError` as `make_algorithm` does."""
+    """Build the loss of a section; raise `InputError` as `make_algorithm` does."""
     return _made(config, "algorithm.loss", Loss, _LOSSES)
 
 
 def with_loss(
     config: AlgorithmConfig, given: object, reduction: str | None = None
 ) -> tuple[AlgorithmConfig, Loss | None]:
-    """Return an algorithm with another loss, and this loss; None as the loss if nothing changes.
+    """Return the algorithm with its loss replaced, and the new loss, or None if nothing changes.
 
     Args:
         given: Name of a loss, or a mapping of its name and settings; a path, package.module:name;
-            a `Loss`, its class, or a function of `Tokens`; None keeps the configured one.
-        reduction: A value of `algorithm.reduction`; None keeps the configured one.
+            a `Loss`, its class, or a function of `Tokens`; None keeps the configured loss.
+        reduction: A value of `algorithm.reduction`; None keeps the configured reduction.
 
     Raises:
-        InputError: when `given` is no loss, or does not fit the rest of the algorithm.
+        InputError: when `given` is not a loss, or does not fit the rest of the algorithm.
     """
     made: Loss | None = None
     changes: dict[str, object] = {} if reduction is None else {"reduction": reduction}

@@ -1,6 +1,7 @@
-"""Advantage estimators, each with its formula, its paper and the differences from it.
+"""Advantage estimators, each with its formula, its paper and the differences from the paper.
 
-Also the parts of algorithms that decide on rewards: DAPO's signal and its overlong penalty.
+This module also has DAPO's rules about rewards: which groups have a signal, and the overlong
+penalty.
 """
 
 import math
@@ -16,14 +17,15 @@ _EPSILON = 1e-6
 
 def has_signal(rewards: Sequence[float]) -> bool:
     """Return whether the rewards are not all equal. DAPO's dynamic sampling (arXiv 2503.14476,
-    eq. 11) keeps only such groups. Its rewards are right or wrong; here they may be any numbers."""
+    eq. 11) keeps only such groups. DAPO's rewards are right or wrong; here they may be any
+    numbers."""
     return len(set(rewards)) > 1
 
 
 def overlong_penalty(length: int, max_length: int, buffer_tokens: int, penalty: float) -> float:
     """Return the term, between -penalty and 0, to add to the reward of `length` tokens.
 
-        0                               up to L - buffer, and without a buffer
+        0                               up to L - buffer, or if there is no buffer
         (L - buffer - length) / buffer  in the buffer: the last tokens before the longest length L
         -1                              beyond L
 
@@ -83,7 +85,8 @@ def grpo(rewards: Sequence[float]) -> list[float]:
 
 
 class ZeroAdvantage(Advantage):
-    """0 for every trajectory, also of a group of one: a teacher or penalties train."""
+    """Advantage 0 for every trajectory, also in a group of one, for training by a teacher or by
+    penalties only."""
 
     def of_group(self, rewards: Sequence[float]) -> list[float] | None:
         return [0.0] * len(rewards)
@@ -95,8 +98,8 @@ class BatchScaled(Advantage):
         A_i = (r_i - mean(r of its group)) / (std(r over the batch) + 1e-6)
 
     Liu et al., "Part I: Tricks or Traps? A Deep Dive into RL for LLM Reasoning" (arXiv 2508.08221,
-    Lite PPO): groups whose rewards hardly differ are not amplified. Differences: the same as in
-    `grpo`; groups of one trajectory, which are not trained, do not count in the batch.
+    Lite PPO): groups whose rewards hardly differ are not amplified. Differences: the differences of
+    `grpo`; also, groups of one trajectory, which are not trained, do not count in the batch.
     """
 
     def of_groups(self, rewards: Sequence[Sequence[float]]) -> list[list[float] | None]:
@@ -113,9 +116,10 @@ def dr_grpo(rewards: Sequence[float]) -> list[float]:
 
         A_i = r_i - mean(r)
 
-    Liu et al., "Understanding R1-Zero-Like Training" (arXiv 2503.20783), section 3.2: omits GRPO's
-    division by the standard deviation, which favours very easy and very hard problems. The paper's
-    other change, a constant instead of each answer's length, is `algorithm.reduction: constant`.
+    Liu et al., "Understanding R1-Zero-Like Training" (arXiv 2503.20783), section 3.2: there is no
+    division by the standard deviation, which in GRPO favours very easy and very hard problems. The
+    paper's other change, a constant instead of each answer's length, is `algorithm.reduction:
+    constant`.
     """
     return _centred(rewards, scale=False)
 
@@ -127,8 +131,8 @@ def rloo(rewards: Sequence[float]) -> list[float]:
 
     Ahmadian et al., "Back to Basics" (arXiv 2402.14740). Differences: the paper's policy gradient
     treats the whole answer as one action; here the loss is chosen independently of the advantage. A
-    KL penalty in the reward is subtracted from the advantage, not the baseline's rewards (see
-    `reward_penalty`).
+    KL penalty in the reward is subtracted from the advantage, and not from the rewards in the
+    baseline (see `reward_penalty`).
     """
     total = sum(rewards)
     return [r - (total - r) / (len(rewards) - 1) for r in rewards]
@@ -143,8 +147,8 @@ class ReinforcePPAdvantage(Advantage):
 
     Hu et al., "REINFORCE++" (arXiv 2501.03262). Differences: the batch's mean and standard
     deviation are over trajectories, not tokens, so that a long answer counts once; and the paper
-    subtracts the KL penalty before it normalises, while `kl.reward_penalty` is subtracted from the
-    normalised advantage, so that `kl.coef` does not depend on the scale of the rewards.
+    subtracts the KL penalty before it normalises, while here it is subtracted from the normalised
+    advantage (`reward_penalty`), so that `kl.coef` does not depend on the scale of the rewards.
     """
 
     def __init__(self, config: ReinforcePP) -> None:
@@ -157,7 +161,7 @@ class ReinforcePPAdvantage(Advantage):
         mean = None
         if self._config.baseline == "group":
             shifted = [None if len(r) < 2 else _centred(r, scale=False) for r in rewards]
-            mean = 0.0  # of differences from group means, except for rounding
+            mean = 0.0  # the mean of differences from group means, except for rounding
         return _over_batch(shifted, mean)
 
 
@@ -171,16 +175,17 @@ def _over_batch(
 
 
 class GdpoAdvantage(Advantage):
-    """GDPO: each part of the reward is normalised by itself, so that none drowns in the others.
+    """GDPO: each part of the reward is normalised separately, so that none dominates the others.
 
         a_i = sum_k w_k * (r_{i,k} - mean(r_k)) / (std(r_k) + 1e-6)     r_k: part k in the group
         A_i = a_i / (std(a over the batch) + 1e-6)
 
     Liu et al., "GDPO: Group reward-Decoupled Normalization Policy Optimization for Multi-reward RL
     Optimization" (arXiv 2601.05242). The mean of a over the batch, which the paper subtracts, is 0,
-    as it is over each group. Differences: standard deviations are those of the population; mean and
-    deviation of a part are over the trajectories that have it, and the part adds nothing to other
-    trajectories; the overlong penalty is a part of its own, of weight 1.
+    because the mean over each group is 0. Differences: standard deviations are those of the
+    population; the mean and deviation of a part are over the trajectories that have this part, and
+    the part adds nothing to other trajectories; the overlong penalty is a part of its own, with
+    weight 1.
     """
 
     multi_objective = True
@@ -219,24 +224,26 @@ class PerTurn(Advantage):
 
 
 def returns_of_turns(config: TurnReturns, rewards: Sequence[Sequence[float]]) -> list[list[float]]:
-    """Returns of turns: each turn is credited with the rewards from it on.
+    """Returns of turns: each turn is credited with its own reward and all later rewards.
 
         G_{i,k} = sum_{j >= k} gamma^(j - k) r_{i,j}
         A_{i,k} = (G_{i,k} - mean_i(G_{i,k})) / (std_i(G_{i,k}) + 1e-6)
 
     `i` counts the trajectories of a group that have a turn `k`; `r_{i,k}` is the reward of turn
-    `k`, and the last turn's includes the reward of the whole trajectory.
+    `k`. The last turn's reward includes the reward of the whole trajectory.
 
     REINFORCE with the reward-to-go and a baseline per time step: Sutton and Barto, "Reinforcement
-    Learning" (2nd edition), section 13.4; the baseline and the scale are GRPO's, over the group at
-    the same turn. Difference: if no other trajectory has the turn, its advantage is 0.
+    Learning" (2nd edition), section 13.4. The baseline and the scale are GRPO's, over the turns
+    with the same index in the group. Difference: a turn that only one trajectory has gets
+    advantage 0.
     """
     returns = [turn_returns(turns, config.gamma) for turns in rewards]
     return normalised_by_turn(returns, scale=config.scale)
 
 
 def turn_returns(rewards: Sequence[float], gamma: float) -> list[float]:
-    """Return the discounted sum of rewards from each turn on: for [1, 0, 4] and 0.5, [2, 2, 4]."""
+    """Return, for each turn, the discounted sum of its own and all later rewards: for [1, 0, 4] and
+    0.5, [2, 2, 4]."""
     returns, following = [0.0] * len(rewards), 0.0
     for turn in reversed(range(len(rewards))):
         following = returns[turn] = rewards[turn] + gamma * following
@@ -244,8 +251,8 @@ def turn_returns(rewards: Sequence[float], gamma: float) -> list[float]:
 
 
 def normalised_by_turn(values: Sequence[Sequence[float]], *, scale: bool) -> list[list[float]]:
-    """Return each turn's values minus their mean over the trajectories that have this turn, 0 if
-    there is only one; with `scale`, also divided by their standard deviation."""
+    """Return each turn's values minus their mean over the trajectories that have this turn, or 0 if
+    only one trajectory has it; with `scale`, also divide by their standard deviation."""
     normalised = [[0.0] * len(turns) for turns in values]
     for turn in range(max(map(len, values), default=0)):
         present = [index for index, turns in enumerate(values) if turn < len(turns)]
@@ -256,18 +263,18 @@ def normalised_by_turn(values: Sequence[Sequence[float]], *, scale: bool) -> lis
 
 
 def mt_grpo(config: MtGrpo, rewards: Sequence[Sequence[float]]) -> list[list[float]]:
-    """MT-GRPO: GRPO's advantage of the outcome, plus one for each earlier turn's own reward.
+    """MT-GRPO: GRPO's advantage of the outcome, plus an advantage of each earlier turn's reward.
 
         A_{i,k} = norm_i(r_{i,k}) + outcome_weight * norm_i(outcome_i)     before the last turn
         A_{i,K} = norm_i(outcome_i)                                        at the last turn K
 
     `norm_i` subtracts the mean over the group and divides by the standard deviation plus 1e-6. For
-    turn `k`, the group has only the trajectories that continue after it. The outcome is the rest of
-    the reward: the rewards of the last turn and of the whole trajectory.
+    turn `k`, the group has only the trajectories that continue after this turn. The outcome is the
+    rest of the reward: the rewards of the last turn and of the whole trajectory.
 
     Zeng et al., "Reinforcing Multi-Turn Reasoning in LLM Agents via Turn-Level Credit Assignment"
-    (arXiv 2505.11821v1). Differences: the paper has two turns, and the first has a reward; here any
-    number of turns has rewards, and trajectories may differ in their number of turns.
+    (arXiv 2505.11821v1). Differences: the paper has two turns, of which the first has a reward;
+    here any number of turns may have rewards, and trajectories may differ in their number of turns.
     """
     outcomes = normalised_by_turn([turns[-1:] for turns in rewards], scale=True)
     earlier = normalised_by_turn([turns[:-1] for turns in rewards], scale=True)
@@ -289,11 +296,11 @@ class GaeAdvantage(Advantage):
     Schulman et al., "High-Dimensional Continuous Control Using Generalized Advantage Estimation"
     (arXiv 1506.02438), eq. 16; "Proximal Policy Optimization Algorithms" (arXiv 1707.06347), eq. 11
     and 12. The clipped value loss is not in the papers but in their authors' implementation.
-    Differences: time steps are the trained tokens of a branch only, so tool results between them
-    are not discounted. With `level: turn` they are its turns, as in turn-level PPO (Zeng et al.,
-    arXiv 2505.11821v2): the value of a turn is the value at its first token, and all of its tokens
-    get its advantage and its return. Advantages are normalised by the population standard deviation
-    (divided by the number of tokens, not by one less).
+    Differences: only the trained tokens of a branch are time steps, so tool results between them
+    add no discount. With `level: turn`, the branch's turns are time steps, as in turn-level PPO
+    (Zeng et al., arXiv 2505.11821v2): the value of a turn is the value at its first token, and all
+    tokens of the turn get its advantage and its return. Advantages are normalised by the population
+    standard deviation (divided by the number of tokens, not by one less).
     """
 
     normalise = True
@@ -335,8 +342,8 @@ class GaeAdvantage(Advantage):
 def of_time_steps(
     advantage: Advantage, rewards_T: torch.Tensor, values_T: torch.Tensor, call_T: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the advantages and returns of one sequence's tokens, each sampled by a call of the
-    engine."""
+    """Return the advantages and returns of one sequence's tokens; `call_T` has the index of the
+    engine call that sampled each token."""
     if advantage.level == "token":
         return advantage.of_tokens(rewards_T, values_T)
     _, step_T, lengths_K = torch.unique_consecutive(call_T, return_inverse=True, return_counts=True)
@@ -347,14 +354,14 @@ def of_time_steps(
 
 
 def moments(advantages_N: torch.Tensor) -> torch.Tensor:
-    """Return count, sum and sum of squares, [3] in float64, for `normalised`; sum them
-    over micro-batches and ranks."""
+    """Return count, sum and sum of squares, [3] in float64, for `normalised`; add the moments of
+    all micro-batches and ranks."""
     wide_N = advantages_N.double()
     return torch.stack([torch.ones_like(wide_N).sum(), wide_N.sum(), wide_N.square().sum()])
 
 
 def normalised(advantages_N: torch.Tensor, moments_3: torch.Tensor) -> torch.Tensor:
-    """Return (A - mean) / (std + 1e-6), with mean and standard deviation given by the moments."""
+    """Return (A - mean) / (std + 1e-6), with the mean and standard deviation from the moments."""
     count, total, squares = (float(moment) for moment in moments_3)
     mean = total / max(1.0, count)
     std = math.sqrt(max(0.0, squares / max(1.0, count) - mean**2))

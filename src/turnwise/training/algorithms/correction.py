@@ -1,7 +1,7 @@
 """Corrections for the difference between the engine's policy, which sampled, and the trainer's.
 
-The engine computes in another way than the trainer and, in asynchronous training, with older
-weights. `algorithm.correction` multiplies the loss of each token by a weight, which is 0 where the
+The engine's code differs from the trainer's and, in asynchronous training, its weights are older.
+`algorithm.correction` multiplies the loss of each token by a weight, which may be 0 where the
 difference is too large to learn from. Independent of models and ranks.
 """
 
@@ -15,7 +15,7 @@ from turnwise.config.algorithm import CorrectionConfig
 from turnwise.training.algorithms.interface import MAX_LOG_RATIO, Tokens
 
 Outside = Literal["correction_below", "correction_above"]
-"""Metrics of the shares of trained tokens whose ratio is outside of a correction's bounds."""
+"""Metrics: the shares of trained tokens whose ratio is below, and above, a correction's bounds."""
 _BOUNDS = {"icepop": (0.5, 5.0), "geometric_mask": (0.99, 1.01)}
 """Default bounds, for the corrections whose bounds are not 0.5 and 2."""
 
@@ -27,7 +27,8 @@ class Correction:
     weights_N: torch.Tensor
     """Factor of each token's loss."""
     outside_N: Mapping[Outside, torch.Tensor] = field(default_factory=dict)
-    """True at tokens whose ratio is below or above the bounds: their weight is truncated or 0."""
+    """True at tokens whose ratio is below or above the bounds, so that their weight is truncated or
+    0."""
 
 
 def correct(tokens: Tokens, config: CorrectionConfig) -> Correction:
@@ -54,11 +55,11 @@ def correct(tokens: Tokens, config: CorrectionConfig) -> Correction:
 
     - With `stale_only`, tokens of the weight version at the start of the step have weight 1 in all
       of its updates and are excluded from their sequence's product and mean.
-    - A sequence is the trained tokens of one branch. Tokens shared with an earlier branch, and
-      tokens that are too old to train, are context, and excluded from product and mean.
+    - A sequence consists of the trained tokens of one branch. Tokens shared with an earlier branch,
+      and tokens that are too old to train, are context and are excluded from product and mean.
     - Masked tokens still count in the totals that a reduction divides by.
     - w_t is at most exp(20). The KL penalty is multiplied by the weight only with
-      `kl.importance_weight`; a teacher's part of the loss always is.
+      `kl.importance_weight`; a teacher's part of the loss is always multiplied by the weight.
     """
     log_weight_N = (tokens.old_logprobs_N - tokens.engine_logprobs_N).detach()
     if config.name == "none":

@@ -1,4 +1,4 @@
-"""The base classes of advantages and losses, and the per-token tensors that a loss gets and gives.
+"""The base classes of advantages and losses, and a loss's per-token inputs and results.
 
 Independent of models and ranks.
 """
@@ -21,9 +21,9 @@ MAX_LOG_RATIO = 20.0
 def importance_ratio(log_ratio_N: torch.Tensor) -> torch.Tensor:
     """Return exp(log ratio): [N], with the log ratio clamped to +-20.
 
-    So neither a ratio (at most 5e8) nor a product with it overflows: inf * 0 would make the whole
-    batch's gradient NaN. Beyond the bound there is no gradient: such a ratio indicates a fault
-    rather than a change of the policy.
+    So neither a ratio (at most 5e8) nor a product with a ratio overflows; otherwise inf * 0 would
+    make the whole batch's gradient NaN. A ratio beyond the bound has no gradient, because it
+    indicates a fault rather than a change of the policy.
     """
     return log_ratio_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
@@ -35,8 +35,8 @@ class Tokens:
     logprobs_N: torch.Tensor
     """The policy's log-probs, with gradient."""
     old_logprobs_N: torch.Tensor
-    """Log-probs that ratios are relative to: the engine's or, with a correction, the trainer's own
-    from before the step."""
+    """Log-probs that ratios are relative to: the engine's log-probs or, with a correction, the
+    trainer's own log-probs from before the step."""
     engine_logprobs_N: torch.Tensor
     """The engine's log-probs, recorded when the token was sampled."""
     advantages_N: torch.Tensor
@@ -45,7 +45,7 @@ class Tokens:
     sequences: int
     """Number of sequences, S."""
     trajectory_tokens_N: torch.Tensor
-    """Number of trained tokens of each token's trajectory: in all its sequences, also in other
+    """Number of trained tokens in each token's trajectory, including tokens in other sequences and
     micro-batches."""
     staleness_N: torch.Tensor
     """The weight version at the step's start minus the version that sampled the token; long."""
@@ -54,32 +54,32 @@ class Tokens:
     teacher_logprobs_N: torch.Tensor | None = None
     """The teacher's log-probs, NaN where both weights are 0; None without a teacher."""
     teacher_weights_2N: torch.Tensor | None = None
-    """Factors of the divergence from the teacher in the advantages, and in the loss."""
+    """Factors of the divergence from the teacher: in the advantages, and in the loss."""
     streams: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Further values of each token, by name, from `Sample.streams`."""
+    """Additional values of each token, by name, from `Sample.streams`."""
 
     def sums_S(self, values_N: torch.Tensor) -> torch.Tensor:
         """Return the sum over each sequence's tokens: [S]."""
         return values_N.new_zeros(self.sequences).index_add(0, self.sequence_N, values_N)
 
     def means_S(self, values_N: torch.Tensor) -> torch.Tensor:
-        """Return the mean over each sequence's tokens; 0 for a sequence without any: [S]."""
+        """Return the mean over each sequence's tokens; 0 for a sequence without tokens: [S]."""
         counts_S = self.sums_S(torch.ones_like(values_N))
         return self.sums_S(values_N) / counts_S.clamp(min=1)
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLoss:
-    """A loss's result: values of the `N` trained tokens; all but the loss without gradient."""
+    """A loss's result: values of the `N` trained tokens; only `loss_N` has a gradient."""
 
     loss_N: torch.Tensor
-    """Before any reduction: the batch's loss is a weighted sum of these."""
+    """Loss of each token before any reduction; the batch's loss is a weighted sum of these."""
     ratio_N: torch.Tensor
     """The importance ratio that the loss used."""
     clipped_N: torch.Tensor
     """1 where the clip removed the gradient (or, in CISPO, bounded the weight)."""
     metrics_N: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """Further values, by name; metrics.jsonl has their means under `loss_metrics`."""
+    """Additional values, by name; metrics.jsonl has their means under `loss_metrics`."""
 
 
 class Loss:
@@ -102,21 +102,22 @@ class Loss:
     needs_reference: ClassVar[bool] = False
     """Whether the loss needs `Tokens.reference_logprobs_N`, regardless of `algorithm.kl`."""
     scaled: bool = False
-    """Whether a token of advantage 0 has no gradient, so that it need not be computed."""
+    """Whether tokens with advantage 0 have no gradient, so that it need not be computed."""
     on_policy: ClassVar[bool] = False
-    """Whether the loss is right only for samples of the current weights, as it has no ratio."""
+    """Whether the loss is right only for samples of the current weights, because it has no
+    importance ratio."""
     needs_pairs: ClassVar[bool] = False
-    """Whether the loss compares the best trajectory of each group with the worst. Sequence 2i is
-    then the chosen one and sequence 2i + 1 the rejected one, advantages are not used, and the
-    batch's loss is the mean over pairs (`sequence_mean`)."""
+    """Whether the loss compares the best trajectory of each group with the worst. If so, sequence
+    2i is the chosen trajectory and sequence 2i + 1 is the rejected one, advantages are not used,
+    and the batch's loss is the mean over pairs (`sequence_mean`)."""
 
     def __call__(self, tokens: Tokens) -> TokenLoss:
         """Return the losses of the `N` trained tokens of a micro-batch, before any reduction."""
         raise NotImplementedError(f"{type(self).__name__} defines no __call__")
 
     def corrected(self, tokens: Tokens, correction_N: torch.Tensor) -> TokenLoss:
-        """Return the losses multiplied by the weights of `algorithm.correction`, [N]. Override it
-        if the weights have another place in your loss."""
+        """Return the losses multiplied by the weights of `algorithm.correction`, [N]. Override this
+        method if your loss uses the weights in a different way."""
         result = self(tokens)
         return replace(result, loss_N=result.loss_N * correction_N)
 
@@ -125,7 +126,7 @@ class Loss:
         """Return the result of a loss without clipping; its ratio is pi(t) / pi_old(t).
 
         Args:
-            metrics_N: Further values by name; see `TokenLoss.metrics_N`.
+            metrics_N: Additional values by name; see `TokenLoss.metrics_N`.
         """
         return TokenLoss(
             loss_N,
@@ -150,11 +151,12 @@ class ValueModel:
 class Advantage:
     """Base class of advantage estimators.
 
-    Your own class overrides `of_group`, or `of_groups` if advantages depend on the whole step; or,
-    with `per_turn`, `of_turns`; with `multi_objective`, `of_objectives`; with a value model, also
-    `of_tokens` and `value_loss`. Override `annotate` to give each token its own advantage. Select
-    the class in the configuration with `algorithm.advantage.name: package.module:Class`; all keys
-    except `name` are passed to its constructor.
+    Your own class overrides `of_group`, or `of_groups` if advantages depend on the whole step. A
+    class with `per_turn` overrides `of_turns` instead, and a class with `multi_objective` overrides
+    `of_objectives`. With a value model, also override `of_tokens` and `value_loss`. Override
+    `annotate` to give each token its own advantage. Select the class in the configuration with
+    `algorithm.advantage.name: package.module:Class`; all keys except `name` are passed to its
+    constructor.
 
     Example:
         class Best(Advantage):
@@ -168,11 +170,11 @@ class Advantage:
     value_model: ValueModel | None = None
     """Value model that `of_tokens` needs; None: advantages come from rewards alone."""
     per_turn: ClassVar[bool] = False
-    """Whether turns have advantages of their own, from `of_turns`, instead of trajectories."""
+    """Whether each turn, instead of each trajectory, has its own advantage, from `of_turns`."""
     multi_objective: ClassVar[bool] = False
     """Whether `of_objectives` is called instead of `of_groups`, with the parts of rewards."""
     level: Literal["token", "turn"] = "token"
-    """Time steps of `of_tokens`: trained tokens, or turns."""
+    """Whether the time steps of `of_tokens` are trained tokens or turns."""
     normalise: ClassVar[bool] = False
     """Whether to normalise token advantages to mean 0 and standard deviation 1 over the batch;
     applies only with a value model. Without one, `of_groups` sees the whole batch."""
@@ -197,11 +199,11 @@ class Advantage:
     def of_objectives(
         self, rewards: Sequence[Sequence[Mapping[str, float]]], weights: Mapping[str, float]
     ) -> list[list[float] | None]:
-        """Return what `of_groups` does, from the parts of each trajectory's reward by name.
+        """Return the same as `of_groups`, given the named parts of each trajectory's reward.
 
-        The parts are the entries of `rollout.rewards` before their weights; if there is one entry,
-        they are the named parts that it gives and the rest of its reward. A part that does not
-        apply to a trajectory is missing. A missing weight counts as 1.
+        The parts are the rewards of the entries of `rollout.rewards`, before they are weighted; if
+        there is only one entry, they are the named parts of its reward and the rest of its reward.
+        A part that does not apply to a trajectory is missing. A missing weight counts as 1.
         """
         raise NotImplementedError(f"{type(self).__name__} defines no of_objectives")
 
@@ -211,18 +213,19 @@ class Advantage:
         Called instead of `of_groups` if `per_turn` is set.
 
         Args:
-            rewards: Reward of each turn of each trajectory; the last turn's includes the reward
-                of the whole trajectory.
+            rewards: Reward of each turn of each trajectory; the last turn's reward includes the
+                reward of the whole trajectory.
         """
         raise NotImplementedError(f"{type(self).__name__} sets per_turn and defines no of_turns")
 
     def annotate(self, trajectory: "Trajectory", advantages: Sequence[float]) -> None:
-        """Write the stream `advantage` of each turn: the advantage of each of its `N` completion
-        tokens, [N]; by default the turn's advantage. The loss gets all other streams that you write
+        """Write each turn's stream `advantage`: a value for each of its `N` completion tokens, [N],
+        by default the turn's advantage. The loss gets all other streams that you write
         (`Tokens.streams`). Not called with a value model.
 
         Args:
-            advantages: One for each turn, as `of_turns` returned it; else the trajectory's.
+            advantages: An advantage for each turn: the turn's own from `of_turns`, or the
+                trajectory's without `per_turn`.
         """
         for turn, advantage in zip(trajectory.turns, advantages, strict=True):
             size = len(turn.completion_token_ids)
@@ -233,14 +236,15 @@ class Advantage:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the advantages and returns, [T] each, of one sequence's time steps.
 
-        Called with a value model only. A time step is a trained token or, with `level` turn, a
-        turn; all tokens of the turn then get its advantage and its return.
+        Called only with a value model. A time step is a trained token or, with `level` turn, a
+        turn; in this case all tokens of the turn get its advantage and its return.
 
         Args:
-            rewards_T: Reward of each time step: the KL penalty if it is part of the reward, the
-                turn's reward at its last token, and at the end the rest of the value that
-                `of_groups` returned for the trajectory.
-            values_T: The value model's estimates from before the step, at a turn's first token.
+            rewards_T: Reward of each time step: minus the KL penalty if the penalty is part of the
+                reward, plus the turn's reward at the turn's last token, plus, at the end, the rest
+                of the value that `of_groups` returned for the trajectory.
+            values_T: The value model's estimates from before the step; for a turn, the estimate at
+                its first token.
         """
         raise NotImplementedError(f"{type(self).__name__} defines no of_tokens")
 

@@ -6,9 +6,9 @@ formula, its paper and the differences from the paper.
 
     r_t = pi(t) / pi_old(t)        sg: stop gradient
 
-A loss gives `loss_N`. The rest comes from `kl_N`, `teach`, `far_off_policy`, `token_weights` (the
-reduction) and the modules `correction` and `entropy`. Log ratios are bounded everywhere (see
-`importance_ratio`); no paper does so.
+A loss gives `loss_N`. The other terms come from `kl_N`, `teach`, `far_off_policy`, `token_weights`
+(the reduction) and the modules `correction` and `entropy`. Log ratios are bounded everywhere (see
+`importance_ratio`), which no paper does.
 """
 
 import math
@@ -36,7 +36,7 @@ _DELTAS = {"tv": 0.2, "kl": 0.05}  # SkyRL's
 
 
 class Formula(Loss):
-    """A loss that a function of the tokens gives, such as `ppo_clip`; see `Loss.scaled`."""
+    """A loss computed by a function of the tokens, such as `ppo_clip`; see `Loss.scaled`."""
 
     def __init__(self, formula: Callable[[Tokens], TokenLoss], *, scaled: bool = False) -> None:
         self._formula = formula
@@ -62,7 +62,8 @@ def ppo_clip(config: sections.PpoClip, tokens: Tokens) -> TokenLoss:
 
 
 def _ratios(tokens: Tokens, level: Literal["token", "sequence"]) -> torch.Tensor:
-    """Return each token's importance ratio, or its sequence's (`gspo`), with gradient: [N]."""
+    """Return each token's importance ratio, or the ratio of its sequence (`gspo`), with gradient:
+    [N]."""
     logprobs_N = tokens.logprobs_N
     if level == "token":
         return importance_ratio(logprobs_N - tokens.old_logprobs_N)
@@ -100,9 +101,9 @@ def gspo(config: sections.Gspo, tokens: Tokens) -> TokenLoss:
     Zheng et al., "Group Sequence Policy Optimization" (arXiv 2507.18071), eq. 5 to 7 and, for s_t,
     the paper's GSPO-token. Each s_t has the value of its sequence's ratio and the gradient of the
     token's own log-prob. If all tokens of a sequence have the same advantage, their gradients add
-    up to exactly GSPO's; token-level advantages or correction weights still apply to their own
-    tokens. The paper's reduction is `sequence_mean`; with `sequence_sum`, which multiplies a
-    sequence's loss by its length, it is LUSPO (Liu et al., "Length-Unbiased Sequence Policy
+    up to exactly GSPO's gradient; token-level advantages or correction weights still apply to their
+    own tokens. The paper's reduction is `sequence_mean`. With `sequence_sum`, which multiplies a
+    sequence's loss by its length, this loss is LUSPO (Liu et al., "Length-Unbiased Sequence Policy
     Optimization", arXiv 2602.05261). Differences: each branch of a trajectory has its own ratio,
     over its trained tokens, while the reduction weights the branches together as one trajectory;
     the paper has no dual clip.
@@ -118,7 +119,8 @@ def cispo(config: sections.Cispo, tokens: Tokens) -> TokenLoss:
         loss_t = -sg(clip(r_t, 1 - low, 1 + high)) * A_t * log pi(t)
 
     MiniMax, "MiniMax-M1" (arXiv 2506.13585), eq. 4 and 5. The paper has only the upper bound, which
-    corresponds to a `clip_low` of 1. It has only ratios of tokens, and averages over tokens.
+    corresponds to a `clip_low` of 1. It has ratios of tokens, not of sequences, and averages over
+    tokens.
     """
     ratio_N = _ratios(tokens, config.level).detach()
     weight_N = ratio_N.clamp(1 - config.clip_low, 1 + config.clip_high)
@@ -130,13 +132,13 @@ def cispo(config: sections.Cispo, tokens: Tokens) -> TokenLoss:
 
 
 def sapo(config: sections.Sapo, tokens: Tokens) -> TokenLoss:
-    """SAPO: a smooth gate lowers a token's gradient the more, the further its ratio is from 1.
+    """SAPO: a smooth gate reduces a token's gradient more if its ratio is further from 1.
 
         loss_t = -(4 / tau_t) * sigmoid(tau_t * (r_t - 1)) * A_t
         tau_t  = temperature_pos where A_t > 0, else temperature_neg
 
-    On-policy, the gradient is that of -r_t A_t. Gao et al., "Soft Adaptive Policy Optimization"
-    (arXiv 2511.20347). The paper's ratio is the token's, and its reduction `sequence_mean`.
+    If r_t is 1, loss_t has the gradient of -r_t A_t. Gao et al., "Soft Adaptive Policy
+    Optimization" (arXiv 2511.20347). The paper uses ratios of tokens and `sequence_mean`.
     """
     ratio_N, good_N = _ratios(tokens, config.level), tokens.advantages_N > 0
     tau_N = torch.where(good_N, config.temperature_pos, config.temperature_neg)
@@ -154,10 +156,11 @@ def dppo(config: sections.Dppo, tokens: Tokens) -> TokenLoss:
         kl:  D_t = mu(t) log(mu(t) / pi(t)) + (1 - mu(t)) log((1 - mu(t)) / (1 - pi(t)))
 
     mu is the engine's policy, which sampled the tokens. D is the divergence over two outcomes: the
-    sampled token, and all others. Qi et al., "Rethinking the Trust Region in LLM Reinforcement
-    Learning" (arXiv 2602.04879), eq. 12, with its binary approximations. The bound of r_t is
-    verl's. Without a correction r_t is pi(t) / mu(t), as in the paper. With a correction, r_t is
-    relative to the trainer's policy before the step, and the correction's weight covers the rest.
+    sampled token, and all other tokens. Qi et al., "Rethinking the Trust Region in LLM
+    Reinforcement Learning" (arXiv 2602.04879), eq. 12, with the paper's binary approximations. The
+    bound of r_t is verl's. Without a correction r_t is pi(t) / mu(t), as in the paper. With a
+    correction, r_t is relative to the trainer's policy before the step, and the correction's weight
+    covers the difference between that policy and mu.
     """
     logprobs_N = tokens.logprobs_N.detach()
     engine_N = tokens.engine_logprobs_N
@@ -177,17 +180,18 @@ def dppo(config: sections.Dppo, tokens: Tokens) -> TokenLoss:
 
 
 class VespoLoss(Loss):
-    """VESPO: a smooth weight of the whole sequence's ratio, from a variational argument.
+    """VESPO: a smooth weight that depends on the sequence's ratio, from a variational argument.
 
         w      = product over the sequence's tokens of r_t * correction_t
         phi    = exp(lambda) * w^k * exp(-lambda * w)        so that phi is 1 where w is 1
         loss_t = -sg(phi) * A_t * log pi(t)
 
     k and lambda are k_pos and lambda_pos where A_t >= 0, else k_neg and lambda_neg. As the weight
-    contains the correction, tokens are not multiplied by it. Shen et al., "VESPO: Variational
-    Sequence-Level Soft Policy Optimization" (arXiv 2602.10693), section 3.4. log w and each token's
-    correction are bounded to [log 1e-8, 20], as in its authors' implementation. Difference: the
-    trained tokens of each branch of a trajectory are a sequence of their own.
+    contains the correction, the losses are not multiplied by the correction again. Shen et al.,
+    "VESPO: Variational Sequence-Level Soft Policy Optimization" (arXiv 2602.10693), section 3.4.
+    log w and the log of each token's correction are bounded to [log 1e-8, 20], as in the authors'
+    implementation. Difference: the trained tokens of each branch of a trajectory are a sequence of
+    their own.
     """
 
     def __init__(self, config: sections.Vespo) -> None:
@@ -211,7 +215,7 @@ class VespoLoss(Loss):
 
 
 class DpoLoss(Loss):
-    """Online DPO: a group's best trajectory is preferred to its worst.
+    """Online DPO: a group's best trajectory is preferred to the group's worst.
 
         h(y) = sum over y's trained tokens of (log pi(t) - log pi_ref(t))
         loss of a pair = -log sigmoid(beta * (h(chosen) - h(rejected)))
@@ -239,7 +243,7 @@ class DpoLoss(Loss):
 
 
 class FunctionLoss(Loss):
-    """A function of the tokens as a loss: it returns the losses, [N], or a `TokenLoss`."""
+    """A loss given by a function of the tokens that returns the losses, [N], or a `TokenLoss`."""
 
     def __init__(self, function: Callable[[Tokens], torch.Tensor | TokenLoss]) -> None:
         self._function = function
@@ -264,9 +268,9 @@ class CrossEntropyLoss(Loss):
         loss_t = -A_t * log pi(t)
 
     In `turnwise sft` each advantage is 1, so that `token_mean` is the mean negative log-likelihood
-    of the step's tokens. In reinforcement learning it is REINFORCE without an importance ratio
-    (Williams, "Simple Statistical Gradient-Following Algorithms", 1992), for samples of the current
-    weights.
+    of the step's tokens. In reinforcement learning this loss is REINFORCE without an importance
+    ratio (Williams, "Simple Statistical Gradient-Following Algorithms", 1992), which is right only
+    for samples of the current weights.
     """
 
     on_policy = True
@@ -276,8 +280,8 @@ class CrossEntropyLoss(Loss):
 
 
 def choose_pairs(rewards: Sequence[float]) -> tuple[int, int] | None:
-    """Return the indices of a group's best and worst reward, the first of ties; None if all rewards
-    are equal or there are fewer than two."""
+    """Return the indices of a group's best and worst reward, of tied rewards the first; None if all
+    rewards are equal or there are fewer than two."""
     if not has_signal(rewards):
         return None
     indices = range(len(rewards))
@@ -285,7 +289,7 @@ def choose_pairs(rewards: Sequence[float]) -> tuple[int, int] | None:
 
 
 LeftOut = Literal["off_policy_masked", "low_entropy_masked"]
-"""Metrics of the shares of trained tokens whose loss is left out."""
+"""Metrics: the shares of trained tokens whose loss is left out, by the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,7 +299,7 @@ class Objective:
     loss: torch.Tensor
     """Scalar with gradient; the sum over all micro-batches and ranks is the batch's loss."""
     result: TokenLoss
-    """Per-token losses before penalty and reduction, also of tokens that are left out."""
+    """Per-token losses before penalty and reduction, including tokens that are left out."""
     weights_N: torch.Tensor
     """Weight of each token in the batch's loss, from `algorithm.reduction`."""
     correction: Correction
@@ -304,11 +308,11 @@ class Objective:
     """Divergence from the reference model, without gradient; None without a KL penalty."""
     left_out_N: Mapping[LeftOut, torch.Tensor]
     """True where a token's loss, without its KL penalty, is left out, by the metric of the reason;
-    only for the reasons that are configured."""
+    reasons that are not configured are missing."""
 
     @property
     def factors_N(self) -> torch.Tensor:
-        """Factor of each token's loss in the batch's loss; 0 where it is left out."""
+        """Factor of each token's loss in the batch's loss; 0 where the loss is left out."""
         factors_N = self.weights_N * self.correction.weights_N
         for left_out_N in self.left_out_N.values():
             factors_N = factors_N.masked_fill(left_out_N, 0.0)
@@ -329,14 +333,15 @@ def objective(
 ) -> Objective:
     """Return the loss of a micro-batch.
 
-    With `kl.importance_weight` a token's kl is multiplied by its own ratio pi(t) / pi_old(t),
-    gradient included, and by its correction, regardless of the ratio in the loss. Together they are
-    pi(t) / pi_engine(t), if the correction is pi_old(t) / pi_engine(t).
+    With `kl.importance_weight` a token's KL penalty is multiplied by the token's own ratio
+    pi(t) / pi_old(t), including the ratio's gradient, and by its correction, regardless of the
+    ratio in the loss. The product of both factors is pi(t) / pi_engine(t) if the correction is
+    pi_old(t) / pi_engine(t).
 
     Args:
         loss: The loss that `config.loss` names.
-        total_tokens: Trained tokens of the whole batch.
-        total_trajectories: Trajectories of the whole batch.
+        total_tokens: Number of trained tokens in the whole batch.
+        total_trajectories: Number of trajectories in the whole batch.
         constant: Length that `reduction: constant` divides by.
         low_entropy_N: True at tokens that `config.entropy.top_quantile` leaves out.
         bonus: This micro-batch's part of the entropy bonus, which is subtracted from the loss.
@@ -385,8 +390,9 @@ def far_off_policy(tokens: Tokens, threshold: float) -> torch.Tensor:
     Off-policy sequence masking: DeepSeek-AI, "DeepSeek-V3.2" (arXiv 2512.02556), eq. 9: a sequence
     that the policy would hardly sample any more is not worth unlearning. The mean contains both the
     drift since the tokens were sampled and the mismatch between engine and trainer. Differences:
-    the trained tokens of each branch of a trajectory are a sequence of their own; tokens may have
-    advantages of their own. Left-out tokens count in the totals that a reduction divides by.
+    the trained tokens of each branch of a trajectory are a sequence of their own, and the tokens of
+    a sequence may have different advantages. Left-out tokens count in the totals that a reduction
+    divides by.
     """
     drift_S = tokens.means_S(tokens.engine_logprobs_N - tokens.logprobs_N.detach())
     return (tokens.advantages_N < 0) & (drift_S > threshold)[tokens.sequence_N]
@@ -409,9 +415,9 @@ def token_weights(
         sum             1
 
     Numbers of papers are arXiv's. An output in the papers is a whole trajectory here: its branches
-    share one weight, regardless of their number. The totals are over the whole batch. They include
-    trajectories with advantage 0 and those that `mask_truncated` leaves out, but no other
-    trajectories without trained tokens.
+    together count as one output, regardless of their number. The totals are over the whole batch.
+    They include trajectories with advantage 0 and trajectories that `mask_truncated` leaves out,
+    but no other trajectories without trained tokens.
     """
     ones_N = torch.ones_like(tokens.logprobs_N, requires_grad=False)
     match reduction:
@@ -437,16 +443,16 @@ def kl_N(
         d = log pi_ref(t) - log pi(t)
         k1 = -d      k2 = d^2 / 2      k3 = exp(d) - d - 1
 
-    It has the gradient of `logprobs_N`. Schulman, "Approximating KL divergence"
+    The gradient of the estimate flows into `logprobs_N`. Schulman, "Approximating KL divergence"
     (joschu.net/blog/kl-approx.html, 2020). k1 and k3 are unbiased estimates of the divergence, and
-    k3 is never negative. As a loss, k2 has the divergence's gradient on average, and k1 a zero
-    gradient on average. Differences: k3 bounds d to at most 20 and has no gradient beyond.
+    k3 is never negative. As a loss, k2 has the divergence's gradient on average, while the gradient
+    of k1 is 0 on average. Difference: in k3, d is at most 20, and has no gradient beyond 20.
 
     The averages are over tokens that the policy itself sampled. By default, a penalty in the loss
-    is not reweighted for tokens of an older policy; `kl.importance_weight` multiplies it by pi(t) /
-    pi_old(t) and the correction (DeepSeek-AI, "DeepSeek-V3.2", arXiv 2512.02556, section 3.1, and
-    TRL's default), which with k3 has the divergence's gradient on average too. Difference: their
-    factor is pi(t) / pi_old(t) alone.
+    is not reweighted for tokens of an older policy. `kl.importance_weight` multiplies the penalty
+    by pi(t) / pi_old(t) and the correction (DeepSeek-AI, "DeepSeek-V3.2", arXiv 2512.02556, section
+    3.1, and TRL's default); with k3, the product also has the divergence's gradient on average.
+    Difference: the factor of DeepSeek and TRL is only pi(t) / pi_old(t).
     """
     difference_N = reference_logprobs_N - logprobs_N
     match estimator:
@@ -461,7 +467,8 @@ def kl_N(
 
 def teach(tokens: Tokens) -> tuple[Tokens, torch.Tensor, torch.Tensor] | None:
     """Return the tokens with the teachers' part added to their advantages, the teachers' part of
-    the losses, and the divergences d: [N] each, 0 without a teacher. None if no token has one.
+    the losses, and the divergences d: [N] each, 0 at tokens without a teacher. Return None if no
+    token has a teacher.
 
         d_t         = log pi(t) - log pi_teacher(t)
         advantage:    A_t - weight * sg(d_t)
@@ -475,7 +482,8 @@ def teach(tokens: Tokens) -> tuple[Tokens, torch.Tensor, torch.Tensor] | None:
     because r_t alone may be relative to the trainer's policy, which did not sample the tokens.
     Differences: Thinking Machines take the log-probs of pi from sampling; here pi is the policy of
     the current update, so that the gradient is also right for tokens of an older policy. There is
-    no discounted sum over later tokens, which theirs leaves out by default. d is bounded to +-20.
+    no discounted sum over later tokens, which Thinking Machines also leave out by default. d is
+    bounded to +-20.
     """
     if tokens.teacher_logprobs_N is None or tokens.teacher_weights_2N is None:
         return None
@@ -494,9 +502,9 @@ def reward_penalty(kl_T: Sequence[float] | torch.Tensor, coef: float) -> torch.T
 
         A_t = A - coef * sum_{i >= t} kl_i        (REINFORCE++, Hu et al., arXiv 2501.03262)
 
-    The penalty has no gradient, and is for trajectory-level advantages; GAE subtracts `coef * kl`
-    from each token's reward. It is subtracted after the advantages are computed, so it is never
-    part of a baseline; TRL's RLOO subtracts it from the rewards first.
+    The penalty has no gradient. It is for trajectory-level advantages, while GAE subtracts
+    `coef * kl` from each token's reward. The penalty is subtracted after the advantages are
+    computed, so it is never part of a baseline; TRL's RLOO subtracts it from the rewards before.
     """
     later_T = torch.as_tensor(kl_T).detach().flip(0).cumsum(0).flip(0)
     return coef * later_T
