@@ -127,6 +127,30 @@ def routes() -> str:
     return "\n".join(lines)
 
 
+def additions() -> str:
+    """Return how to add things, as the docstrings of the modules say."""
+    lines = ["| to add | do this | in |", "|---|---|---|"]
+    lines += [f"| {what} | {_cell(how)} | `{file}` |" for what, how, file in additions_of_modules()]
+    return "\n".join(lines)
+
+
+def additions_of_modules() -> list[tuple[str, str, str]]:
+    """Return each "To add WHAT: HOW" of a module's docstring, with the module's file."""
+    found = []
+    source = ROOT / "src" / "turnwise"
+    for path in sorted(source.rglob("*.py")):
+        text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        for paragraph in text.split("\n\n"):
+            if paragraph.startswith("To add "):
+                parts = re.split(r"To add ([^:]+): ", " ".join(paragraph.split()))[1:]
+                file = str(path.relative_to(source))
+                found += [
+                    (what, how.strip(), file)
+                    for what, how in zip(parts[::2], parts[1::2], strict=True)
+                ]
+    return found
+
+
 def own_routes() -> list[tuple[str, str]]:
     """Method and path of each route that Turnwise adds, with its handler's docstring."""
     found = []
@@ -157,6 +181,7 @@ def _cell(text: str) -> str:
 
 
 TABLES = {
+    "additions": additions,
     "configuration": configuration,
     "metrics": metrics,
     "resume": resume,

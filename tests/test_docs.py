@@ -18,6 +18,7 @@ import pytest
 import typer
 import yaml
 
+from docs.reference import TABLES, additions_of_modules, on_page_markdown
 from tests.conftest import ROOT
 from tests.pages import PAGES, blocks, write_files
 from turnwise.cli import app
@@ -87,14 +88,23 @@ def test_every_row_names_a_test_that_is_there_and_mentions_it() -> None:
         assert not words or words & set(re.findall(r"\w+", said)), (theirs, tests)
 
 
-@pytest.mark.parametrize("page", ["ARCHITECTURE.md", "CONTRIBUTING.md"])
+@pytest.mark.parametrize("page", ["ARCHITECTURE.md", "CONTRIBUTING.md", "additions"])
 def test_every_file_that_is_named_is_there(page: str) -> None:
-    text = (ROOT / page).read_text()
+    """`additions` are the sentences of modules on how to add things."""
+    text = TABLES[page]() if page in TABLES else (ROOT / page).read_text()
     named = set(_FILE.findall(text)) - {"weights/TRANSPORT.py"}
     assert len(named) > 10
     source = ROOT / "src" / "turnwise"
     folders = (ROOT, source, source / "weights", source / "training" / "algorithms")
     assert [name for name in named if not any((place / name).exists() for place in folders)] == []
+
+
+def test_the_architectures_page_says_how_to_add_things() -> None:
+    found = additions_of_modules()
+    assert len(found) == len({what for what, _, _ in found}) >= 28
+    assert ("a reward", "rollouts/rewards.py") in {(what, file) for what, _, file in found}
+    page = on_page_markdown((ROOT / "ARCHITECTURE.md").read_text())
+    assert all(f"| {what} |" in page for what, _, _ in found)
 
 
 def test_the_paths_name_what_their_files_define() -> None:

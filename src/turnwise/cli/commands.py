@@ -1,4 +1,9 @@
-"""The commands of `turnwise`: each reads its arguments, and calls the code that does the work."""
+"""The commands of `turnwise`: each reads its arguments, and calls the code that does the work.
+
+To add a command: write a function with `@command_of(app)`, which calls the code that does the work.
+A command that needs processes or engines has an entry in `_ON_LINUX`; `docs/reference/commands.md`
+describes it.
+"""
 
 import asyncio
 import os

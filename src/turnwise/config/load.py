@@ -2,6 +2,8 @@
 
 Each mistake is reported in one sentence that names the key most likely intended. Secrets are masked
 in everything that leaves the machine, such as trackers and exported pages.
+
+To add a kind of secret to mask: write a name in `_SECRET_NAME`, or a form in `masked_value`.
 """
 
 import difflib

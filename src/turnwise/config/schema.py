@@ -1,4 +1,10 @@
-"""The whole configuration: all sections, and the checks that involve several of them."""
+"""The whole configuration: all sections, and the checks that involve several of them.
+
+To add a configuration key: write a field with a docstring in the file of its section, or here. A
+test fails if no code reads the key, or if no rule in `config/resume.py`, for the key or its whole
+section, says whether it may change on resume. The README and `tests/test_config.py` have the number
+of keys.
+"""
 
 import re
 from collections import deque

@@ -3,6 +3,9 @@
 A request to a server that is away or busy is repeated until the deadline; after an unusable answer,
 it is repeated a number of times. Answers are not trusted: their size is limited, and a redirect is
 an error.
+
+To add a client of a server that answers with JSON: use an `Endpoint`, which handles retries and the
+deadline.
 """
 
 import asyncio

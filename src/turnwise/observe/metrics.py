@@ -2,6 +2,10 @@
 
 Each metric is declared once, in `StepMetrics`. Trackers use its name, Prometheus uses the series
 that its field declares, and the documentation uses its docstring.
+
+To add a metric: write a field of `StepMetrics` with its name for Prometheus, and set it in an `add`
+method here; for a value that ranks report, in `merge` of `training/reports.py`, under the same
+name; for a value of a weight update, in `TrainingStep.update_weights` of `run/runtime.py`.
 """
 
 import ast

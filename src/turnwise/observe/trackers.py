@@ -3,6 +3,9 @@
 Trackers are TensorBoard, if it is installed, and the configured `trackers`. A failure to write
 metrics.jsonl ends the run. A tracker that fails, or does not answer in time, is reported once, and
 gets no more metrics. All calls block; make them in a thread.
+
+To add a tracker: write a function that returns a `Tracker`, register it in `_TRACKERS`, and add its
+name to `trackers` of `config/schema.py`.
 """
 
 import importlib

@@ -1,4 +1,8 @@
-"""Agent loops: a loop is a coroutine that makes one trajectory with the help of a context."""
+"""Agent loops: a loop is a coroutine that makes one trajectory with the help of a context.
+
+To add an agent loop: write a class with `async def run(environment, context)`, and set
+`rollout.loop: package.module:Class`.
+"""
 
 import hashlib
 import time

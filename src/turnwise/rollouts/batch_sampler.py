@@ -4,6 +4,9 @@ The token ids that a sampler returns are compared with the calls that `LLM` reco
 trained if a call sampled this id after exactly the ids that precede it; otherwise it is context. So
 a sampler may cut answers, add tool results, ask again, and choose among answers: only sampled ids
 are trained.
+
+To add a batch sampler: write a function `(llm, prompts, sampling_params) -> outputs`, and set
+`rollout.sampler: package.module:name`.
 """
 
 import asyncio

@@ -5,6 +5,10 @@ fork reason `COMPACTED`. Earlier turns that stay in the conversation are context
 with their sampled ids; they are trained in the branch where they were sampled. A summary is the
 last turn of the previous branch, so it is trained with the trajectory's advantage (as in
 CompactionRL, arXiv 2607.05378).
+
+To add a way to shorten conversations: write a function `(messages, row) -> messages`, and set
+`rollout.context.compact: package.module:function`. A way that samples is a case in
+`ContextWindow.next_prompt`, with a name in `COMPACTIONS` of `config/rollout.py`.
 """
 
 from collections.abc import Sequence

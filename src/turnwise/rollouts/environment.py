@@ -3,6 +3,9 @@
 `Environment` is what users write against. The functions after it load an environment and read its
 attributes. An environment is user code of any class, so these functions turn a mistake in its code
 into one sentence that names the row. The module `episode` runs one episode in an environment.
+
+To add an environment: write a class with `problem`, `tools` and `reward`, and set `environment:
+package.module:Class`. For the environments of another system, see `compat`.
 """
 
 import inspect

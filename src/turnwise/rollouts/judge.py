@@ -9,6 +9,9 @@ Each request is written with its answer to judge.jsonl in the run folder, with a
 of the request. The same request is sent only once, unless `_KNOWN` different requests were sent
 since. If the judge gives no usable answer, the trajectories are dropped with the reason
 `judge_error` or `judge_timeout`.
+
+To add a way to judge: extend `prompt` and `verdicts`, and add a key to `JudgeConfig` in
+`config/rollout.py`.
 """
 
 import asyncio

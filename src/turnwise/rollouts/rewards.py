@@ -5,6 +5,10 @@ trajectory are computed concurrently. Some functions and judges instead compare 
 trajectories of a group (`REWARD_KINDS`). If a part fails or is not a finite number, the trajectory
 is dropped with the reason `reward_error` (a judge has its own reasons), and the message names the
 part.
+
+To add a reward: write a function `(trajectory, row) -> number`, and name it in `rollout.rewards`.
+To add a kind of reward: write a key of `RewardConfig` in `config/rollout.py`, count it in the sum
+of its `mistakes`, call it here, and register it in `REWARD_KINDS`.
 """
 
 from collections import Counter

@@ -4,6 +4,9 @@ Each branch of a trajectory is scored with the tokens that the engine processed,
 included. Teachers with their own engines or servers score a group when it ends, while other groups
 run; a trajectory that they cannot score is dropped, with the reason `teacher_error` or
 `teacher_timeout`. A teacher in the trainer's ranks scores as part of the training step.
+
+To add a source of a teacher's log-probs: write a class with `start` and `score`, like the classes
+here, and choose it in `Teachers`.
 """
 
 import itertools

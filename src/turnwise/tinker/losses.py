@@ -2,6 +2,8 @@
 
 Losses are never averaged: the client scales them with its weights and advantages. The formulas are
 from Tinker's pages "Loss functions" (tinker-docs.thinkingmachines.ai/tinker/losses).
+
+To add a loss of Tinker's protocol: write its formula of `Tokens` and its inputs in `LOSSES`.
 """
 
 import math

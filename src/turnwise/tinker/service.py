@@ -4,6 +4,9 @@ Each verb answers one route: it gets the caller's owner and the request, and ret
 Work that takes a while becomes a request of `Futures`. Session ids are random. Ids of models and
 sampling sessions are derived from the session's id, so that a client can repeat any request. An
 owner finds only its own objects. A session ends when its client is silent for too long.
+
+To add a verb of Tinker's protocol: write a method of `TinkerService`, its request in
+`tinker/requests.py`, and its route in `tinker/routes.py`.
 """
 
 import asyncio

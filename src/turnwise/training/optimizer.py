@@ -4,6 +4,10 @@ Weights that are kept in bfloat16 have an AdamW of their own. Its steps are comp
 rounded up or down at random, with a probability that makes the mean of the results the exact
 value. Rounding to the nearest bfloat16 value would lose every step that is smaller than half of the
 distance between two such values, which is at least 1/512 of a weight. Most steps in RL are smaller.
+
+To add an optimizer: write its class and its case in `make_optimizer`, its bytes in `held_bytes` of
+`training/memory.py`, its name in `optimizer` of `config/training.py`, and the names of its moments
+in `_MOMENTS` of `training/checkpoint_state.py`.
 """
 
 import math

@@ -9,6 +9,8 @@ is what the model would sample after the prompt of that turn, and the bridge
 template, and never from a search in rendered text. The trajectory begins a new branch where the
 bridge would begin one. A row that cannot be exact is refused with a reason: for instance, the
 template changes or hides a part of the row, or writes no token that ends its turns.
+
+To add a form of supervised rows: make a trajectory from the row in `RowReader.read`.
 """
 
 import json

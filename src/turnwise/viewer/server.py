@@ -3,6 +3,10 @@
 The file (`turnwise view --export`) holds the page's scripts and styles, and the answers that the
 page requests. Its content security policy allows only its own scripts, by their hashes, and no
 network.
+
+To add something to the viewer: make its data in `summarise` or a method of `ViewedRun`
+(`viewer/run_files.py`), its view in `viewer/static/` (`steps.js` has the list and its filters,
+`trajectory.js` one trajectory), and its route here.
 """
 
 import asyncio

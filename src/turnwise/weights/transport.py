@@ -5,6 +5,9 @@ update by a `Manifest`, and a `Receiver` of the update for each engine's worker.
 write a subclass of `Transport`, and name it in `TRANSPORTS`, or only in the configuration. A
 streamed transport (`ipc`, `collective`) sends the manifest, then the tensors in chunks through two
 alternating buffers, so that neither trainer nor engine needs memory for a second model.
+
+To add a weight transport: write a file in this folder, register it with one line here, and add its
+name to `config/serving.py`; or name it as `package.module:Class`.
 """
 
 import os

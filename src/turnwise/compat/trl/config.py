@@ -4,6 +4,10 @@ from a `peft_config`. TRL is not imported.
 All fields of TRL 1.16 are here, so that a script's keyword arguments need no change. The fields of
 the class and of `LossFields` set Turnwise's keys; all other fields are in two tables. Values that
 cannot be mapped raise an `InputError` that names the field.
+
+To add a field of TRL's `GRPOConfig`: write its entry here. If one of our keys corresponds to it,
+name the key in the entry's `settings`, or in `compat/trl/algorithm.py`. A test compares the fields
+with TRL's.
 """
 
 import logging

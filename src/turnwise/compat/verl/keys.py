@@ -3,6 +3,8 @@
 This table is the source of error messages, of a test of the documentation, and of verl's names in a
 chat scheduler's `self.config`. A key that is not listed gets the answer for the nearest listed key
 above it.
+
+To add an answer to a key of verl: write its entry here. A test walks the keys of verl's page.
 """
 
 ROOT = "actor_rollout_ref."

@@ -1,4 +1,8 @@
-"""Prometheus metrics of the server, its sessions, its workers and (by `worker`) its engines."""
+"""Prometheus metrics of the server, its sessions, its workers and (by `worker`) its engines.
+
+To add a metric of the server: write a `family` here; in `scheduler_metrics` if it belongs to a
+run's `metrics.port`, too.
+"""
 
 import asyncio
 import logging

@@ -3,6 +3,11 @@
 A request passes CORS, where it is configured, the gate (`protection`) and the sessions
 (`middleware`). The chat service (`chat_service`), vLLM's application (`vllm_app`) and the routes
 here answer it. The server runs on the event loop of the engine that it serves.
+
+To add an HTTP route: write it here. A route under `/sessions/{id}` (but not its `/v1`) that agents
+may call needs an entry in `managing` of `serving/openai/protection.py`. A route of a session's
+requests needs one in `IN_SESSIONS` of `serving/openai/middleware.py` (and, for a list of messages,
+in `_OBJECTS`), a route of vLLM's one in `VLLM_ROUTES` of `serving/openai/vllm_app.py`.
 """
 
 import asyncio

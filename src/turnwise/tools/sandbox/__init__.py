@@ -2,6 +2,10 @@
 
 A sandbox on this machine is an interpreter behind pipes, which a keeper process ends (`backends`).
 `sandbox` may also be the URL of a server (`http`), or the name of your own class.
+
+To add a sandbox: write a class with `run` and `close` (see `Sandbox`), and set `sandbox:
+package.module:Class`. A built-in one needs a name in `SANDBOXES` of `config/rollout.py`, and a case
+in `specify` of `tools/sandbox/backends.py`.
 """
 
 from typing import Protocol

@@ -4,6 +4,9 @@
 name or as `package.module:Class`; everything else works with any combination. To add a short name,
 write a class or a formula in `advantages` or `losses`, a line here, and a section in the
 configuration. A user-defined class needs no such change. Independent of models, engines and ranks.
+
+To add an advantage or a loss: write a class in this folder and its section in
+`config/algorithm.py`, and register it here; or name it as `package.module:Class`.
 """
 
 from collections.abc import Callable, Mapping

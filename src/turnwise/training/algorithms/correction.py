@@ -3,6 +3,9 @@
 The engine's code differs from the trainer's and, in asynchronous training, its weights are older.
 `algorithm.correction` multiplies the loss of each token by a weight, which may be 0 where the
 difference is too large to learn from. Independent of models and ranks.
+
+To add a correction: write its formula here, and its name in `CorrectionConfig` of
+`config/algorithm.py`.
 """
 
 from collections.abc import Mapping
