@@ -117,10 +117,10 @@ def open_logs(folder: Path, level: str) -> Iterator[None]:
                     for logger, printer in _to_program:
                         logger.removeHandler(printer)
                     _to_program.clear()
-                    for logger, handlers, propagate, level in _before:
+                    for logger, handlers, propagate, before in _before:
                         logger.handlers = list(dict.fromkeys([*handlers, *logger.handlers]))
                         logger.propagate = propagate
-                        logger.setLevel(level)
+                        logger.setLevel(before)
             handler.close()
 
 
