@@ -58,7 +58,7 @@ def figures(modules: Sequence[Module]) -> dict[str, str]:
     """Return the figures as texts, by name."""
     nodes = [node for module in modules for node in ast.walk(module.tree)]
     functions = [node for node in nodes if isinstance(node, _Function)]
-    circles = import_circles(modules)
+    circles = import_cycles(modules)
     once, private = called_once(modules)
     reaches = [each for module in modules for each in foreign_internals(module)]
     starts = Counter(
@@ -90,7 +90,7 @@ def _length(function: _Function) -> int:
     return lines
 
 
-def import_circles(modules: Sequence[Module]) -> list[list[str]]:
+def import_cycles(modules: Sequence[Module]) -> list[list[str]]:
     """Return the groups of modules that import one another, the largest first.
 
     Imports inside functions and for type checkers count, because a reader also follows them. A
@@ -305,7 +305,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for what, figure in figures(modules).items():
         sys.stdout.write(f"{what:32} {figure}\n")
     if options.names:
-        for circle in import_circles(modules):
+        for circle in import_cycles(modules):
             sys.stdout.write(f"circle: {' '.join(circle)}\n")
         by_file = defaultdict(set)
         for module in modules:

@@ -8,7 +8,7 @@ from benchmarks.structure import (
     called_once,
     figures,
     foreign_internals,
-    import_circles,
+    import_cycles,
     main,
     read,
     sentences,
@@ -53,7 +53,7 @@ def test_what_is_counted_is_what_is_there(tmp_path: Path) -> None:
         "house.second",
         "house.third",
     ]
-    assert import_circles(modules) == [["house.first", "house.second", "house.third"]]
+    assert import_cycles(modules) == [["house.first", "house.second", "house.third"]]
     assert called_once(modules) == (1, 2)
     assert {name for module in modules for _, name in foreign_internals(module)} == {
         "ray._private",
@@ -109,7 +109,7 @@ def test_a_package_that_defines_something_is_part_of_a_circle(tmp_path: Path) ->
     (source / "room").mkdir(parents=True)
     (source / "room/__init__.py").write_text("def enter():\n    from house.room.door import Door\n")
     (source / "room/door.py").write_text("from house.room import enter\n\nclass Door: ...\n")
-    assert import_circles(read(source)) == [["house.room", "house.room.door"]]
+    assert import_cycles(read(source)) == [["house.room", "house.room.door"]]
 
 
 PROSE = '''"""Doors of a house. A door

@@ -417,7 +417,7 @@ def test_an_engine_with_newer_weights_joins_after_an_evaluation(
             await sync.publish()
             await manager.update_weights(sync)
             measuring = True
-            manager.keeps_version = lambda: measuring
+            manager.must_keep_version = lambda: measuring
             trainer.version = 2  # it goes on training
             await manager.scale(2)
             await asyncio.sleep(20)

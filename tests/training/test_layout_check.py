@@ -229,7 +229,7 @@ def be_rank(number: int, trees: list[tuple[str, dict[str, Any]]], reply: Any) ->
     for address, tree in trees:
         try:
             made = TrainerRank(parse_config(tree), rank=number, ranks=2, address=address)
-            reply.send((made.layouts.allowed, made.layouts_said))
+            reply.send((made.layouts.allowed, made.layouts_note))
         except InputError as error:
             reply.send(("refused", str(error)))
         dist.destroy_process_group()

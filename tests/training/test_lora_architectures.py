@@ -74,11 +74,11 @@ def test_all_linear_learns_what_engines_and_files_get(name: str, tmp_path: Path)
 def test_what_all_linear_leaves_out_is_said(name: str, without: str) -> None:
     model = tiny(name)
     lora.add_adapters(model, SETTINGS, ["policy"])
-    said = lora.said_without_adapter(model, SETTINGS)
+    said = lora.note_without_adapter(model, SETTINGS)
     assert said.partition("no adapter to ")[2].startswith(without)
     assert bool(said) is bool(without)
     chosen = LoraConfig(rank=4, target_modules=["q_proj"])
-    assert lora.said_without_adapter(model, chosen) == "", "the user has chosen"
+    assert lora.note_without_adapter(model, chosen) == "", "the user has chosen"
 
 
 @pytest.mark.parametrize(

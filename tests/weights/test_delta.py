@@ -260,7 +260,7 @@ def test_an_update_without_deltas_makes_the_copy_worthless(tmp_path: Path) -> No
     held = HeldWeights(state_dict_info(layers(), BF16))
     held.checksum = held.sum()
     plain = make_sender("shm", layers(), BF16)
-    assert held.way_to(plain.publish(1, layers())) is None
+    assert held.deltas_to(plain.publish(1, layers())) is None
     plain.close()
 
 
@@ -279,13 +279,13 @@ def test_a_delta_is_exact_to_the_bit(dtype: torch.dtype) -> None:
         return Manifest(version, "shm", "", 0, (), checksum=ours.checksum)
 
     assert take() == b""
-    assert list(theirs.bring(manifest(1), [list(ours.tensors())]))
+    assert list(theirs.apply(manifest(1), [list(ours.tensors())]))
     tensors[-2][1][[0, 69_999]] = 1.0  # further apart than 16 bits can tell
     tensors[-1][1][:4] = torch.tensor([-0.0, float("nan"), float("inf"), 1e-45])
     tensors[-4][1].fill_(2.0)  # a scalar
     delta = load(take())
     assert sorted({name.partition(":")[0] for name in delta}) == ["scalar", "special", "wide"]
-    (changed,) = theirs.bring(manifest(2), [delta.items()])
+    (changed,) = theirs.apply(manifest(2), [delta.items()])
     assert [name for name, _ in changed] == list(info)  # they are in no layer
     assert torch.equal(ours._buffer, theirs._buffer)
     assert theirs.checksum is None  # until the engine has loaded it

@@ -12,7 +12,7 @@ from turnwise.config.algorithm import (
     OwnLoss,
     TeacherConfig,
 )
-from turnwise.config.aliases import ALIASES, REPLACED_KEYS, UNNEEDED_KEYS, asks_for_nothing
+from turnwise.config.aliases import ALIASES, REPLACED_KEYS, UNNEEDED_KEYS, has_no_effect
 from turnwise.config.base import NO_DEADLINE
 from turnwise.config.data import LoraConfig, ModelConfig, OtherModel
 from turnwise.config.explain import known_keys
@@ -65,8 +65,8 @@ __all__ = [
     "TrainingConfig",
     "WeightsConfig",
     "apply_override",
-    "asks_for_nothing",
     "dump_config",
+    "has_no_effect",
     "known_keys",
     "load_config",
     "make_config",

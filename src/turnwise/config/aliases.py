@@ -49,12 +49,12 @@ _NEUTRAL: dict[str, float] = {
 """Values of `REPLACED_KEYS` that have no effect, in addition to false, 0 and empty values."""
 
 
-def asks_for_nothing(key: str, value: object) -> bool:
+def has_no_effect(key: str, value: object) -> bool:
     """Return whether a key is in `REPLACED_KEYS` and its value has no effect."""
     if key not in REPLACED_KEYS:
         return False
     if isinstance(value, dict):
-        return all(asks_for_nothing(key, below) for below in value.values())
+        return all(has_no_effect(key, below) for below in value.values())
     return value in (None, False, 0, "", [], "None") or value == _NEUTRAL.get(key)
 
 

@@ -16,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from turnwise.config.aliases import asks_for_nothing
+from turnwise.config.aliases import has_no_effect
 
 Tree = dict[str, Any]  # keys and plain values, as loaded from a YAML file
 PositiveInt = Annotated[int, Field(gt=0)]
@@ -78,7 +78,7 @@ class Section(BaseModel):
         def is_set(key: str, value: object) -> bool:
             field = cls.model_fields.get(key)
             if field is None:
-                return not asks_for_nothing(key, value)
+                return not has_no_effect(key, value)
             return value is not None or not (field.is_required() or sections(field.annotation))
 
         return {key: value for key, value in tree.items() if is_set(key, value)}

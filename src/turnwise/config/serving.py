@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from turnwise.config.aliases import asks_for_nothing
+from turnwise.config.aliases import has_no_effect
 from turnwise.config.base import (
     NonNegativeInt,
     PositiveFloat,
@@ -102,7 +102,7 @@ class EngineConfig(Section):
     answer a call. A single request may wait in the queue and take longer."""
     vllm_args: Annotated[
         Tree,
-        AfterValidator(lambda own: {k: v for k, v in own.items() if not asks_for_nothing(k, v)}),
+        AfterValidator(lambda own: {k: v for k, v in own.items() if not has_no_effect(k, v)}),
     ] = {}
     """Further arguments of vLLM's AsyncEngineArgs, such as {gpu_memory_utilization: 0.4}, or
     {worker_extension_cls: package.module.Class} for methods of your own in vLLM's workers, which

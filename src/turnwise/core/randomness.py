@@ -9,7 +9,7 @@ from functools import partial
 from turnwise.core.optional import Foreign
 
 
-def draw_anew() -> None:
+def reseed_all() -> None:
     """Seed all random generators that a fork shares with other forks of its server: numpy's,
     torch's, and all generators that modules made when they were imported. Python itself seeds the
     generator of `random` in a fork."""

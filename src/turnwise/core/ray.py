@@ -88,7 +88,7 @@ def leave_ray() -> None:
                 ray.shutdown()
 
 
-def goes_on() -> bool:
+def outlives_run() -> bool:
     """Return whether Ray and all actors of this program go on when one more user leaves Ray."""
     return ray.is_initialized() and not (_is_ours() and _users == 1)
 

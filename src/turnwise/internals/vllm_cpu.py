@@ -293,7 +293,7 @@ _supports_adapter = internal(
 )
 
 
-def _no_experts(module_name: str, module: torch.nn.Module, supported: list[str]) -> bool:
+def _may_have_adapter(module_name: str, module: torch.nn.Module, supported: list[str]) -> bool:
     """Return whether a layer may have adapters. Experts may not, because on a CPU they would need
     Triton, even in requests without an adapter."""
     experts = isinstance(module, internal(model_manager, "MoERunner"))
@@ -314,7 +314,7 @@ def _plain_experts(moe_config: Any) -> object:
 
 
 if current_platform.is_cpu():
-    model_manager.is_supported_lora_module = _no_experts
+    model_manager.is_supported_lora_module = _may_have_adapter
     unquantized_fused_moe_method.select_unquantized_moe_backend = _plain_experts
     _matrices = ("inputs", "lora_b_weights", "output_tensor", "lora_indices_tensor")
     for _name, _own, _more in (

@@ -26,7 +26,7 @@ from turnwise.core.sources import check_model
 from turnwise.errors import InputError
 from turnwise.serving.engine_host import GPU_MEMORY
 from turnwise.training.batching import micro_batch_tokens
-from turnwise.training.loading import dtype_of, learning_dtype, models_beside, shared_roles
+from turnwise.training.loading import additional_models, dtype_of, learning_dtype, shared_roles
 from turnwise.training.memory import GIB, activation_bytes, held_bytes, model_size
 from turnwise.training.optimizer import PART, PART_BYTES
 from turnwise.weights.transport import BUFFER_BYTES, CPU_BUFFER_BYTES
@@ -202,7 +202,7 @@ def changes_that_fit(config: Config, machine: Machine) -> list[str] | None:
 def _rank(config: Config, on_gpu: bool, length: int) -> Holding:
     training, model = config.training, config.model
     ranks, width = training.ranks, dtype_of(config.model).itemsize
-    beside = models_beside(config.algorithm, config.teachers())
+    beside = additional_models(config.algorithm, config.teachers())
     roles = shared_roles(config.model, config.policies, beside)
     size = model_size(config.model, roles=roles)
     kept = learning_dtype(config.model, config.training).itemsize

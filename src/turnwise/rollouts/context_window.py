@@ -127,7 +127,7 @@ class ContextWindow:
         reason = context.fork_reason
         for kept in (steps[:0], steps[-1:])[: len(steps)]:
             *before, last = steps[: len(steps) - len(kept)]
-            last = last._replace(replies=_and_said(last.replies, REQUEST))
+            last = last._replace(replies=_with_user_text(last.replies, REQUEST))
             prompt = await self._prompt(self._opening, [*before, last])
             if (room := context.max_length - len(prompt)) >= context.sampling.max_tokens:
                 break
@@ -148,7 +148,7 @@ class ContextWindow:
         # This is a user message, because rewards look for answers in the model's messages, and a
         # summary is not an answer.
         context.trajectory.messages.append({"role": "user", "content": summary})
-        return await self._restart(_and_said(context.problem, summary), kept)
+        return await self._restart(_with_user_text(context.problem, summary), kept)
 
     async def _restart(self, opening: list[Message], steps: list[_Step]) -> Prompt:
         """Continue with another conversation, in a new branch."""
@@ -204,7 +204,7 @@ def _without_results(step: _Step) -> _Step:
     return step._replace(replies=replies)
 
 
-def _and_said(messages: Sequence[Message], text: str) -> list[Message]:
+def _with_user_text(messages: Sequence[Message], text: str) -> list[Message]:
     """Return messages with a text of the user at the end. If the last message is the user's, add
     the text to it, because many templates refuse two user messages in a row."""
     *before, last = messages

@@ -24,7 +24,7 @@ from turnwise.core import spans
 from turnwise.core.fork_server import exit_code, serve
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
-from turnwise.core.randomness import draw_anew
+from turnwise.core.randomness import reseed_all
 from turnwise.core.untrusted import HEADER, framed
 from turnwise.core.user_code import call_user_code, describe_user_error
 from turnwise.errors import InputError, TrajectoryError, TurnwiseError, describe_error, message_of
@@ -61,7 +61,7 @@ async def _answer_all(
 ) -> None:
     """Read the problem, then answer requests concurrently until the driver disconnects."""
     os.setsid()  # processes of the environment end with this one
-    draw_anew()
+    reseed_all()
     connection.setblocking(False)
     reader, writer = await asyncio.open_connection(sock=connection)
     tasks: set[asyncio.Task[None]] = set()

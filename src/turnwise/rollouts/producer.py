@@ -123,7 +123,7 @@ class GroupProducer:
                         self._changed.notify_all()  # see `all_begun`
                     await self._changed.wait_for(self._has_room)
                 if not self._waiting:
-                    self._await(await self._stream.take_one(self._row_seconds))
+                    self._enqueue(await self._stream.take_one(self._row_seconds))
                     continue  # reading the row took time: check the room again
                 number, problem = self._waiting.pop(0)
                 work = self._one(number, problem, time.perf_counter(), self._finished)
@@ -141,7 +141,7 @@ class GroupProducer:
         limit = steps * self._per_step + self._spare if steps > 0 else 0
         return len(self._started) + len(self._ready) < limit
 
-    def _await(self, problem: Problem) -> None:
+    def _enqueue(self, problem: Problem) -> None:
         """Append the group of a problem to the groups that wait to begin."""
         self._waiting.append((self._number, problem))
         self._number += 1
@@ -156,7 +156,7 @@ class GroupProducer:
             group = Group.of(problem)
             group.dropped["cancelled"] = count = self._config.sampling.n
             group.note("cancelled", "something in it was cancelled", count)
-        reason, outcome = await self._judge(group)
+        reason, outcome = await self._outcome_of(group)
         async with self._changed:
             del self._started[number]
             if outcome is not None:
@@ -173,7 +173,7 @@ class GroupProducer:
             self._check_environment(group)
             self._changed.notify_all()
 
-    async def _judge(self, group: Group) -> tuple[str, Pool | None]:
+    async def _outcome_of(self, group: Group) -> tuple[str, Pool | None]:
         """Return the reason why a group cannot be trained on ("" if it can), and the outcome for
         the curriculum, if known."""
         if group.left_out:
@@ -227,7 +227,7 @@ class GroupProducer:
             self._last_batch = time.perf_counter()
             ended = max(began, *(ready.ended for ready in taken))
             self._taken += 1
-            self._give_back()
+            self._discard_old()
             for number in sorted(self._outcomes.keys() - self._ready.keys()):  # no longer ready
                 name, outcome = self._outcomes.pop(number)
                 replaced = outcome != "mixed" and self._config.algorithm.dynamic_sampling
@@ -236,7 +236,7 @@ class GroupProducer:
             groups = [ready.group for ready in taken]
             return Batch(groups, discarded, ended - began, self._stream.pools())
 
-    def _give_back(self) -> None:
+    def _discard_old(self) -> None:
         """Discard groups that are too old for the next step, but not more than the number of spare
         groups, and let their problems begin again."""
         begun = {number: started.after for number, started in self._started.items()}
@@ -250,7 +250,7 @@ class GroupProducer:
                 problem, group, *_ = self._ready.pop(number)
                 self._outcomes.pop(number, None)  # do not learn it: it depends on timing
             self._discarded.append(("oversampled", group))
-            self._await(problem)
+            self._enqueue(problem)
         self._changed.notify_all()
 
     async def advance(self, step: int) -> None:

@@ -172,7 +172,7 @@ class Stage:
             raise InputError(f"{problem.id}: {reason}")
         return length
 
-    async def known_too_long(self, problem: Problem) -> str:
+    async def reason_left_out(self, problem: Problem) -> str:
         """Return why a problem is left out, without building its environment; "" if it is used.
 
         This measures the prompt without tools, because the environment's tools are not known yet;
@@ -431,7 +431,7 @@ class Runner:
                 with suppress(OSError):  # no thread is free: a trajectory loads it
                     await run_in_thread(lambda: self.tool_parser)
         compares = self.rewards.compares
-        if too_long := await stage.known_too_long(problem):
+        if too_long := await stage.reason_left_out(problem):
             group.left_out = TOO_LONG
             group.note(TOO_LONG, too_long)
         else:

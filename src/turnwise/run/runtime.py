@@ -353,7 +353,7 @@ class TrainingStep:
         Raises:
             InputError: when the folder holds anything but an earlier checkpoint.
         """
-        place = await run_in_thread(checkpoint.to_write, folder)
+        place = await run_in_thread(checkpoint.checked_target, folder)
         with waiting(f"the trainer to save {place}"):
             begun = await run_in_thread(checkpoint.begin, place)
             await self._policy.save(begun)
@@ -365,7 +365,7 @@ class TrainingStep:
     async def load(self, folder: Path) -> JsonObject:
         """Load a checkpoint, and return the loop's state in it; `update_weights` then sends its
         weights to the engines."""
-        place = await run_in_thread(checkpoint.to_go_on_from, folder)
+        place = await run_in_thread(checkpoint.checked_source, folder)
         with waiting(f"the trainer to load {place}"):
             loop = await run_in_thread(checkpoint.read_loop, place)
             self.has_new_weights = True

@@ -79,7 +79,7 @@ class Loop(ABC):
         self._ending = Ending(lambda: self._finished > self._saved)
         self._tasks: asyncio.TaskGroup  # tasks that run next to the steps
         self._work: asyncio.Future[None] | None = None
-        """The trainer's latest work; see `_uncut`."""
+        """The trainer's latest work; see `_shielded`."""
 
     @abstractmethod
     async def _make_samples(self, batch: Batch, metrics: StepMetrics) -> SampleBatch:
@@ -248,7 +248,7 @@ class Loop(ABC):
                 await self._save(step)
             if self._reached or self._ending.asked.is_set():
                 break
-            await self._go_on(metrics)
+            await self._begin_next_groups(metrics)
 
     def _finish(self, step: int) -> None:
         """Count a step as finished: its line is written, and its groups are trained."""
@@ -256,7 +256,7 @@ class Loop(ABC):
         if not self._config.training.max_staleness:
             self._state_between_steps = self._producer.state()
 
-    async def _go_on(self, metrics: StepMetrics) -> None:
+    async def _begin_next_groups(self, metrics: StepMetrics) -> None:
         """Let the next step's groups begin, after a step is finished."""
         await self._producer.advance(metrics.step or 0)
 
@@ -288,7 +288,7 @@ class Loop(ABC):
             self._trained = metrics
 
         with self._timed("train"):
-            await self._uncut(train())
+            await self._shielded(train())
         trained = self._policy.trained_tokens
         if not samples.samples or not trained or not self._is_written(step):
             return
@@ -317,9 +317,9 @@ class Loop(ABC):
             self._saved, self._saved_at = step, time.monotonic()
 
         with self._timed("save"), waiting(f"the trainer to save step {step}"):
-            await self._uncut(save())
+            await self._shielded(save())
 
-    async def _uncut(self, work: Coroutine[object, object, None]) -> None:
+    async def _shielded(self, work: Coroutine[object, object, None]) -> None:
         """Do work of the trainer that an error elsewhere must not cancel, because `_save_after`
         waits for the work; only the end of the run cancels it."""
         self._work = asyncio.ensure_future(work)
@@ -364,7 +364,7 @@ class TrainingLoop(Loop):
         super().__init__(config, runtime.policy, producer, folder, progress, resume)
         ready = producer.all_begun
         self._evaluations = Evaluations(config, runtime, heldout, folder, progress, ready)
-        runtime.manager.keeps_version = lambda: self._evaluations.running
+        runtime.manager.must_keep_version = lambda: self._evaluations.running
         self._find_alarms = alarm_finder(config)
         for row in folder.metrics.rows:  # of a resumed run
             self._find_alarms(row)
@@ -442,10 +442,10 @@ class TrainingLoop(Loop):
             "accuracy_heldout": self._evaluations.accuracy,
         }
 
-    async def _go_on(self, metrics: StepMetrics) -> None:
+    async def _begin_next_groups(self, metrics: StepMetrics) -> None:
         """Let the next rollouts begin; an evaluation beside training begins after they have
         begun."""
-        await super()._go_on(metrics)
+        await super()._begin_next_groups(metrics)
         step, version = metrics.step, metrics.weight_version
         if step is not None and version is not None and self._evaluations.due_beside(step):
             self._evaluations.begin(self._tasks, step, version)

@@ -262,7 +262,7 @@ class AsyncLLMServerManager:
         self.scheduler = Scheduler(serving, turn_timeout)
         self.failures: list[WorkerFailure] = []
         """Failures of workers that have been restarted since."""
-        self.keeps_version: Callable[[], bool] = lambda: False
+        self.must_keep_version: Callable[[], bool] = lambda: False
         """Returns whether all workers must keep the same weight version for now. As long as it
         returns True, a new worker that would get newer weights waits, unless no other worker is
         up."""
@@ -375,7 +375,7 @@ class AsyncLLMServerManager:
         return False if it has to wait."""
         async with self._control:
             if (sync := self._sync) is not None:
-                if sync.sends_newest and self.engines and self.keeps_version():
+                if sync.sends_newest and self.engines and self.must_keep_version():
                     return False
                 await sync.update_one(engine, self._weights.in_flight)
             if self._asleep:

@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from turnwise.config import NO_DEADLINE, Config
 from turnwise.core.actor import create_placement_group, give_back
 from turnwise.core.aio import run_in_thread
-from turnwise.core.ray import goes_on
+from turnwise.core.ray import outlives_run
 from turnwise.serving.colocated.host import on_actors
 from turnwise.serving.engine_host import EngineHost
 from turnwise.serving.worker_handle import WorkerHandle
@@ -113,7 +113,7 @@ class WorkerStarter:
 
     def end(self) -> None:
         """Give back all bundles if Ray goes on."""
-        for index in [*self._groups] if goes_on() else ():
+        for index in [*self._groups] if outlives_run() else ():
             self.leave(index)
 
 

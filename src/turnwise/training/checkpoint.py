@@ -85,7 +85,7 @@ def incomplete_reason(folder: Path) -> str:
     return _flaw(folder)
 
 
-def to_go_on_from(folder: str | Path) -> Path:
+def checked_source(folder: str | Path) -> Path:
     """Return the absolute path of a checkpoint; raise InputError if it is incomplete."""
     place = Path(folder).expanduser().resolve()
     if flaw := incomplete_reason(place):
@@ -93,7 +93,7 @@ def to_go_on_from(folder: str | Path) -> Path:
     return place
 
 
-def to_write(folder: Path) -> Path:
+def checked_target(folder: Path) -> Path:
     """Return the absolute path of a new checkpoint; raise InputError if the path exists and is
     neither a complete checkpoint nor an empty folder."""
     place = folder.expanduser().resolve()

@@ -69,7 +69,7 @@ def missing_model(config: AlgorithmConfig, name: str) -> str:
     return ""
 
 
-def models_beside(
+def additional_models(
     algorithm: AlgorithmConfig, teachers: Mapping[str, TeacherConfig]
 ) -> dict[ModelName, OtherModel]:
     """Return the models that the trainer holds in addition to the policy."""

@@ -83,7 +83,7 @@ def _all_linear(model: Foreign, lora: LoraConfig) -> list[str]:
     return [name for name in able if name in kept]
 
 
-def said_without_adapter(model: Foreign, lora: LoraConfig) -> str:
+def note_without_adapter(model: Foreign, lora: LoraConfig) -> str:
     """Return a sentence about the linear layers and experts to which all-linear gives no adapter;
     "" if it gives all of them an adapter."""
     if not lora.rank or lora.target_modules != "all-linear":

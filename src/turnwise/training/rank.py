@@ -33,13 +33,13 @@ from turnwise.training.context import ContextGroup
 from turnwise.training.export import export_adapters, export_model
 from turnwise.training.gradient import Gradients, How
 from turnwise.training.layout_check import check_run
-from turnwise.training.loading import load_models, missing_model, models_beside
+from turnwise.training.loading import additional_models, load_models, missing_model
 from turnwise.training.lora import (
     adapter_tensors,
     changed_parameters,
     merged_tensors,
+    note_without_adapter,
     remove_adapter,
-    said_without_adapter,
 )
 from turnwise.training.memory import check_room
 from turnwise.training.offload import Offload
@@ -96,15 +96,15 @@ class TrainerRank:
             group = ContextGroup.of_this_rank(size, timedelta(seconds=training.step_timeout))
         self._algorithm, algorithm = config.algorithm, make_algorithm(config.algorithm)
         self._advantage, self._loss = algorithm.advantage, algorithm.loss
-        beside = models_beside(config.algorithm, config.teachers())
+        beside = additional_models(config.algorithm, config.teachers())
         check_room(config.model, training, config.policies, beside, self.device, ranks)
         self._models = models = load_models(config, beside, self.device, group)
-        self.layouts, self.layouts_said, self._no_images = check_run(
+        self.layouts, self.layouts_note, self._no_images = check_run(
             models, config.model, training, config.engine
         )
         self._scorer = self._models.policy
         self._model = self._scorer.get_submodule("model")
-        self.adapters_said = said_without_adapter(self._model, config.model.lora)
+        self.adapters_note = note_without_adapter(self._model, config.model.lora)
         needed = self._advantage.value_model
         self._warmup = needed.warmup_steps if needed else 0
         updates = max(0, training.steps - self._warmup) * training.optimizer_steps

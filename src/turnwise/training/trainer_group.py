@@ -27,7 +27,7 @@ from turnwise.core.fork_server import SPIN_COUNT
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import load_object
 from turnwise.core.precision import precision
-from turnwise.core.ray import goes_on
+from turnwise.core.ray import outlives_run
 from turnwise.errors import DeadlineError, InputError, TrainerError, TurnwiseError
 from turnwise.serving.colocated.host import WorkerHost
 from turnwise.training import linear
@@ -87,7 +87,7 @@ class TrainerActor:
         layouts, and a sentence about layers without an adapter, or ""."""
         made = load_object(kind, "the trainer")  # this imports Transformers' models
         self._policy = policy = made(config, Path(folder), rank=rank, ranks=ranks, address=address)
-        return os.getpid(), policy.layouts, policy.layouts_said, policy.adapters_said
+        return os.getpid(), policy.layouts, policy.layouts_note, policy.adapters_note
 
     def call(self, method: str, *args: object) -> object:
         result: object = getattr(self._policy, method)(*args)
@@ -177,10 +177,10 @@ class TrainerGroup:
             trainer.kill()
             raise
         trainer.pids = [pid for pid, *_ in started]
-        _, trainer.layouts, said, adapters_said = started[0]
+        _, trainer.layouts, said, adapters_note = started[0]
         logger.info("%s", said)
-        if adapters_said:
-            logger.warning("%s", adapters_said)
+        if adapters_note:
+            logger.warning("%s", adapters_note)
         return trainer
 
     @property
@@ -370,7 +370,7 @@ class TrainerGroup:
         for outcome in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(outcome, Exception):
                 logger.info("the trainer's weights are not released: %s", outcome)
-        if goes_on():
+        if outlives_run():
             self.kill()
 
     def kill(self) -> None:

@@ -191,7 +191,7 @@ class CollectiveReceiver(StreamReceiver):
                 self._chunks = _chunks_of(manifest, self._device)
                 if manifest.checksum is not None:
                     self._held, self.reuses_buffers = held_for(manifest, self._options), False
-                    if manifest.deltas and self._held.way_to(manifest) is None:
+                    if manifest.deltas and self._held.deltas_to(manifest) is None:
                         raise WeightUpdateError("it does not have the version before")
                 group.put(f"answer/{group.rank}", number, "")
         if self.manifest is not None and self._work is None:
@@ -216,7 +216,7 @@ class CollectiveReceiver(StreamReceiver):
         if self._held is None or self.manifest is None:
             return arriving
         parts = _decoded(arriving) if self.manifest.deltas else arriving
-        return self._held.bring(self.manifest, parts)
+        return self._held.apply(self.manifest, parts)
 
     def _arriving(self) -> Iterator[NamedTensors]:
         for index, chunk in enumerate(self._chunks):

@@ -142,7 +142,7 @@ class HeldWeights:
         text = save(delta) if room > 0 and not first else b""
         return text, None if first else changed / max(1, values)
 
-    def way_to(self, manifest: Manifest) -> tuple[Delta, ...] | None:
+    def deltas_to(self, manifest: Manifest) -> tuple[Delta, ...] | None:
         """Return the update's deltas that lead from this version to the update's version: () if the
         versions are equal; None if no delta starts at this version, so that all tensors are
         needed."""
@@ -153,7 +153,7 @@ class HeldWeights:
                 return manifest.deltas[index:]
         return None
 
-    def bring(self, manifest: Manifest, parts: Iterable[NamedTensors]) -> Iterator[NamedTensors]:
+    def apply(self, manifest: Manifest, parts: Iterable[NamedTensors]) -> Iterator[NamedTensors]:
         """Apply the parts of an update; yield all tensors of the changed layers in one list.
 
         The receiver sets `checksum` once the engine has loaded the tensors. Raises
@@ -315,7 +315,7 @@ class DeltaReceiver(Receiver):
         find: Callable[[str], str | int] = str,
     ) -> None:
         self._manifest, self._held = manifest, held_for(manifest, options)
-        way = self._held.way_to(manifest)
+        way = self._held.deltas_to(manifest)
 
         def parts() -> Iterator[NamedTensors]:
             if way is None:
@@ -324,7 +324,7 @@ class DeltaReceiver(Receiver):
                 with open(find(delta.path), "rb") as file:
                     yield load(file.read()).items()
 
-        self._reading = ThreadPoolExecutor(1).submit(list, self._held.bring(manifest, parts()))
+        self._reading = ThreadPoolExecutor(1).submit(list, self._held.apply(manifest, parts()))
 
     def poll(self) -> int | None:
         if not self._reading.done():

@@ -23,7 +23,7 @@ from turnwise.config import (
     UNNEEDED_KEYS,
     ModelConfig,
     SamplingConfig,
-    asks_for_nothing,
+    has_no_effect,
     known_keys,
 )
 from turnwise.config.base import Tree
@@ -316,9 +316,9 @@ def read_model(path: str | Path) -> ModelFile:
             elif not section and name in _REASONS:
                 if value and value != "None":
                     notes.setdefault(_REASONS[name], []).append(name)
-            elif name in UNNEEDED_KEYS and not asks_for_nothing(name, value):
+            elif name in UNNEEDED_KEYS and not has_no_effect(name, value):
                 notes.setdefault(f"no effect; {REPLACED_KEYS[name]}", []).append(name)
-            elif not asks_for_nothing(name, value):
+            elif not has_no_effect(name, value):
                 mistakes.append(f"{place}: {_unknown(section, name)}")
     flat = {key: value for key, value in flat.items() if value not in (None, "None")}
     mistakes = mistakes or [f"{path}: {mistake}" for mistake in _mistakes(flat)]

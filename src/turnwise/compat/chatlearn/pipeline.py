@@ -157,7 +157,7 @@ class Pipeline:
     ) -> None:
         self._given = config
         self._overrides = list(overrides)
-        self._resume = None if resume is None else checkpoint.to_go_on_from(resume)
+        self._resume = None if resume is None else checkpoint.checked_source(resume)
         self._modules = list(modules)
         self._thread = EventLoopThread(self._open, "the pipeline")
         self.iteration = 0
@@ -383,7 +383,7 @@ class Pipeline:
         Raises:
             InputError: when the checkpoint is incomplete, or does not fit this model.
         """
-        place = checkpoint.to_go_on_from(folder)
+        place = checkpoint.checked_source(folder)
         seconds = self.config.training.step_timeout + self._update_seconds
         step = self._opened()[2]
         return self._call(lambda: self._restore(place, step), seconds, f"{place} to be loaded")

@@ -183,7 +183,7 @@ class ChatCompletionScheduler:
 
         Returns:
             A `DataProto` or anything else, such as None. The rows, masks and `rm_scores` of a
-            `DataProto` decide what is trained (see `data_proto.take_rows`), and
+            `DataProto` decide what is trained (see `data_proto.apply_batch`), and
             `LLMServerManager.generate_sequences` returns its rows. If the result is not a
             `DataProto`, all sampled tokens are trained.
         """

@@ -1,6 +1,6 @@
 """verl's batch: conversations go in, padded tensors of the sampled tokens come out.
 
-A chat scheduler may return its own batch for a conversation; `take_rows` then trains only the
+A chat scheduler may return its own batch for a conversation; `apply_batch` then trains only the
 tokens that this batch selects.
 """
 
@@ -183,7 +183,7 @@ class DataProto:
         return cls(tensors, columns, dict(batches[0].meta_info))
 
 
-def take_rows(trajectory: Trajectory, made: "DataProto", given: Collection[str] = ()) -> None:
+def apply_batch(trajectory: Trajectory, made: "DataProto", given: Collection[str] = ()) -> None:
     """Mark the tokens that a chat scheduler's batch trains, and take over its scores.
 
     A sampled token is trained where `response_mask` [N, R] is 1. Without that tensor, all sampled

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 
 from turnwise.chat.images import with_urls
 from turnwise.compat.verl.chat_scheduler import ChatBackend, ChatCompletionScheduler
-from turnwise.compat.verl.data_proto import DataProto, take_rows
+from turnwise.compat.verl.data_proto import DataProto, apply_batch
 from turnwise.config import Config, RolloutConfig
 from turnwise.core.admission import Admission
 from turnwise.core.aio import run_in_thread
@@ -83,7 +83,7 @@ class ChatSchedulerLoop:
         name = "the chat scheduler's batch"
         async with user_errors("inexact_rows", f"{name} cannot be read: "):
             await call_user_code(
-                *(take_rows, context.trajectory, made, row),
+                *(apply_batch, context.trajectory, made, row),
                 name=name,
                 seconds=context.rollout.environment_timeout,
                 key="rollout.environment_timeout",
