@@ -203,7 +203,7 @@ def text_of(error: BaseException) -> str:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or the error's type if the message is empty.
 
-    Use it for errors of libraries, whose messages often continue with advice and stack traces.
+    Use it for errors of libraries, because their messages often contain advice and stack traces.
 
     Example:
         except OSError as error:

@@ -1,8 +1,8 @@
 """Gemma 4's arguments with the types that the model wrote.
 
 The format marks each text: `a:<|"|>1<|"|>` is a text, `a:1` is a number. vLLM's parser keeps both
-as texts and converts them by the tool's schema. Where the schema names no type, as in a `dict` or a
-`list[dict]`, numbers, true, false and null stay texts.
+as texts and converts them by the tool's schema. Where the schema does not give a type, as in a
+`dict` or a `list[dict]`, vLLM's parser leaves numbers, true, false and null as texts.
 """
 
 import json
@@ -28,9 +28,9 @@ class _Bare:
 def with_types(
     text: str, calls: list[tuple[str, str]], schemas: Mapping[str, JsonObject]
 ) -> list[str]:
-    """Return the arguments of each call, with the types that the model wrote where the schema names
-    no type. `calls` has the names and arguments that vLLM read from `text`; `schemas` has the
-    schema of each tool's parameters."""
+    """Return the arguments of each call, with the types that the model wrote where the schema does
+    not give a type. `calls` has the names and arguments that vLLM read from `text`; `schemas` has
+    the schema of each tool's parameters."""
     written = [_call(part.partition(_END)[0]) for part in text.split(_BEGIN)[1:]]
     if len(written) != len(calls):  # vLLM read different calls: keep its arguments
         return [arguments for _, arguments in calls]

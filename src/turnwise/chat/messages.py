@@ -92,7 +92,7 @@ class Conversation:
 
 
 def extended_by(prefix: bytes, said: Answer) -> bytes:
-    """Return the digest of a conversation whose next message is this answer."""
+    """Return the digest of a conversation after an answer; `prefix` is the digest before it."""
     return _hash(prefix + _digest(("assistant", said)))
 
 

@@ -105,14 +105,14 @@ class StoredResponse:
     before: "StoredResponse | None"
     """The response that this one continues, if any."""
     asked: list[object]
-    """Its own input items, without the conversation that it continues."""
+    """The request's own input items, without the conversation that the request continues."""
     output: list[object]
     body: JsonObject
     """The response as its client got it."""
 
     @property
     def given(self) -> list[object]:
-        """Its whole input, with the conversation that it continues."""
+        """The request's whole input, including the conversation that the request continues."""
         parts, before = [self.asked], self.before
         while before is not None:
             parts += [before.output, before.asked]
@@ -138,7 +138,7 @@ class Session:
     agent_rewards: bool = False
     """True if the agent of a private session may read, reward and close it."""
     agent_sampling: AgentSamplingRule | None = None
-    """Rule for requests with sampling parameters of their own that cannot be trained exactly; None
+    """Rule for requests with sampling parameters under which a turn cannot be trained exactly; None
     refuses all parameters that differ from `sampling`."""
     created: float = field(default_factory=time.time)
     lost_turns: int = 0
@@ -321,7 +321,7 @@ class Session:
             self.size -= self._answer_bytes.pop(oldest)
 
     def begin_turn(self) -> None:
-        """Count a turn before it is sampled; `lose_turn` uncounts a turn that is not recorded.
+        """Count a turn before it is sampled. If it will not be recorded, call `lose_turn`.
         Raise InputError when the trajectory has `max_turns` turns, including turns in flight."""
         root = self.parent or self
         if root.max_turns is not None and root.begun_turns >= root.max_turns:
@@ -333,7 +333,7 @@ class Session:
         root.begun_turns += 1
 
     def lose_turn(self) -> None:
-        """Uncount a turn that was begun and will not be recorded."""
+        """Subtract one from the begun turns, because a turn that was begun will not be recorded."""
         (self.parent or self).begun_turns -= 1
 
     def read_answers(self) -> None:
@@ -345,8 +345,9 @@ class Session:
         del self._unread[:-1]
 
     def finish(self) -> Trajectory:
-        """Return the trajectory. Its messages and status come from the session's last conversation,
-        or, if it has none, from the last session under it that has one."""
+        """Return the trajectory. Its messages and status come from the session's last conversation.
+        If the session itself does not have a conversation, they come from its last child session
+        with a conversation."""
         if self.parent is not None:
             return self.parent.finish()
         trajectory = self.trajectory
@@ -376,7 +377,7 @@ class Session:
 
     @property
     def adapter(self) -> str:
-        """The last turn's adapter, which requests that name no model use; "" for the policy."""
+        """The last turn's adapter, used by requests without a model's name; "" for the policy."""
         return "" if self._last is None else self.trajectory.turns[self._last.index].adapter
 
     @property

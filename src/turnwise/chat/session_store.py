@@ -39,8 +39,8 @@ class SessionStore:
 
     Rollouts open private sessions. These, and the sessions that agents open under them, stay open
     until they are closed. Sessions of clients also end when they are idle for `idle_seconds`; if
-    idle sessions together take more than `max_bytes` (an estimate), those idle for longest end. A
-    request that names no session gets a new one, so that the next request can refer to its
+    idle sessions together take more than `max_bytes` (an estimate), the longest idle ones end. A
+    request without a session's name gets a new session, so that the next request can refer to its
     completion. Requests to a closed or forgotten session are refused until it is opened again.
     """
 

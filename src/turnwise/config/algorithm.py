@@ -61,7 +61,7 @@ class TurnReturns(Section):
 
 
 class MtGrpo(Section):
-    """GRPO's advantage of the outcome, plus an advantage of each earlier turn's own reward."""
+    """GRPO's outcome advantage; turns before the last also have one for their own rewards."""
 
     name: Literal["mt_grpo"] = "mt_grpo"
     outcome_weight: NonNegativeFloat = 1.0

@@ -179,7 +179,7 @@ def _masked_parameter(found: re.Match[str]) -> str:
 
 
 def _is_secret(name: str) -> bool:
-    """Return whether a name is that of a secret, in any spelling, such as hf_token, API-KEY or
+    """Return whether a name is the name of a secret, in any spelling, such as hf_token, API-KEY or
     apiKey."""
     return bool(_SECRET_NAME.search(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower()))
 

@@ -97,7 +97,7 @@ RULES = {key: rule for rule, keys in _KEYS.items() for key in keys.split()}
 
 
 def rule_of(key: str) -> OnResume | None:
-    """Return the rule of a key: its own, or that of the nearest section above it."""
+    """Return the rule of a key: its own rule, or the rule of the nearest section above it."""
     while key and key not in RULES:
         key = key.rpartition(".")[0]
     return RULES.get(key)

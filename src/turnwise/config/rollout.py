@@ -34,7 +34,7 @@ _LOOP_KEYS = {
     "chat_scheduler": "package.module:Class, a ChatCompletionScheduler",
     "sampler": "package.module:name, a RolloutSampler",
 }
-"""Loops that need a key of the same name, and the form of that key's value."""
+"""Loops that need the key of `rollout` with the loop's name, and the form of that key's value."""
 AGENT = "package.module:function, a command, worker: COMMAND, or the URL of an endpoint"
 """Forms of `rollout.agent`, for errors."""
 Loop = Annotated[str, named("loop", LOOP_NAMES)]
@@ -286,11 +286,12 @@ class RolloutConfig(Section):
     agent_sampling: AgentSamplingRule = "override"
     """Treatment of sampling parameters in the requests of an agent or chat scheduler. Temperature,
     top_p, top_k, min_p and grammars (response_format, strict tools, tool_choice) apply to the turn,
-    which is trained under them. Other settings cannot be trained exactly: greedy answers,
-    penalties, biases, min_tokens, logits processors. If a request has such settings, the turn uses
-    the values of `sampling` instead (override); or the turn is sampled as requested, and is context
-    that is not trained (context); or the request gets status 400 (refuse). override_all samples
-    every turn by `sampling` alone. Events count the requested parameters."""
+    which is trained under them. A turn cannot be trained exactly if it was sampled with other
+    settings: greedily, or with penalties, biases, min_tokens or logits processors. If a request has
+    such settings, the turn uses the values of `sampling` instead (override); or the turn is sampled
+    as requested, and is context that is not trained (context); or the request gets status 400
+    (refuse). override_all uses only `sampling` for every turn. Events count the requested
+    parameters."""
     policies: list[str] = []
     """Names of several policies that are trained at the same time, such as the players of a game.
     Each policy is a LoRA adapter (model.lora) with its own samples and optimizer. The attribute
@@ -341,9 +342,9 @@ class RolloutConfig(Section):
     never returns, fails only one trajectory, and leaked resources are freed when the process ends.
     If false, environments run in threads of the driver."""
     stall_timeout: Seconds = 300.0
-    """Largest number of seconds that a trajectory, or its reward, may go without progress. The time
-    in turns, tools and the environment does not count: engine.request_timeout, tool_timeout and
-    environment_timeout limit it."""
+    """Largest number of seconds that a trajectory, or its reward, may go without progress. Time
+    spent in turns, tools and the environment does not count; engine.request_timeout, tool_timeout
+    and environment_timeout limit that time."""
     trajectory_timeout: Seconds = 21_600.0
     """Deadline in seconds for a whole trajectory."""
     max_failed_fraction: Fraction = 0.5

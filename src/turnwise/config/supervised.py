@@ -1,4 +1,4 @@
-"""The configuration of supervised training, derived from that of a reinforcement-learning run."""
+"""Supervised training's configuration, made from a reinforcement-learning run's configuration."""
 
 from turnwise.config.algorithm import AlgorithmConfig, CrossEntropy, OwnLoss
 from turnwise.config.rollout import SamplingConfig

@@ -154,15 +154,16 @@ class AlarmsConfig(Section):
     logprob_growth: PositiveFloat | None = 5.0
     """Largest growth of logprob_diff_mean, as a multiple of its mean over the first steps."""
     entropy_left: Fraction | None = 0.1
-    """Smallest entropy, as a share of its mean over the first steps."""
+    """Minimum entropy, as a share of its mean over the first steps."""
     reward_left: Fraction | None = 0.5
-    """Smallest mean reward of a step, as a share of the highest mean reward over alarms.steps
+    """Minimum mean reward of a step, as a share of the highest mean reward over alarms.steps
     steps."""
     flat_steps: NonNegativeInt = 100
     """Number of steps over which the mean reward must rise."""
     idle: Fraction | None = 0.8
     """Largest share of a step in which the trainer waits for rollouts."""
     slow_worker: Fraction | None = 0.5
-    """Smallest speed of a worker (worker_tokens_per_s), as a share of the other workers' median."""
+    """Minimum speed of a worker (worker_tokens_per_s), as a share of the median speed of the other
+    workers."""
     stale: Fraction | None = 0.5
     """Largest share of trained tokens whose staleness is training.max_staleness."""

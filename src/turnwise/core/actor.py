@@ -41,8 +41,8 @@ _remote: Callable[[type], RayActor] = functools.cache(ray.remote)
 class ActorHandle:
     """One Ray actor, which ends when its last handle is deleted.
 
-    Errors call the actor `name` ("policy rank 0"). Its death, and its exceptions other than a
-    `TurnwiseError`, are raised as `failure`.
+    Messages of errors refer to the actor by its `name`, such as "policy rank 0". Its death, and its
+    exceptions other than a `TurnwiseError`, are raised as `failure`.
     """
 
     def __init__(
@@ -136,8 +136,9 @@ async def create_placement_group(
     count: int, gpus: float, resources: Mapping[str, float], who: str, key: str, seconds: float
 ) -> PlacementGroup:
     """Reserve a bundle of GPUs and `resources` for each of `count` actors, on as few nodes as
-    possible; raise DeadlineError when there is no room within `seconds`. Errors call the actors
-    `who` ("workers") and name the configuration section `key`."""
+    possible; raise DeadlineError when there is no room within `seconds`. The message of this
+    error contains `who`, a plural noun for the actors (such as "workers"), and `key`, the section
+    of the configuration."""
     # Ray does not accept an empty bundle.
     bundle = {"CPU": CPU_SHARE, **({"GPU": gpus} if gpus else {}), **resources}
     group = placement_group([bundle] * count, strategy="PACK")

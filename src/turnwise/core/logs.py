@@ -204,7 +204,7 @@ def register_stacks(log: str | None = None) -> None:
     """Make a process write its stacks on request, under the name of its log; None uses the log of
     the actor that started this process without forking."""
     if log := log or os.environ.get(_FILE):
-        from turnwise.core import stacks  # imported here because it works on Linux alone
+        from turnwise.core import stacks  # imported here because it works only on Linux
 
         stacks.register(Path(log).parent.parent, Path(log).stem)
 

@@ -35,8 +35,8 @@ _LOOK_SECONDS = 0.05  # longest pause between two looks at whether the context m
 
 
 class EventLoopThread(Generic[_Opened]):
-    """An async context manager that is open in an event loop on a separate thread. Errors call the
-    manager `name` ("the pipeline")."""
+    """An async context manager that is open in an event loop on a separate thread. Messages of
+    errors refer to the manager by its `name`, such as "the pipeline"."""
 
     def __init__(
         self, context: Callable[[], AbstractAsyncContextManager[_Opened]], name: str

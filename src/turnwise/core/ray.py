@@ -34,8 +34,9 @@ _TOKEN_NEEDED = (
     "it asks for a token: set RAY_AUTH_MODE to token, and RAY_AUTH_TOKEN to what "
     "`ray get-auth-token` prints on the head's node"
 )
-"""A head asks for a token as soon as its user has a token, and everybody who ever started Ray
-without a cluster has one. A program that joins Ray at an address sends no token by itself."""
+"""A head requires an authentication token as soon as its user has one, and everybody who ever
+started Ray without a cluster has one. A program that joins Ray at an address does not send its
+token automatically."""
 
 
 _lock = threading.Lock()
@@ -199,7 +200,7 @@ def _probe_port(address: str) -> None:
 
 def _host_and_port(address: str) -> tuple[str, int]:
     """Split an address (for IPv6, `[::1]:6379`) into host and port. The port is 0 if the address
-    has none, as in `auto`."""
+    does not contain a port, as in `auto`."""
     host, _, port = address.rpartition(":")
     return host.removeprefix("[").removesuffix("]"), int(port) if port.isdigit() else 0
 

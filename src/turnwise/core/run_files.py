@@ -63,8 +63,9 @@ class RunFiles:
         return kept
 
     async def log_error(self, kind: str, who: str, error: Exception, environment: str = "") -> None:
-        """Append an error of the trajectory `who`, with its traceback, to errors.log, if it is the
-        first of its kind and description (apart from numbers) in its environment."""
+        """Append an error of the trajectory `who`, with its traceback, to errors.log. Skip it if
+        errors.log already has an error with the same environment, kind and description (apart from
+        numbers), or `_MAX_CAUSES` errors with the same environment and kind."""
         alike = sum(seen[:2] == (environment, kind) for seen in self._seen)
         if alike >= _MAX_CAUSES:
             return

@@ -242,7 +242,7 @@ def _check_stuck(name: str) -> None:
 
 def stuck_calls(since: float = 0.0) -> str:
     """Describe in one clause the abandoned calls that have not returned and that began at `since`
-    (a time of `time.monotonic`) or later; "" if there are none."""
+    (a time of `time.monotonic`) or later; "" without such calls."""
     return _described([call for call in list(_stuck) if call.began >= since])
 
 
@@ -343,7 +343,7 @@ class _DaemonThreads(ThreadPoolExecutor):
 
 
 class _Coroutine(Call[_T]):
-    """A call that is a task on an event loop, its `home`; another loop may wait for its end."""
+    """A call that runs as a task on the event loop `home`; other loops may wait until it ends."""
 
     def __init__(
         self, name: str, make: Callable[[], Awaitable[_T]], home: asyncio.AbstractEventLoop

@@ -66,7 +66,7 @@ async def watching_progress(
         pause = min(seconds, longest)
         while not ended.wait(pause):
             if run is not None:
-                from turnwise.core import stacks  # imported here because it works on Linux alone
+                from turnwise.core import stacks  # imported here because it works only on Linux
 
                 if (request := stacks.report_request(run)).exists():
                     stacks.write_report(run, _line(time.monotonic()))

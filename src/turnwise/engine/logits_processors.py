@@ -100,8 +100,8 @@ def with_request(
     extra_args: Mapping[str, object] | None, request_id: str, allowed: str | None
 ) -> tuple[JsonObject, list[Call]]:
     """Return a request's `extra_args`, with the request's id (the key of failures) and processors
-    added, and the processors alone. The processors are checked, because `extra_args` may come from
-    a client."""
+    added; and the list of processors. The processors are checked, because `extra_args` may come
+    from a client."""
     given = (extra_args or {}).get(EXTRA_ARG) or {}
     if not isinstance(given, Mapping):
         raise InputError(f"clients may not set the extra argument {EXTRA_ARG!r}")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from turnwise.internals.vllm import SamplingParams
 
 Sampling: TypeAlias = "SamplingConfig | SamplingParams"
-"""Sampling parameters of a request: ours, or vLLM's own parameters, which have more options."""
+"""Sampling parameters for a request: ours, or vLLM's own parameters, which have more options."""
 Alternatives: TypeAlias = list[list[tuple[int, float, int]]]
 """For each position, (id, log-prob, rank from 1) of the token itself and of each further token
 whose log-prob was requested."""

@@ -471,8 +471,8 @@ class VllmEngine:
         return replies
 
     async def _answered(self, call: Coroutine[Any, Any, _T], what: str = "a weight update") -> _T:
-        """Await an answer of the engine's process. Raise EngineError if the process dies, because
-        vLLM's own call would wait for ever in that case."""
+        """Wait for an answer from the engine's process. Raise EngineError if the process dies,
+        because vLLM's own call would wait for ever in that case."""
         answer = asyncio.ensure_future(call)
         try:
             while not answer.done():

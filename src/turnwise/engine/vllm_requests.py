@@ -1,9 +1,9 @@
 """Conversion of requests to vLLM's parameters, and of vLLM's outputs to chunks.
 
 vLLM's frontend (`AsyncLLM.generate`) detokenizes, ranks log-probs, makes an object for each output
-and wakes its caller for each output. A request for token ids alone needs none of this, so its
-outputs from the engine's process become chunks directly. All other requests, such as requests with
-stop strings, pass through the frontend. Importing this module does not import vLLM.
+and wakes its caller for each output. A request that only wants token ids does not need any of this,
+so its outputs from the engine's process become chunks directly. All other requests, such as
+requests with stop strings, pass through the frontend. Importing this module does not import vLLM.
 """
 
 import asyncio
@@ -35,8 +35,8 @@ _Watching = Callable[[], AbstractAsyncContextManager[object]]  # limits the wait
 
 
 def sampling_params(sampling: Sampling, seed: int | None) -> "vllm.SamplingParams":
-    """Return vLLM's parameters of a streamed request. A `SamplingParams` of vLLM is changed in
-    place."""
+    """Return vLLM's sampling parameters for a streamed request. If `sampling` is already a
+    `SamplingParams` of vLLM, it is changed in place."""
     from turnwise.internals import vllm  # seconds to import
 
     if isinstance(sampling, SamplingConfig):

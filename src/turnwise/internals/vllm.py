@@ -162,8 +162,8 @@ def divert_outputs(
     llm: AsyncLLM, receive: Callable[..., object], fail: Callable[[Exception], None]
 ) -> tuple[Callable[..., OutputProcessorOutput], Callable[[Exception], None]]:
     """Give the outputs and errors of the engine's process to `receive` and `fail`, because a
-    request for token ids alone does not need the detokenizer. Return the two functions of vLLM that
-    are replaced, to which `receive` and `fail` can pass on the rest."""
+    request that only wants token ids does not need the detokenizer. Return the two replaced
+    functions of vLLM, to which `receive` and `fail` can pass on all other outputs and errors."""
     processor = llm.output_processor
     own = processor.process_outputs, processor.propagate_error
     processor.process_outputs, processor.propagate_error = receive, fail

@@ -182,8 +182,9 @@ _pack_embedding = internal(_method, "process_weights_after_loading", "self", "la
 
 def _pack_if_head(self: object, layer: Any) -> None:
     """Pack an embedding matrix at once if it is an output head; otherwise pack it when logits are
-    first computed with it. vLLM also packs matrices that are only used to look up tokens. That
-    doubles their memory, and in each update takes as long as packing the head."""
+    first computed with it. vLLM also packs embedding matrices that only look up tokens. The
+    packed copy, which nothing uses, takes as much memory as the matrix; and in each update, packing
+    it takes as long as packing the head."""
 
     def compute(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         _pack_embedding(self, layer)

@@ -88,8 +88,8 @@ def alarm_finder(config: Config, run: Path | None = None) -> Callable[[JsonObjec
 
 
 def _shares(row: JsonObject, config: Config) -> Iterator[tuple[str, Share]]:
-    """Yield the shares of a step, each with its key in the section `alarms`. If a share is of one
-    environment alone, the environment's name follows the key."""
+    """Yield the shares of a step, each with its key in the section `alarms`. If a share is of
+    only one environment, the environment's name follows the key."""
     alarms, training = config.alarms, config.training
     said = f"{_MEAN} of the groups have no signal: all their rewards are equal"
     if not config.algorithm.dynamic_sampling:

@@ -92,7 +92,7 @@ def show_all(console: Console, trajectories: Sequence[Trajectory]) -> None:
 
 def conversation(trajectory: Trajectory, label: str = "") -> Text:
     """Return a trajectory's result and messages as readable text. Control characters are escaped,
-    so that no answer of a model can control the terminal."""
+    so that a model's answer cannot control the terminal."""
     reward = "no reward" if trajectory.reward is None else f"reward {trajectory.reward:.3g}"
     if len(trajectory.reward_parts) > 1:
         each = (f"{name} {value:.3g}" for name, value in trajectory.reward_parts.items())

@@ -74,7 +74,7 @@ class StepMetrics:
     groups_discarded (if any), the environment's own `pools`, and in `heldout` its evaluation."""
     policies: dict[str, JsonObject] | None = None
     """In a run of several policies (rollout.policies), by name: reward_mean, the mean reward of its
-    players, and the trainer's metrics of this policy alone, such as loss, entropy and grad_norm."""
+    players, and the trainer's metrics of only this policy, such as loss, entropy and grad_norm."""
     pools: Counts = None
     """With data.curriculum, the number of rows by the outcome of their last group: a signal
     (mixed), all trajectories right (mastered), all wrong (hopeless), or no group so far (fresh);

@@ -251,7 +251,8 @@ def _rank(config: Config, on_gpu: bool, length: int) -> Holding:
 
 
 def _engine(config: Config, machine: Machine, share: float) -> tuple[Holding, int]:
-    """Return what a device of an engine holds, and a token's bytes in its KV cache."""
+    """Return the memory that each device of an engine needs, and the number of bytes of a token in
+    the KV cache of that device."""
     check_model(config.model.path)
     shape: PretrainedConfig = AutoConfig.from_pretrained(
         resolve_model(config.model.path), trust_remote_code=config.model.trust_remote_code

@@ -197,8 +197,8 @@ def _rows_of(
 def checked_rows(
     rows: Sequence[Row], name: str, limit: int | None, condition: str | None = None
 ) -> Sequence[Row]:
-    """Return the first `limit` of the rows that user code gave; each must be a dictionary. Errors
-    call the rows `name`."""
+    """Return the first `limit` of the rows that user code gave; each must be a dictionary. `name`
+    stands for the rows in messages of errors."""
     if not len(rows):
         raise InputError(f"{name} has no rows")
 

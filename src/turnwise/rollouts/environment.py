@@ -469,7 +469,8 @@ def read_rewards(value: object, who: str, trajectory: Trajectory) -> Rewards:
 
 def read_reward(value: object, who: str) -> float:
     """Return a number of any type (bool, NumPy number, tensor of one value) as a float. Raise
-    TrajectoryError `reward_error` if it is not finite, or its size is above `MAX_REWARD`."""
+    TrajectoryError `reward_error` if it is not finite, or its absolute value is above
+    `MAX_REWARD`."""
     number = finite_number(value)
     if number is not None and abs(number) <= MAX_REWARD:
         return number

@@ -396,8 +396,8 @@ class RemoteEpisode(Episode):
 
 
 class _RemoteToolbox(Toolbox):
-    """An environment's tools, which run in its process, and those of `rollout.tools`, which run in
-    the driver."""
+    """An environment's tools, which run in its process, and the tools of `rollout.tools`, which run
+    in the driver."""
 
     def __init__(
         self,

@@ -1,9 +1,10 @@
 """A reward model: a sequence classifier with one output, in its own Ray actor.
 
 The reward model reads a trajectory's messages as text. The chat template of the reward model's own
-tokenizer renders the text; if it has no template, the messages are joined line by line. A text that
-is not a chat is read unchanged. Calls that wait at the same time are scored in one batch. The model
-does not depend on the policy or the policy's tokens.
+tokenizer renders the text; if it has no template, the messages are joined line by line. If a
+trajectory is a plain text and not a chat, the reward model reads this text without a template.
+Calls that wait at the same time are scored in one batch. The model does not depend on the policy or
+the policy's tokens.
 """
 
 import asyncio

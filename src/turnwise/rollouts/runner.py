@@ -341,7 +341,7 @@ class Runner:
 
     def _stage(self, problem: Problem) -> Stage:
         stage = self._stages.get(problem.environment)
-        if stage is None:  # a program's problems name no environment
+        if stage is None:  # a program's problems do not name an environment
             raise InputError(
                 f"{problem.id} names none of the environments ({', '.join(self._stages)}), and "
                 "only train, eval and rollout choose among several: set environment for one"

@@ -82,7 +82,7 @@ class TrajectorySampler:
         self._tag = f"batch{next(_BATCHES)}"
 
         class PromptEnvironment:
-            """The environment of prompts that are texts or messages."""
+            """The environment for prompts that are not rows, but texts or lists of messages."""
 
             def __init__(self, row: Row) -> None:
                 self.problem: Sequence[Message] = row["problem"]

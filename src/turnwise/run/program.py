@@ -1,7 +1,7 @@
 """A run whose training loop is the user's own program; its methods are the parts of a step.
 
-The run folder is like that of `turnwise train`, with a line of metrics, trajectories and token
-values for each optimizer step. `run.opened` has the same methods as blocking calls.
+The run folder is like a run folder of `turnwise train`, with a line of metrics, trajectories and
+token values for each optimizer step. `run.opened` has the same methods as blocking calls.
 """
 
 import itertools

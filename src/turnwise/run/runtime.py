@@ -81,7 +81,7 @@ class Runtime:
         return self.manager.scheduler
 
     def training_runner(self, sampling: SamplingConfig) -> RunGroup:
-        """Return a function like that of `group_runner`, that also lets the teachers score
+        """Return a function like the result of `group_runner`, which also lets the teachers score
         each group."""
         run_group = self.group_runner(sampling)
 
@@ -294,7 +294,7 @@ class TrainingStep:
             with waiting("the trainer to train"):
                 async with self._trainers_turn():
                     metrics = await self._policy.train(batch.samples)
-            # A step may skip all its updates, or train the value model alone.
+            # A step may skip all its updates, or train only the value model.
             self.has_new_weights = had or self._policy.version != version
         self.versions.append(self._policy.version)
         return metrics

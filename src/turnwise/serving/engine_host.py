@@ -38,8 +38,8 @@ Event = tuple[str, Chunk | Exception]
 
 
 class Mailbox:
-    """Requests of one client process, and those of their events that have not been sent yet. The
-    requests are cancelled when the client closes its channel or dies."""
+    """Requests of one client process, and the events of these requests that have not been sent yet.
+    The requests are cancelled when the client closes its channel or dies."""
 
     def __init__(
         self, channel: Channel, run: "Callable[[Mailbox, Request], Coroutine[None, None, None]]"

@@ -39,8 +39,8 @@ logger = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 1.0  # pause before a restart, multiplied by the number of earlier restarts
 _GIVEN_UP_SECONDS, _GIVEN_UP_MAX_SECONDS = 60.0, 600.0
-"""First and longest pause between attempts to start a worker that was given up; each pause is twice
-the previous one."""
+"""First and longest pause between attempts to start a worker whose restarts all failed; each pause
+is twice the previous one."""
 _CAUSE_SECONDS = 1.0
 """Time for the scheduler to find out which request crashed the worker, before a restart."""
 _SLOW_SECONDS = 30.0
@@ -89,7 +89,7 @@ class WorkerSupervisor:
         """Engine of the running process; None while no process is running."""
         self.given_up = ""
         """Reason why a worker that is down could not be restarted, once it has used up its
-        `restarts`; "" otherwise. Its start is retried forever, at growing intervals."""
+        `restarts`; "" otherwise. Attempts to start it go on forever, at growing intervals."""
         self.restarts = 0
         """Number of restarts since the worker last passed `_SETTLED_CHECKS` health checks in a row,
         at most `serving.max_restarts`. A restart after a death that a single request caused does
@@ -292,8 +292,8 @@ class AsyncLLMServerManager:
 
     @property
     def given_up(self) -> dict[str, str]:
-        """Reasons why workers that have used up `serving.max_restarts` are down, by name. Their
-        starts are retried forever, at growing intervals."""
+        """Reasons why workers that have used up `serving.max_restarts` are down, by name.
+        Attempts to start them go on forever, at growing intervals."""
         return {one.name: one.given_up for one in self._supervisors if one.given_up}
 
     async def start(self) -> None:

@@ -27,7 +27,7 @@ from turnwise.tinker.futures import Missing
 
 Kind = Literal["weights", "sampler_weights", "external_weights", "snapshots"]
 """`weights` to continue training, `sampler_weights` to sample, `external_weights` to download;
-`snapshots` have no name that a client knows, and end with their session."""
+`snapshots` do not have an address for clients, and are removed when their session ends."""
 _TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 _KINDS = (*_TYPES, "snapshots")
 _RUN, _KIND, _NAME = r"[\w:-]{1,200}", "|".join(_TYPES), r"\w[\w.-]{0,199}(?<!\.tmp)"

@@ -96,7 +96,7 @@ class Named(BaseRequest):
 
 
 class LoraSpec(BaseRequest):
-    """A client's settings of an adapter. The output head is never trained."""
+    """A client's settings for a new adapter. The output head is never trained."""
 
     model_config = ConfigDict(extra="ignore")
     rank: int
@@ -124,7 +124,7 @@ class OfModel(GetInfo):
 
 
 class AdamStep(BaseRequest):
-    """The settings of one step of AdamW; a `grad_clip_norm` of 0 does not clip."""
+    """The settings for one step of AdamW; a `grad_clip_norm` of 0 does not clip."""
 
     type: Literal["adamw"] = "adamw"
     learning_rate: Annotated[_Finite, Field(ge=0)] = 1e-4

@@ -106,8 +106,8 @@ class Sampler:
 
     @property
     def snapshot(self) -> Checkpoint | None:
-        """The checkpoint if it is a snapshot, else None. No client can name a snapshot, and it ends
-        with the session."""
+        """The checkpoint if it is a snapshot, else None. A snapshot does not have an address that a
+        client could use, and is removed when the session ends."""
         saved = self.checkpoint
         return saved if saved is not None and saved.kind == "snapshots" else None
 

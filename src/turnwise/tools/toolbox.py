@@ -186,8 +186,9 @@ def make_toolbox(
 
 
 def is_plain(tool: ToolFunction | Tool) -> bool:
-    """Return whether calls of a tool may run at the same time, in any thread. This holds for
-    coroutine functions, and for functions of a module, which hold no objects of an environment."""
+    """Return whether calls of a tool may run at the same time, in any thread. Coroutine functions
+    and plain functions may. Other methods and closures may not, because they may share an
+    environment's objects."""
     function = tool.call if isinstance(tool, Tool) else tool
     if inspect.iscoroutinefunction(function):
         return True

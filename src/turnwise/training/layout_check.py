@@ -56,8 +56,9 @@ that a change of the batch shape makes: sums are then rounded in a different ord
 of a mixture of experts amplify this."""
 _TIMES = 3
 _MIN_SPREAD = 1e-3
-"""Minimum spread of log-probs, in nats, by which differences are divided. An untrained model gives
-all tokens nearly the same log-prob, so its spread may be smaller."""
+"""Differences are divided by the standard deviation of the log-probs, but by at least this number,
+in nats. An untrained model gives all tokens nearly the same log-prob, so its standard deviation may
+be smaller."""
 
 
 @dataclass(frozen=True, slots=True)

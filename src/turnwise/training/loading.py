@@ -1,8 +1,8 @@
 """The trainer's models: their roles, their data types, their parts, and how they are loaded.
 
 Forward passes use `model.dtype`. Weights that learn are kept in float32, because steps with a small
-learning rate vanish in bfloat16. With `training.weights_dtype` bfloat16, they are kept in bfloat16,
-and steps are rounded at random.
+learning rate vanish in bfloat16. With `training.weights_dtype` bfloat16, these weights are kept in
+bfloat16, and optimizer steps use stochastic rounding.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -100,7 +100,7 @@ def shared_roles(
 
 
 def path_of(model: ModelConfig, other: OtherModel = POLICY) -> str:
-    """Return the path that a model is loaded from: its own path, or the policy's if it has none."""
+    """Return the path that a model is loaded from: its own path if it is set, else the policy's."""
     return resolve_model(other.path or model.path)
 
 
@@ -192,7 +192,7 @@ def is_classifier(shape: PretrainedConfig) -> bool:
 
 @contextmanager
 def translate_unreadable(path: str) -> Iterator[None]:
-    """Turn errors of reading a model into an InputError that names the model."""
+    """Convert errors that occur while a model is read to an InputError that names the model."""
     try:
         yield
     except (OSError, ValueError) as error:

@@ -191,9 +191,9 @@ def activation_bytes(
     """Return the peak memory of one micro-batch's forward and backward pass, beyond the weights.
 
     Gradients of weights count only while they are computed. All weights are trained here; with
-    LoRA, the peak is somewhat lower. Images count as the number of text tokens that they add to the
-    size of a micro-batch. If `sharded`, FSDP casts the weights, without autocast; `every` is as in
-    `recompute`.
+    LoRA, the peak is somewhat lower. Images are not computed here: `tokens` includes their tokens
+    and patches, which are counted like tokens of text. If `sharded`, FSDP casts the weights,
+    without autocast; `every` is as in `recompute`.
     """
     shape = AutoConfig.from_pretrained(path, trust_remote_code=trust)
     weights = getattr(torch, dtype) if sharded else torch.float32

@@ -309,7 +309,7 @@ def _step(
 
 
 def rounded(values: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
-    """Round float32 to bfloat16 at random, so that the mean of the results is the exact value:
+    """Round float32 to bfloat16 stochastically, so that the mean of the results is the exact value:
     1.001 becomes 1.0 in 7 of 8 cases, else 1.0078."""
     noise = torch.randint(
         _LOW_BITS, values.shape, generator=generator, device=values.device, dtype=torch.int32

@@ -255,8 +255,8 @@ class TrainerRank:
         return self.version, reports
 
     def drop(self, name: str | None = None) -> None:
-        """Drop the gradients of a policy, an added adapter, or all policies that wait for a
-        step."""
+        """Drop the gradients that were added since the last step: the gradients of the policy or
+        added adapter `name`, or, with None, of all policies."""
         for each in self._policies if name is None else [name]:
             self._added.pop(each, None)
             learner = self._learners.get(each) or self._added_adapters.use(each).learner
@@ -283,7 +283,7 @@ class TrainerRank:
         self._learners.clear()
 
     def vocabulary(self) -> int:
-        """Return the number of ids that the model knows."""
+        """Return the number of token ids in the model's vocabulary."""
         return int(self._scorer.model.config.get_text_config().vocab_size)
 
     def _end_step(self) -> None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from turnwise.training.batching import RankBatches
 
 OF_STEPS = ("grad_norm", "learning_rate", "skipped_updates", "entropy_coef")
-"""Metrics that only optimizer steps have, not gradients alone."""
+"""Metrics that only optimizer steps have; passes that only compute gradients do not have them."""
 RECORDED = ("trainer_logprob", "entropy", "advantage", "weight", "ratio", "clipped", "loss")
 """Values of each trained token that a rank reports, in the order of the rows of `tokens_KN`. The
 values are from the update that trained the token, before its optimizer step."""

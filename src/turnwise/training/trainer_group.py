@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_RANK = "turnwise.training.rank:TrainerRank"  # imported in the ranks' processes alone
+_RANK = "turnwise.training.rank:TrainerRank"  # imported only in the ranks' processes
 _GRACE_SECONDS = 5.0
 """Seconds to wait for other ranks' errors after the first error; a later one may be the cause."""
 _PING_SECONDS = 2.0

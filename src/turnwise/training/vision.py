@@ -133,8 +133,8 @@ def _features(
 
 
 def _joined(values: Sequence[Foreign]) -> Foreign:
-    """Concatenate the features of images: tensors, lists with a tensor for each image, or lists
-    with either of these for each layer."""
+    """Concatenate features of images. Each value is a tensor, or a list with a tensor for each
+    image. Features of several layers are a list, with one of these two for each layer."""
     if isinstance(values[0], torch.Tensor):
         return torch.cat(list(values))
     if isinstance(values[0][0], torch.Tensor):

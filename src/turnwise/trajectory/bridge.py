@@ -220,8 +220,8 @@ class Seam:
         return parts[self.sentinels] if len(parts) > self.sentinels else None
 
     def header(self, template: ChatTemplate) -> str | None:
-        """Return the special token that begins the first new message, if that token stops the model
-        because the template gives the turn no end of its own; else None."""
+        """Return the special token that begins the first new message, if the template does not end
+        a turn with a token of its own, so that this token stops the model; else None."""
         if self.turn_end:
             return None
         found = template.special_token_pattern.match(self.joint, len(self.sampled_end))
@@ -348,8 +348,11 @@ def sampled_text(
 
 
 def _stopping_header(template: ChatTemplate, turn: Message, tools: Tools | None) -> str:
-    """Return the header of the next message (a tool result after calls, else a user's message), if
-    sampling stops at it because the template gives the turn no end of its own; else ""."""
+    """Return the header of the next message if sampling stops at this header; else "".
+
+    Some templates do not end a turn with a token of its own, so the next message's header ends it.
+    The next message is a tool's result if the turn has calls, else a user's message.
+    """
     following: Message = {"role": "user", "content": ""}
     if calls := turn.get("tool_calls"):
         name, call_id = calls[0]["function"]["name"], "call00000"

@@ -1,8 +1,8 @@
 """A model's chat template: messages to text and token ids, and sampled ids to text.
 
 A template's fixed parts, such as `<|im_start|>system ...`, are encoded once: a tokenizer divides a
-text at its special tokens before anything else, and encodes the text between two special tokens by
-itself. So a rendered conversation is encoded in segments, each of which begins with a special
+text at its special tokens before anything else, and encodes the text between two special tokens
+separately. So a rendered conversation is encoded in segments, each of which begins with a special
 token; only a few segments are new.
 """
 

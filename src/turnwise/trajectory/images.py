@@ -49,7 +49,7 @@ class Image:
 
     @classmethod
     def of(cls, data: bytes, format: str, width: int, height: int) -> "Image":
-        """Return the image of a file's bytes, which `chat.images.read_image` reads first."""
+        """Return the image with these bytes. `chat.images.read_image` also checks the bytes."""
         return cls(hash_of(data), format, width, height, data)
 
     def __str__(self) -> str:

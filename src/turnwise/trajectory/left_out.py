@@ -69,8 +69,8 @@ def left_out(template: ChatTemplate, tools: Tools) -> list[str]:
 
 
 def _shows_tools(template: ChatTemplate, messages: Sequence[Message], tools: Tools) -> bool:
-    """Return whether tools change a prompt. True if the template raises, because the caller's
-    rendering will raise, too."""
+    """Return whether tools change a prompt. If the template raises an error, return True, because
+    the caller will get the same error when it renders the prompt."""
     try:
         return template.render_text(messages, tools=tools) != template.render_text(messages)
     except Exception:  # a template may raise anything

@@ -311,7 +311,7 @@ def without_reasoning(text: str) -> str:
 
 
 def _continued(text: str, ends: set[int], part: str) -> set[int]:
-    """Return the positions where `part` ends in `text` if it begins at one of `ends`."""
+    """For each of the positions `ends` where `part` begins in `text`, return where it ends."""
     return {end + len(part) for end in ends if text.startswith(part, end)}
 
 

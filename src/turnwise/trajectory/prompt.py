@@ -52,7 +52,7 @@ class Prompt:
     __slots__ = ("ids", "images")
 
     ids: Ids
-    """The ids alone: [T], read-only."""
+    """The ids, without the images: [T], read-only."""
     images: tuple[PlacedImage, ...]
     """The images, in the order of their positions."""
 
@@ -131,7 +131,7 @@ class Prompt:
         return _restored, (self.ids.tobytes(), self.images)
 
     def tolist(self) -> list[int]:
-        """Return the ids alone as a list."""
+        """Return the ids, without the images, as a list."""
         ids: list[int] = self.ids.tolist()
         return ids
 

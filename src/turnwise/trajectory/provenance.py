@@ -16,7 +16,8 @@ from turnwise.trajectory.prompt import Prompt, common_length
 _Key = npt.NDArray[np.integer]
 _Sampled = Sequence[int] | npt.NDArray[np.int32]
 _Place = tuple[int | None, int]
-"""A pair: a call (None for the root of the tree), and a position on that call's path."""
+"""A pair: a call (None for the root of the tree), and a position in that call's path, which is its
+prompt followed by its sampled ids."""
 
 
 class SampledPart(NamedTuple):

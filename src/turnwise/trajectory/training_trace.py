@@ -76,7 +76,7 @@ def from_training_trace(
     if its mask trains no token.
 
     Args:
-        name: The trajectory's `problem_id`, if the trace has none.
+        name: The trajectory's `problem_id` if the trace does not contain one.
         weight_version: Weight version of all tokens for which the trace does not contain a version.
 
     Raises:

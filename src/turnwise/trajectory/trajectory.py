@@ -5,10 +5,10 @@ found by comparing ids. Sub-agents, retries and edited histories make branches. 
 training sample, in which tokens that an earlier branch trains are context. Token ids are never made
 from the texts of messages.
 
-In a mixture-of-experts model, the numbers of the experts that computed a token, in each layer, are
-a *row* of bytes. All rows of a model have the same length. A request has a row for each id of its
-prompt and completion except the last id, which no layer has computed yet; the row of that id
-belongs to the conversation's next turn.
+In a mixture-of-experts model, a few experts of each layer compute a token. The indices of these
+experts in all layers are stored as a *row* of bytes. All rows of a model have the same length. A
+request has a row for each id of its prompt and completion except the last id, which no layer has
+computed yet; the row of that id belongs to the conversation's next turn.
 """
 
 import json
@@ -212,7 +212,7 @@ class Trajectory:
 
     def find_parent(self, given: PromptLike, *, images: bool = True) -> tuple[int | None, int]:
         """Return the index of a prompt's parent, and the length of the prefix that the prompt
-        shares with the parent's path. `images=False` compares the ids alone, not the images."""
+        shares with the parent's path. `images=False` compares only the ids, not the images."""
         prompt, (index, last) = Prompt.of(given), self._last
         common = prompt.common_prefix(last) if images else common_length(prompt.ids, last.ids)
         if index >= 0 and common == len(last):
@@ -317,7 +317,7 @@ class Trajectory:
 
     @property
     def final_text(self) -> str:
-        """Text of the last assistant message, without special tokens; "" if there is none."""
+        """Text of the last assistant message, without special tokens; "" without such a message."""
         said = (m.get("content") for m in reversed(self.messages) if m["role"] == "assistant")
         return str(next(said, None) or "")
 
@@ -330,7 +330,7 @@ class Trajectory:
         return [index for index in range(len(self.turns)) if index not in continued]
 
     def _last_trainable(self, leaf: int, oldest: int) -> int:
-        """Return the last turn of a branch with a token to train; later turns are not needed."""
+        """Return a branch's last turn that has a token to train; later turns are left out."""
         while not any(self.turns[leaf].trainable(oldest)):
             turn = self.turns[leaf]
             if turn.parent is None or turn.prefix_length < self.turns[turn.parent].path_length:
@@ -342,7 +342,7 @@ class Trajectory:
         """Build one branch; `trained` has, for each turn, the number of its completion tokens on
         earlier branches."""
         path = self._path(leaf)
-        rows: list[bytes] = []  # rows of experts, in parts; empty if a turn has none
+        rows: list[bytes] = []  # rows of experts, in parts; empty if a turn has no rows
         for index, length in path:
             turn = self.turns[index]
             first = int(turn.prefix_length == 0)  # 1 if there is no row of an earlier path

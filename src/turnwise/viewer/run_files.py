@@ -1,7 +1,7 @@
 """Run folders as the viewer reads them: by byte ranges, while a run may still write.
 
 metrics.jsonl is read from an offset on. A file of trajectories is scanned once, for the byte range
-and a summary of each line; a trajectory is then read by its range alone. Without a run, the viewer
+and a summary of each line; then only the range of a trajectory is read. Without a run, the viewer
 shows two recorded runs, which `examples/calculator/recording.py` trained. The archive of these runs
 has the files that the viewer reads, and the tokenizer.
 """

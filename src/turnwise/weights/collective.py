@@ -51,7 +51,7 @@ from turnwise.weights.transport import (
 
 _ACCEPT_SHARE = 0.25
 _LARGE = 4 * 2**20
-"""Minimum size in bytes of a tensor that is broadcast alone, if it is on a CPU."""
+"""Minimum size in bytes of a tensor that is broadcast separately, if it is on a CPU."""
 
 
 class CollectiveTransport(Transport):
@@ -115,8 +115,8 @@ class CollectiveSender(StreamSender):
         number, version = self._rounds, manifest.version
         try:
             group.put("offer", number, json.dumps(manifest.to_dict()))
-            # Each engine has already confirmed that it can load the update. An engine that is late
-            # now is dead, and must not delay the other engines for long.
+            # Each engine has already confirmed that it can load the update. If an engine does not
+            # answer soon, it counts as dead, so that the other engines need not wait long for it.
             seconds = self._timeout * _ACCEPT_SHARE
             group.wait_engines("answer", number, f"accept version {version}", seconds)
             if manifest.deltas:

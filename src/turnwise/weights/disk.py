@@ -130,8 +130,9 @@ class DiskSender(WeightSender):
                 self._lock = None
             else:
                 os.write(self._lock, _boot_id())
-            # Remove subfolders of senders that have ended. Only a free lock from this boot of this
-            # machine proves an end: on a network file system, other machines may not see locks.
+            # Remove subfolders of senders that have ended. A free lock proves this only if the
+            # sender ran on this machine since it last booted, because a network file system may not
+            # show the locks of other machines.
             for path in shared.glob(f"*/{_LOCK}"):
                 with suppress(OSError):  # the sender lives, or another process removed the folder
                     lock = os.open(path, os.O_RDWR)

@@ -156,7 +156,7 @@ class ProcessGroup:
                 check_own_gpus(self._store, rank, [self._name(r) for r in everyone], device)
                 options = dist.ProcessGroupNCCL.Options()
                 limit_nccl(options, limit)
-                with environment_variable(_ERROR_HANDLING, "0"):  # read by the constructor alone
+                with environment_variable(_ERROR_HANDLING, "0"):  # read only by the constructor
                     self._group = dist.ProcessGroupNCCL(self._store, rank, world_size, options)
             else:
                 gloo = gloo_options(own_address(ip), limit)

@@ -129,13 +129,13 @@ class WorkerExtension:
 
     @_replying
     def take_processor_failure(self, request_id: str) -> JsonObject:
-        """Return, as `why`, the reason why a logits processor failed in a request; "" if it did
-        not fail."""
+        """Return a dictionary; its `why` is the reason why a logits processor failed in a request,
+        or "" if none failed."""
         return {"why": take_failure(request_id)}
 
     @_replying
     def take_forced_tokens(self, request_id: str) -> JsonObject:
-        """Return the request's forced tokens, the result of `take_forced`, as `places`."""
+        """Return a dictionary; its `places` are the result of `take_forced` for a request."""
         return {"places": take_forced(request_id)}
 
     @_replying

@@ -383,7 +383,7 @@ class VLLMModule(Module):
             str_prompts           text of the prompt, special tokens included
             str_outputs           text of the last assistant message
             all_tokens            T ids: the prompt and everything after it, tool results too
-            no_padded_query_ids   ids of the prompt alone
+            no_padded_query_ids   ids of only the prompt
             loss_mask             T times 1 (sampled) or 0
             logprobs              T floats of the sampler; 0.0 where the mask is 0
             weight_versions       T versions; -1 where the mask is 0

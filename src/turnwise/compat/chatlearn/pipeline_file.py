@@ -151,7 +151,7 @@ class PipelineFile:
         self._mistakes: list[str] = []
         self._notes = Notes()
         self.module: str | None = None
-        """Path of the policy's own class, package.module:Class; None if the file names no class."""
+        """Path of the policy's own class, package.module:Class; None if it is not in the file."""
         self.args = Args()
         """Flat keys of the policy's file."""
         self.config = self._read()
@@ -181,7 +181,7 @@ class PipelineFile:
                 )
         if "policy" not in entries:
             self._mistakes.append("models needs a policy: the model that samples and is trained")
-        # If the file names no kind, its models decide.
+        # Without the key `pipeline`, the models in the file decide which pipeline it is.
         kind = self._tree.get("pipeline")
         if kind is None:
             kind = "ppo" if {"value", "ppo_value"} & entries.keys() else "grpo"

@@ -462,8 +462,8 @@ class GRPOTrainer:
 
 
 def _refuse_unsupported(*given: object) -> None:
-    """Raise an error for arguments that `_WHY` refuses (`given` has its order), and for a launcher
-    of several processes."""
+    """Raise an error if an argument is set that `_WHY` contains, or if a launcher such as torchrun
+    started several processes. `given` has the values of the arguments, in the order of `_WHY`."""
     for (name, why), value in zip(_WHY.items(), given, strict=True):
         if value:
             refuse_argument(name, why)

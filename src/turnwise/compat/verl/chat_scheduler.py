@@ -542,7 +542,7 @@ class ChatBackend:
 
 @contextmanager
 def _own_errors() -> Iterator[None]:
-    """Convert errors of vLLM's application to ours; other errors pass unchanged."""
+    """Convert errors from vLLM's application to ours; other errors pass unchanged."""
     try:
         yield
     except Exception as error:
@@ -566,7 +566,7 @@ def _sentence(error: Exception) -> str:
 
 
 def _checked(tree: JsonObject) -> JsonObject:
-    """Return an answer of vLLM's application; if it is an error, raise the error."""
+    """Return an answer from vLLM's application; if it is an error, raise the error."""
     if error := tree.get("error"):
         kind = InputError if int(error.get("code") or 500) < 500 else EngineError
         raise kind(str(error.get("message")))

@@ -64,8 +64,8 @@ class ChatSampler:
         self._tokenizer = chat.renderer.tokenizer
 
     def ready(self, chat: Chat) -> Chat:
-        """Return a chat with its engine request, whose parameters are valid. A beam search is
-        checked by vLLM alone, because its answers are not turns.
+        """Check a chat's sampling parameters, and return the chat with its engine request. A beam
+        search is returned unchanged: vLLM checks it itself, because its answers are not turns.
 
         Raises:
             VLLMValidationError: when sampling is impossible with a parameter, or when the prompt

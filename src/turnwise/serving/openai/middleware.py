@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 SESSION_NAME = "turnwise.session"
-"""Key of the ASGI scope that holds the name of the request's session; None if the request names no
-session."""
+"""Key of the ASGI scope that holds the name of the request's session; None if the request does not
+name a session."""
 _REPEATABLE = "turnwise.repeatable"
 """Key of the ASGI scope of a request that may be a retry or may be retried. The value is a tuple: a
 hash of the request, whether it may be a retry, and its `_Running` (the request in flight)."""
@@ -50,7 +50,7 @@ _OBJECTS = {_CHAT: "messages", "/v1/messages": "messages", "/v1/responses": "inp
 """Key of the list of objects in each API's body. vLLM would read the entries before it refuses an
 entry that is not an object."""
 _APIS = {"messages": _CHAT, "prompt": "/v1/completions", "input": "/v1/responses"}
-"""Path of each API, by a key that only its requests have."""
+"""Path of each API, by a key that only the bodies of this API's requests have."""
 _READ = b"{}"
 """Body that is passed on for a request whose scope has the `Tree`, because the framework would not
 read an empty body as JSON."""

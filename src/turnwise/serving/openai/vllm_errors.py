@@ -13,7 +13,7 @@ from turnwise.serving.openai.errors import UNKNOWN, errors_of, explain
 
 @contextmanager
 def refusing() -> Iterator[None]:
-    """Raise errors of a request in the form that vLLM sends to the client."""
+    """Convert errors of a request to the form that vLLM sends to the client."""
     try:
         yield
     except vllm.VLLMError:

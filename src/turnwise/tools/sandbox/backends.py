@@ -175,8 +175,8 @@ def _container(
     # limit.
     command = [program, "run", "-i", "--init", "--read-only"]
     command += [f"--{key}={value}" for key, value in options.items()]
-    # No --workdir, because docker would make the folder for root alone; inner.py changes to the
-    # folder instead.
+    # No --workdir, because docker would make a folder that only root may use; inner.py changes to
+    # the folder instead.
     for folder in (_INSIDE, "/tmp"):
         command.append(f"--tmpfs={folder}:rw,exec,nosuid,nodev,mode=1777,{disk}")
     command += [f"--env={key}={_INSIDE}" for key in ("HOME", "TMPDIR")] + ["--env=LANG=C.UTF-8"]

@@ -234,8 +234,8 @@ def returns_of_turns(config: TurnReturns, rewards: Sequence[Sequence[float]]) ->
 
     REINFORCE with the reward-to-go and a baseline per time step: Sutton and Barto, "Reinforcement
     Learning" (2nd edition), section 13.4. The baseline and the scale are GRPO's, over the turns
-    with the same index in the group. Difference: a turn that only one trajectory has gets
-    advantage 0.
+    with the same index in the group. If only one trajectory of the group has a turn `k`, the
+    turn's advantage is 0.
     """
     returns = [turn_returns(turns, config.gamma) for turns in rewards]
     return normalised_by_turn(returns, scale=config.scale)
@@ -263,7 +263,7 @@ def normalised_by_turn(values: Sequence[Sequence[float]], *, scale: bool) -> lis
 
 
 def mt_grpo(config: MtGrpo, rewards: Sequence[Sequence[float]]) -> list[list[float]]:
-    """MT-GRPO: GRPO's advantage of the outcome, plus an advantage of each earlier turn's reward.
+    """MT-GRPO: GRPO's outcome advantage, plus, before the last turn, one for the turn's own reward.
 
         A_{i,k} = norm_i(r_{i,k}) + outcome_weight * norm_i(outcome_i)     before the last turn
         A_{i,K} = norm_i(outcome_i)                                        at the last turn K

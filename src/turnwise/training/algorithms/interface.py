@@ -168,7 +168,7 @@ class Advantage:
     """
 
     value_model: ValueModel | None = None
-    """Value model that `of_tokens` needs; None: advantages come from rewards alone."""
+    """Value model that `of_tokens` needs; None: advantages come only from rewards."""
     per_turn: ClassVar[bool] = False
     """Whether each turn, instead of each trajectory, has its own advantage, from `of_turns`."""
     multi_objective: ClassVar[bool] = False
