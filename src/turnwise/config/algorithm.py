@@ -326,8 +326,8 @@ class EntropyConfig(Section):
     """Adapt coef after each update: add coef_delta if the mean entropy was at most target, or else
     subtract it. The bonus is part of the loss only after an update at or below target."""
     target: PositiveFloat = 0.2
-    """Mean entropy in nats at and below which an adaptive bonus applies; choose it near the metric
-    `entropy` of the first steps."""
+    """Mean entropy in nats at and below which an adaptive bonus applies; choose it below the
+    metric `entropy` of the first steps."""
     coef_delta: PositiveFloat = 0.005
     """Change of an adaptive coef after each update."""
     coef_min: NonNegativeFloat = 0.0

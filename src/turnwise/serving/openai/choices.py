@@ -37,7 +37,7 @@ class ChoiceReader:
 
     Args:
         tokenizer: The model's tokenizer.
-        request: vLLM's engine request; only its id and parameters are used.
+        request: vLLM's engine request.
     """
 
     def __init__(self, tokenizer: Foreign, request: vllm.EngineCoreRequest) -> None:
