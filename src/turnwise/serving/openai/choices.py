@@ -42,8 +42,12 @@ class ChoiceReader:
 
     def __init__(self, tokenizer: Foreign, request: vllm.EngineCoreRequest) -> None:
         params, self._id = request.sampling_params, request.request_id
+        before = request.prompt_token_ids[-_CONTEXT:]
+        # With a prompt that ends within a character, the stream would repeat the prompt's text.
+        while before and tokenizer.decode(before[-1:]).endswith("\ufffd"):
+            before = before[:-1]
         end = copy.copy(request)
-        end.prompt_token_ids = request.prompt_token_ids[-_CONTEXT:]
+        end.prompt_token_ids = before
         self._detokenizer = vllm.IncrementalDetokenizer.from_new_request(tokenizer, end)
         self._sampled = params.num_logprobs is not None
         self._scored = params.prompt_logprobs is not None
