@@ -684,17 +684,28 @@ def unread(keys: Iterable[str]) -> list[str]:
     """The keys that no source reads as an attribute of their section.
 
     A section is passed around under its own name, or as `config` where its last name is the only
-    one of its kind, or where the section chooses the class that gets it.
+    one of its kind, or where the section chooses the class that gets it. In the sections' own
+    classes, properties read keys, too.
     """
     leaves = Counter(key.rpartition(".")[2] for key in known_keys())
     read: set[tuple[str, str]] = set()
     for path in SOURCES.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        places: list[tuple[ast.AST, str]] = [(tree, "")]
         if path.parent.name == "config":
-            continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Attribute):
-                owner = getattr(node.value, "attr", None) or getattr(node.value, "id", "")
-                read.add((owner.lstrip("_"), node.attr))
+            places = [
+                (part, section.name.removesuffix("Config").lower())
+                for section in ast.walk(tree)
+                if isinstance(section, ast.ClassDef)
+                for part in section.body
+                if isinstance(part, ast.FunctionDef)
+                if any(ast.unparse(each) == "property" for each in part.decorator_list)
+            ]
+        for place, own in places:
+            for node in ast.walk(place):
+                if isinstance(node, ast.Attribute):
+                    owner = getattr(node.value, "attr", None) or getattr(node.value, "id", "")
+                    read.add((own if owner == "self" and own else owner.lstrip("_"), node.attr))
     missing = []
     for key in keys:
         *sections, leaf = key.split(".")

@@ -73,8 +73,8 @@ def test_a_file_is_fetched_also_behind_redirects(server: str) -> None:
         ("http://0x7f000001/", "is not public"),
         ("http://10.0.0.1/", "is not public"),
         ("http://0.0.0.0/", "is not public"),
-        ("file:///etc/passwd", "it may be http or https"),
-        ("http://", "it may be http or https"),
+        ("file:///etc/passwd", "must begin with http:// or https://"),
+        ("http://", "must begin with http:// or https://"),
         ("http://a:b/", "cannot be fetched"),
     ],
 )
@@ -88,14 +88,14 @@ def test_a_name_with_one_address_here_is_not_asked(monkeypatch: pytest.MonkeyPat
         return [(0, 0, 0, "", (address, port)) for address in ("93.184.216.34", "169.254.169.254")]
 
     monkeypatch.setattr(socket, "getaddrinfo", resolve)
-    with pytest.raises(InputError, match=r"evil\.example .*its address 169\.254\.169\.254"):
+    with pytest.raises(InputError, match=r"evil\.example: its address 169\.254\.169\.254"):
         fetch("http://evil.example/cat.png", 10, 60.0)
 
 
 def test_a_redirect_leads_to_no_other_host(server: str) -> None:
-    with pytest.raises(InputError, match=r"169\.254\.169\.254 may not be asked"):
+    with pytest.raises(InputError, match=r"fetched from 169\.254\.169\.254"):
         fetch(f"{server}/to/http://169.254.169.254/latest/", 10, 60.0)
-    with pytest.raises(InputError, match="it may be http or https"):
+    with pytest.raises(InputError, match="must begin with http:// or https://"):
         fetch(f"{server}/to/file:///etc/passwd", 10, 60.0)
     with pytest.raises(InputError, match="is redirected more than 3 times"):
         fetch(f"{server}/to//to//to//to//ok", 10, 60.0)

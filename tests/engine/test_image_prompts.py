@@ -173,7 +173,7 @@ async def test_a_model_of_text_takes_no_image(
 ) -> None:
     prompt = seeing_template.render([read(picture())])
     short = Prompt([5, 6], [each._replace(start=0, length=1) for each in prompt.images])
-    with pytest.raises(InputError, match="this engine does not take"):
+    with pytest.raises(InputError, match="this engine takes none"):
         await ask(engine, short, config, "text")
 
 

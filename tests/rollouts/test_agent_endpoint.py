@@ -134,7 +134,7 @@ async def closing(request: dict[str, Any]) -> Any:
     [
         (failing(500, "no such tool"), "agent_error", r"/run answered 500: no such tool"),
         (failing(302, ""), "agent_error", "answered 302"),
-        (failing(200, "<html>"), "agent_reply", "/run sent '<html>', which is no JSON"),
+        (failing(200, "<html>"), "agent_reply", "/run sent '<html>', which is not readable JSON"),
         (closing, "agent_error", "closed the connection: Server disconnected"),
         (failing(200, "[" * 100_000), "agent_reply", "which is not readable JSON"),
         (failing(200, "x" * (5 << 20)), "agent_reply", "more than 4,194,304 bytes"),

@@ -285,7 +285,8 @@ def test_tasks_have_the_variables_of_agent_env_and_a_limit(
     endless = program("while True: print('x' * 1000)\n")
     with pytest.raises(InputError, match="sent more than 1,048,576 bytes"):
         worker_tasks(endless)
-    for said, words in (('{"id": 0, "result": [1]}', "result.0: "), ("[" * 9_999, "no JSON")):
+    wrong = {'{"id": 0, "result": [1]}': "result.0: ", "[" * 9_999: "not readable JSON"}
+    for said, words in wrong.items():
         with pytest.raises(InputError, match=f"listed no tasks, and ended with 0: .*{words}"):
             worker_tasks(program(f"print({said!r})\n"))
     monkeypatch.setattr(agents_module, "_TASKS_SECONDS", 0.3)

@@ -11,6 +11,7 @@ import pytest
 
 from tests.scripted import DROP, HANG, Scripted
 from turnwise.config import JudgeConfig, RewardConfig, RolloutConfig, parse_config
+from turnwise.core import endpoint
 from turnwise.core.run_files import JUDGEMENTS, RunFiles
 from turnwise.errors import InputError, TrajectoryError
 from turnwise.rollouts.episode import Episode
@@ -140,8 +141,9 @@ async def test_errors_that_may_pass_are_tried_again(scripted: Scripted) -> None:
 
 
 async def test_an_absent_judge_is_asked_again_until_its_timeout(
-    scripted: Scripted,
+    scripted: Scripted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(endpoint, "_FIRST_PAUSE", 0.001)
     scripted.script = [DROP, 503, 429] * 5 + [verdict(1)]
     trajectory, counts = await judged(manager(scripted, retries=1))
     assert (trajectory.reward, counts["retries"]) == (1.0, 15)

@@ -17,7 +17,7 @@ import ray
 from tests.conftest import ROOT, own_environment, python
 from turnwise.config import Config, dump_config
 from turnwise.core import ray as rays
-from turnwise.core.ray import goes_on, leave_ray, start_ray
+from turnwise.core.ray import leave_ray, outlives_run, start_ray
 from turnwise.errors import InputError
 from turnwise.run.display import SILENT
 from turnwise.run.fleet import ray_running
@@ -95,9 +95,9 @@ async def test_the_last_of_several_runs_shuts_down_their_shared_ray(
     config = make_config()
     async with ray_running(config, SILENT) as (known, gpus):
         assert (known.model.dtype, gpus) == ("float32", 2.0)  # that of the model's files
-        assert not goes_on()
+        assert not outlives_run()
         async with ray_running(config, SILENT):
-            assert goes_on()
+            assert outlives_run()
         assert fake.connected
     assert not fake.connected
     assert fake.starts == 1
@@ -109,7 +109,7 @@ async def test_a_ray_that_the_program_started_outlives_every_run(
     for address in (None, "auto", fake.address, fake.address.replace("127.0.0.1", "localhost")):
         fake.connected, fake.starts = True, fake.starts + 1
         async with ray_running(make_config(ray_address=address), SILENT):
-            assert goes_on()
+            assert outlives_run()
         assert fake.connected
     with pytest.raises(RuntimeError, match="of the program's own"):
         async with ray_running(make_config(), SILENT):

@@ -77,8 +77,9 @@ def teacher(
     monkeypatch.setattr(teachers_module, "_RETRIES", 2)
 
     async def start(**keys: Any) -> TeacherServer:
+        settings = config(rollout={"stall_timeout": 5.0})
         made = TeacherServer(
-            config(), "algorithm.teacher", TeacherConfig(url=server.url, **keys), tokenizer
+            settings, "algorithm.teacher", TeacherConfig(url=server.url, **keys), tokenizer
         )
         await made.start()
         return made

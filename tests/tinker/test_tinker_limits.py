@@ -183,7 +183,7 @@ async def test_requests_after_one_that_never_comes_fail_in_words(
     for promise in late:
         failed = await client.result(promise)
         assert failed["category"] == "user"
-        assert "the request 2 of this model" in failed["error"]
+        assert "the model's earlier request 2" in failed["error"]
     assert logprobs_of(await client.trained(5, [row()], "cross_entropy"))
     assert (await client.train(2, [row()], "cross_entropy")).status_code == 410
 

@@ -143,7 +143,7 @@ async def test_only_the_layers_that_are_asked_for_are_trained(client: Client) ->
 
 
 async def test_models_that_cannot_be_made_are_refused_in_words(client: Client) -> None:
-    assert "not one from 1 to 8" in (await client.open(rank=9))["error"]
+    assert "not from 1 to 8" in (await client.open(rank=9))["error"]
     assert "leave no layer" in (await client.open(train_mlp=False, train_attn=False))["error"]
     session = {"session_id": client.session, "model_seq_id": 5}
     body = session | {"base_model": "another", "lora_config": {"rank": 1}}

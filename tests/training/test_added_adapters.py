@@ -61,7 +61,7 @@ async def test_adapters_on_two_ranks_train_as_on_one(
                     metrics.append((await trainer.optim_step(STEP, name))["grad_norm"])
             how = PLAIN, CrossEntropyLoss(), "one.a", False
             metrics.append((await trainer.forward_backward(batch, *how))["loss"])
-            with pytest.raises(InputError, match=r"no model three: it was not saved"):
+            with pytest.raises(InputError, match=r"no adapter three: it was removed"):
                 await trainer.adapter("write", "three", tmp_path)
             place = tmp_path / f"saved{count}"
             await trainer.adapter("write", "one.a", place, True)

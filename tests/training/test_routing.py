@@ -149,7 +149,7 @@ def test_a_sample_without_a_record_is_routed_as_ever(tmp_path: Path) -> None:
 
 def test_other_models_and_other_records_are_refused(tmp_path: Path) -> None:
     dense = AutoModelForCausalLM.from_config(LlamaConfig(**SMALL))
-    with pytest.raises(InputError, match=r"engine.routing_replay: a llama model has no routers"):
+    with pytest.raises(InputError, match=r"replay: the routers of a llama model are not known"):
         RoutingReplay(dense)
     replay = RoutingReplay(loaded(moe(tmp_path / "moe")))
     with pytest.raises(

@@ -356,7 +356,7 @@ def test_tools_bound_the_trajectory() -> None:
     [
         (
             {"num_iterations": 3, "steps_per_generation": 1, "gradient_accumulation_steps": 2},
-            r"num_iterations=3 .*accumulates 2 batches",
+            r"num_iterations=3 .*the 2 batches of an update",
         ),
         ({"sync_ref_model": True}, r"sync_ref_model=True .*no reference model to synchronize"),
         ({"repetition_penalty": 1.1}, r"repetition_penalty=1\.1 .*distribution without it"),

@@ -198,15 +198,15 @@ async def test_a_redirect_shows_the_model_nothing(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "no JSON"),
-        ("<html>", "sent '<html>', which is no JSON"),
+        ("", "not readable JSON"),
+        ("<html>", "sent '<html>', which is not readable JSON"),
         ("[]", "wrong answer"),
         ("{}", "reward: Field required"),
         ('{"reward": "1"}', "reward: Input should be a valid number"),
         ('{"reward": NaN}', "reward: Input should be a finite number"),
         ('{"reward": 1e999}', "reward: Input should be a finite number"),
         ('{"reward": ' + "9" * 400 + "}", "reward: Input should be a valid number"),
-        ("[" * 100_000, "no JSON"),
+        ("[" * 100_000, "not readable JSON"),
         ('{"reward": 1, "more": [' + "1," * 600_000 + "1]}", "more than 500,000 values"),
         ('{"reward": 1, "more": "' + "x" * 9_000_000 + '"}', "more than 8,388,608 bytes"),
     ],
