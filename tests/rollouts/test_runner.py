@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.blocking import NeverIdle, gate, new_gate, tick
-from tests.simulated import SimulatedEngine
+from tests.simulated import Latency, SimulatedEngine
 from turnwise.config import Config, SamplingConfig
 from turnwise.core import aio
 from turnwise.core import user_code as tasks
@@ -349,7 +349,8 @@ async def test_a_call_that_takes_too_long_to_parse_counts_as_malformed(
     run: Callable[..., Any], tokenizer: Any
 ) -> None:
     slow = "<tool_call>double\n" + "<arg_key>x</arg_key><arg_value>" * 800 + "</tool_call>"
-    engine = Saying(tokenizer.encode(slow, add_special_tokens=False), vocab_size=len(tokenizer))
+    said = tokenizer.encode(slow, add_special_tokens=False)
+    engine = Saying(said, vocab_size=len(tokenizer), latency=Latency(0.0, 0.0, 0.0))
     options = {"environment": "Bench", "loop": "tool_calling", "tool_parser": "glm45"}
     group = await run({}, engine=engine, max_turns=1, n=2, **options)
     assert group.dropped == {}
