@@ -22,6 +22,18 @@ from turnwise.trajectory import Prompt
 Sample = Callable[[RequestContext, ChoiceKey, Request], AsyncGenerator[Chunk, None]]
 """Samples a request's tokens for its session."""
 _TASKS = ("generate",)
+_SHARED = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "ignore_eos",
+    "stream",
+    "stop",
+    "stop_token_ids",
+)
+"""Keys of a plain request on which its sampling parameters depend, except keys of its own."""
+_KEPT = 256  # maximum number of sampling parameters that are kept
 
 
 class Chat(NamedTuple):
@@ -62,6 +74,7 @@ class ChatSampler:
     def __init__(self, sampling: SamplingConfig, chat: vllm.OpenAIServingChat, sample: Sample):
         self._sampling, self._chat, self._sample = sampling, chat, sample
         self._tokenizer = chat.renderer.tokenizer
+        self._made: dict[tuple[object, ...], vllm.SamplingParams] = {}
 
     def ready(self, chat: Chat) -> Chat:
         """Check a chat's sampling parameters, and return the chat with its engine request. A beam
@@ -77,7 +90,7 @@ class ChatSampler:
         if _by_beams(request):
             return chat
         written, own = request.model_fields_set, session.sampling or self._sampling
-        params, ids = request.to_sampling_params(limit, {}), chat.prompt.tolist()
+        params, ids = self._params(chat, limit), chat.prompt.tolist()
         if "min_tokens" not in written:
             params.min_tokens = own.min_tokens
         if "ignore_eos" not in written:
@@ -105,6 +118,22 @@ class ChatSampler:
                 lora_request=chat.adapter,
             )
         return chat._replace(core=core)
+
+    def _params(self, chat: Chat, limit: int) -> vllm.SamplingParams:
+        """Return the sampling parameters of a request; equal plain requests share their making."""
+        request, values = chat.request, chat.request.__dict__
+        own = {"seed", "min_tokens", "vllm_xargs"} & request.model_fields_set
+        if not chat.parsed.checked or own or values["vllm_xargs"]:
+            return request.to_sampling_params(limit, {})
+        key = tuple(
+            tuple(value) if isinstance(value, list) else value for value in map(values.get, _SHARED)
+        )
+        made = self._made.get(key)
+        if made is None:
+            if len(self._made) >= _KEPT:
+                self._made.clear()
+            made = self._made[key] = request.to_sampling_params(limit, {})
+        return copy.copy(made)
 
     def _max_tokens(self, chat: Chat) -> int:
         """Return how many tokens may be sampled; refuse a prompt that fills the context."""
@@ -165,10 +194,12 @@ class ChatSampler:
     async def _whole(self, chat: Chat, index: int) -> SampledChoice:
         reader, token_ids, logprobs = self._reader_of(chat), list[int](), list[Foreign]()
         last = Piece("", [], None, None, None)
-        async with aclosing(self._pieces(chat, index, reader)) as pieces:
-            async for last in pieces:
+        async with aclosing(self._chunks(chat, index)) as chunks:
+            async for chunk in chunks:
+                last = reader.read(chunk)
                 token_ids += last.token_ids
                 logprobs += last.logprobs or ()
+        chat.context.texts[chat.name, index] = reader.text
         shown = None if last.logprobs is None else logprobs
         piece = last._replace(text=reader.text, token_ids=token_ids, logprobs=shown)
         return SampledChoice(piece, reader.prompt_logprobs)
@@ -181,6 +212,15 @@ class ChatSampler:
         self, chat: Chat, index: int, reader: ChoiceReader
     ) -> AsyncGenerator[Piece, None]:
         """Sample one choice, and yield what each chunk adds."""
+        async with aclosing(self._chunks(chat, index)) as chunks:
+            async for chunk in chunks:
+                piece = reader.read(chunk)
+                if piece.finish_reason is not None:
+                    chat.context.texts[chat.name, index] = reader.text
+                yield piece
+
+    def _chunks(self, chat: Chat, index: int) -> AsyncGenerator[Chunk, None]:
+        """Sample one choice for its session."""
         context = chat.context
         assert chat.core is not None
         sampling = copy.copy(chat.core.sampling_params)
@@ -198,12 +238,7 @@ class ChatSampler:
             whole=not chat.request.stream,
             record_allowed=context.trained,
         )
-        async with aclosing(self._sample(context, (chat.name, index), asked)) as chunks:
-            async for chunk in chunks:
-                piece = reader.read(chunk)
-                if piece.finish_reason is not None:
-                    context.texts[chat.name, index] = reader.text
-                yield piece
+        return self._sample(context, (chat.name, index), asked)
 
     async def _beams(self, chat: Chat) -> list[Piece]:
         """Return the answers that a beam search finds; these answers belong to no session."""

@@ -1,6 +1,7 @@
 """One choice of an answer, read from an engine's chunks: its text, and log-probs with texts."""
 
 import copy
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -44,7 +45,7 @@ class ChoiceReader:
         params, self._id = request.sampling_params, request.request_id
         before = request.prompt_token_ids[-_CONTEXT:]
         # With a prompt that ends within a character, the stream would repeat the prompt's text.
-        while before and tokenizer.decode(before[-1:]).endswith("\ufffd"):
+        while before and _is_cut(tokenizer, before[-1]):
             before = before[:-1]
         end = copy.copy(request)
         end.prompt_token_ids = before
@@ -81,6 +82,12 @@ class ChoiceReader:
     def prompt_logprobs(self) -> list[dict[int, vllm.Logprob] | None] | None:
         """Log-probs of the prompt's tokens, if the client asked for them."""
         return None if self._logprobs is None else self._logprobs.prompt_logprobs
+
+
+@lru_cache(4096)
+def _is_cut(tokenizer: Foreign, token: int) -> bool:
+    """Return whether a token ends within a character."""
+    return str(tokenizer.decode([token])).endswith("\ufffd")
 
 
 def engine_outputs(
