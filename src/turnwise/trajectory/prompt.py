@@ -34,6 +34,9 @@ class PlacedImage(NamedTuple):
         return self.start + self.length
 
 
+_EMPTY: Ids = np.zeros(0, np.int32)
+
+
 @final
 class Prompt:
     """The `T` ids of a prompt, and the images among them; immutable.
@@ -86,12 +89,19 @@ class Prompt:
             >>> Prompt.joined([11, 12], Prompt([7, 2]), [13]).tolist()
             [11, 12, 7, 2, 13]
         """
-        ids, images = array("i"), list[PlacedImage]()
-        for part in parts:
-            own = cls.of(part)
-            images += (each._replace(start=each.start + len(ids)) for each in own.images)
-            ids.frombytes(own.ids.tobytes())
-        return cls(np.frombuffer(ids, np.int32), images)
+        prompts, images, end = [cls.of(part) for part in parts], list[PlacedImage](), 0
+        for own in prompts:
+            images += (each._replace(start=each.start + end) for each in own.images)
+            end += len(own.ids)
+        return cls._of_new(np.concatenate([_EMPTY, *(own.ids for own in prompts)]), tuple(images))
+
+    @classmethod
+    def _of_new(cls, ids: Ids, images: tuple[PlacedImage, ...] = ()) -> "Prompt":
+        """Return a prompt of an array that nothing else holds, without a copy."""
+        made = cls.__new__(cls)
+        ids.flags.writeable = False
+        made.ids, made.images = ids, images
+        return made
 
     def __add__(self, more: PromptLike) -> "Prompt":
         return Prompt.joined(self, more)
@@ -106,12 +116,15 @@ class Prompt:
         image."""
         start, end, step = part.indices(len(self))
         assert step == 1, "a part of a prompt has all ids from one position to another"
+        own = self.ids[start:end].copy()  # a view would keep the whole prompt in memory
+        if not self.images:
+            return Prompt._of_new(own)
         inside = [each for each in self.images if each.start < end and each.end > start < end]
         if cut := [each for each in inside if each.start < start or each.end > end]:
             where = f"positions {cut[0].start} to {cut[0].end}"
             raise TrajectoryError("image_cut", f"a prompt is cut within an image, at {where}")
         moved = [each._replace(start=each.start - start) for each in inside]
-        return Prompt(self.ids[part], moved)
+        return Prompt._of_new(own, tuple(moved))
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, list):
