@@ -90,10 +90,11 @@ class Prompt:
             [11, 12, 7, 2, 13]
         """
         prompts, images, end = [cls.of(part) for part in parts], list[PlacedImage](), 0
-        for own in prompts:
-            images += (each._replace(start=each.start + end) for each in own.images)
-            end += len(own.ids)
-        return cls._of_new(np.concatenate([_EMPTY, *(own.ids for own in prompts)]), tuple(images))
+        if any([own.images for own in prompts]):
+            for own in prompts:
+                images += (each._replace(start=each.start + end) for each in own.images)
+                end += len(own.ids)
+        return cls._of_new(np.concatenate([_EMPTY, *[own.ids for own in prompts]]), tuple(images))
 
     @classmethod
     def _of_new(cls, ids: Ids, images: tuple[PlacedImage, ...] = ()) -> "Prompt":
