@@ -42,7 +42,7 @@ def _fetched(url: str, max_bytes: int, seconds: float, opened: list[socket.socke
         host, secure = parts.hostname or "", parts.scheme == "https"
         if not host or parts.scheme not in ("http", "https"):
             raise InputError(
-                f"{url[:200]} cannot be fetched: its URL must begin with http:// or https://"
+                f"{url[:200]} cannot be fetched: a URL must begin with http:// or https://"
             )
         port = parts.port or (443 if secure else 80)
         talk = socket.create_connection((_address(host, port), port), seconds)

@@ -1,22 +1,27 @@
 """Chats are read, answered and recorded alike, however their requests are read."""
 
+import itertools
 import json
 from collections.abc import AsyncIterator, Callable
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
 import pytest
 
 from examples.calculator.tool import TOOL_SCHEMA
+from turnwise.chat.session import Session
 from turnwise.chat.session_store import SessionStore
 from turnwise.chat.tool_parser import is_object
 from turnwise.config import Config
 from turnwise.serving.openai.chat_request import ChatReader, ParsedRequest, read_plain
+from turnwise.serving.openai.chat_sampler import Chat
 from turnwise.serving.openai.chat_service import ChatService
+from turnwise.serving.openai.request_context import RequestContext
 from turnwise.serving.openai.server import OpenAIServer
 from turnwise.serving.openai.vllm_app import build
 from turnwise.serving.worker_handle import WorkerHandle
-from turnwise.trajectory import ChatTemplate
+from turnwise.trajectory import ChatTemplate, Prompt
 
 USER = {"role": "user", "content": "What is 12 plus 30?"}
 CALL = (
@@ -113,6 +118,25 @@ async def test_a_plain_request_is_read_as_vllm_reads_it(
     for name in ("tool_choice", "tools", "n", "return_token_ids", "include_reasoning", "echo"):
         assert getattr(plain.request, name) == getattr(slow.request, name), name
     assert bool(plain.request.stream) == bool(slow.request.stream)
+
+
+async def test_equal_plain_requests_share_parameters_and_no_others_do(chats: ChatService) -> None:
+    """Whatever keys differ, also the configuration's, and whichever request comes first."""
+    sampler, reader, kept = chats.sampler, chats._reader, list[Any]()
+    changes: list[dict[str, Any]] = [*OPTIONS.values(), {"stream": True}, {"temperature": 0.5}]
+    changes += [{"top_p": 0.5}, {"top_k": 3}, {"min_p": 0.25}, {"ignore_eos": True}]
+    configured = [{}, {"stop": ["END"]}, {"stop_token_ids": [5, 6]}, {"temperature": 0.25}]
+    for options, given in [*itertools.product(changes, configured)] * 2:
+        parsed = reader.read({"model": "any", "messages": [USER], **options})
+        assert isinstance(parsed, ParsedRequest)
+        parsed.request.__dict__.update(given)
+        context = RequestContext(Session("one"), ExitStack())
+        chat = Chat("one", context, parsed, Prompt([5, 6, 7]), None)
+        found, expected = sampler._params(chat, 99), parsed.request.to_sampling_params(99, {})
+        assert str(found) == str(expected), (options, given)
+        kept.append(parsed.shared)
+    assert len({id(each) for each in kept}) == 2, "with the tool, and without tools"
+    assert all(each and 3 < len(each) < len(changes) * len(configured) for each in kept)
 
 
 async def test_ids_that_a_client_sends_back_are_continued(

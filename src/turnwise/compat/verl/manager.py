@@ -260,7 +260,7 @@ class _Publisher:
         if not isinstance(made, Manifest):
             kind = type(made).__name__
             raise InputError(f"{name} must return what publish_weights did, and not a {kind}")
-        if find_transport(made.transport).streamed:  # engines would wait for a sender in vain
+        if find_transport(made.transport).streamed:  # its engines wait until the trainer sends
             await self.send()
         return made
 

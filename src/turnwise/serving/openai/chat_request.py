@@ -98,6 +98,10 @@ class PlainRequest(Struct, forbid_unknown_fields=True):
     vllm_xargs: dict[str, _Item | list[_Item]] | None = None
 
 
+SharedParams = dict[tuple[object, ...], vllm.SamplingParams]
+"""Sampling parameters by the values of a request on which they depend."""
+
+
 class ParsedRequest(NamedTuple):
     """A chat's request, read and checked."""
 
@@ -107,8 +111,9 @@ class ParsedRequest(NamedTuple):
     conversation: Conversation
     variables: JsonObject
     """Variables of the chat template, for vLLM's parser."""
-    checked: bool
-    """Whether the request's values are known to be valid, so that vLLM need not check them."""
+    shared: SharedParams | None = None
+    """Parameters that plain requests with the same tools share; None for other requests, whose
+    values vLLM checks."""
 
 
 class _Offer(NamedTuple):
@@ -119,6 +124,7 @@ class _Offer(NamedTuple):
     request: vllm.ChatCompletionRequest
     """vLLM's request with the tools, without messages."""
     variables: JsonObject
+    params: SharedParams
 
 
 class ChatReader:
@@ -162,7 +168,7 @@ class ChatReader:
                 offered = offer.conversation
                 conversation = Conversation(messages, offered.tools)
                 conversation.tools_digest = offered.tools_digest
-                return ParsedRequest(request, conversation, offer.variables, checked=True)
+                return ParsedRequest(request, conversation, offer.variables, offer.params)
         # Clients without tools may send an empty list and a `tool_choice`, which vLLM refuses.
         if (
             tree.keys() & {"tools", "tool_choice"}
@@ -185,7 +191,7 @@ class ChatReader:
         must be complete, because the parser may add a grammar to them."""
         variables = vllm.template_variables(self._chat, request)
         request = self._adjusted(request, variables)
-        return ParsedRequest(request, conversation, variables, checked=False)
+        return ParsedRequest(request, conversation, variables)
 
     def _adjusted(
         self, request: vllm.ChatCompletionRequest, variables: JsonObject
@@ -211,7 +217,7 @@ class ChatReader:
         except Exception:  # a client's tools may be anything: vLLM refuses the whole request later
             return None
         request.model_fields_set.clear()  # `read` adds the keys that the client has set
-        return _Offer(Conversation(tools=tools), request, variables)
+        return _Offer(Conversation(tools=tools), request, variables, {})
 
 
 def read_plain(tree: object) -> tuple[PlainRequest, list[JsonObject]] | None:

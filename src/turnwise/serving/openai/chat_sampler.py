@@ -13,27 +13,25 @@ from turnwise.engine.logits_processors import EXTRA_ARG
 from turnwise.engine.protocol import STREAM_INTERVAL, Chunk, Request, Route
 from turnwise.errors import EngineError
 from turnwise.internals import vllm_server as vllm
-from turnwise.serving.openai.chat_request import ParsedRequest
+from turnwise.serving.openai.chat_request import ParsedRequest, PlainRequest
 from turnwise.serving.openai.choices import ChoiceReader, Piece
 from turnwise.serving.openai.request_context import ChoiceKey, RequestContext
-from turnwise.serving.openai.request_sampling import LIMITS
+from turnwise.serving.openai.request_sampling import CONFIGURED, LIMITS
 from turnwise.trajectory import Prompt
 
 Sample = Callable[[RequestContext, ChoiceKey, Request], AsyncGenerator[Chunk, None]]
 """Samples a request's tokens for its session."""
 _TASKS = ("generate",)
-_SHARED = (
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "ignore_eos",
-    "stream",
-    "stop",
-    "stop_token_ids",
-)
-"""Keys of a plain request on which its sampling parameters depend, except keys of its own."""
-_KEPT = 256  # maximum number of sampling parameters that are kept
+_OWN = {"seed", "min_tokens", "vllm_xargs"}
+"""Keys of a plain request whose values are rarely equal, or change after it is read."""
+_WITHOUT_EFFECT = {
+    *("messages", "tools", "tool_choice", "model", "user", "stream_options"),
+    *("max_tokens", "max_completion_tokens"),  # set for each request
+}
+"""Keys of a plain request on which its sampling parameters do not depend; requests with other
+tools, which change how an answer is read, share none."""
+_SHARED = sorted({*PlainRequest.__struct_fields__, *CONFIGURED} - _OWN - _WITHOUT_EFFECT)
+_KEPT = 64  # maximum number of sampling parameters that are kept for one set of tools
 
 
 class Chat(NamedTuple):
@@ -74,7 +72,6 @@ class ChatSampler:
     def __init__(self, sampling: SamplingConfig, chat: vllm.OpenAIServingChat, sample: Sample):
         self._sampling, self._chat, self._sample = sampling, chat, sample
         self._tokenizer = chat.renderer.tokenizer
-        self._made: dict[tuple[object, ...], vllm.SamplingParams] = {}
 
     def ready(self, chat: Chat) -> Chat:
         """Check a chat's sampling parameters, and return the chat with its engine request. A beam
@@ -97,7 +94,11 @@ class ChatSampler:
             params.ignore_eos = own.ignore_eos
         params.max_tokens = chat.context.within(chat.prompt, limit)
         params.min_tokens = min(params.min_tokens, params.max_tokens)
-        if chat.parsed.checked and not params.stop and EXTRA_ARG not in (params.extra_args or ()):
+        if (
+            chat.parsed.shared is not None
+            and not params.stop
+            and EXTRA_ARG not in (params.extra_args or ())
+        ):
             core = vllm.EngineCoreRequest(
                 request_id=chat.name,
                 prompt_token_ids=ids,
@@ -122,17 +123,18 @@ class ChatSampler:
     def _params(self, chat: Chat, limit: int) -> vllm.SamplingParams:
         """Return the sampling parameters of a request; equal plain requests share their making."""
         request, values = chat.request, chat.request.__dict__
-        own = {"seed", "min_tokens", "vllm_xargs"} & request.model_fields_set
-        if not chat.parsed.checked or own or values["vllm_xargs"]:
+        own = _OWN & request.model_fields_set
+        shared = chat.parsed.shared
+        if shared is None or own or values["vllm_xargs"]:
             return request.to_sampling_params(limit, {})
         key = tuple(
             tuple(value) if isinstance(value, list) else value for value in map(values.get, _SHARED)
         )
-        made = self._made.get(key)
+        made = shared.get(key)
         if made is None:
-            if len(self._made) >= _KEPT:
-                self._made.clear()
-            made = self._made[key] = request.to_sampling_params(limit, {})
+            if len(shared) >= _KEPT:
+                shared.clear()
+            made = shared[key] = request.to_sampling_params(limit, {})
         return copy.copy(made)
 
     def _max_tokens(self, chat: Chat) -> int:

@@ -24,7 +24,7 @@ LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 that a request sets applies."""
 OWN_NAMES = (*DISTRIBUTION, "min_tokens", "ignore_eos")
 """Sampling parameters that have the same names in requests and in the configuration."""
-_CONFIGURED = (*DISTRIBUTION, "stop", "stop_token_ids")
+CONFIGURED = (*DISTRIBUTION, "stop", "stop_token_ids")
 """Parameters that get the configured value if a request does not set them."""
 _NEUTRAL: dict[str, object] = {
     "presence_penalty": 0.0,
@@ -108,7 +108,7 @@ class RequestSampling:
             if calls:
                 arguments[EXTRA_ARG] = {"processors": calls}
             values["vllm_xargs"] = arguments or None
-        for name in _CONFIGURED:
+        for name in CONFIGURED:
             if name in values and not sets(name):
                 values[name] = getattr(sampling, name)
         limits = [name for name in LIMITS if name in values]
