@@ -37,7 +37,7 @@ ray.info("Ray's chatter")
 ACTOR = """
 import logging, os, sys
 from turnwise.core import logs
-logs.follow()
+logs.redirect_output()
 print("printed")
 os.system("echo a child")
 logging.getLogger("turnwise.serving.scheduler").info("ours")

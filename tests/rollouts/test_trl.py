@@ -245,7 +245,7 @@ async def test_a_group_without_any_reward_warns_and_is_no_failure(
 ) -> None:
     parts = [{"trl": f"{HERE}:patient", "name": "patient"}]
     group, _, _ = await play("done", row={"level": 1}, rewards=parts)
-    assert (group.trajectories, group.dropped, group.judged) == ([], {"no_reward": 2}, 2)
+    assert (group.trajectories, group.dropped, group.not_failed) == ([], {"no_reward": 2}, 2)
     expected = "All reward functions returned None for the following kwargs: {'prompt'"
     assert expected in caplog.text
     assert check_failures([group], 0.0, "rollouts") == {"no_reward": 2}

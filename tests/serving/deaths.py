@@ -36,7 +36,7 @@ class LightWorker(EngineHost):
     """A worker whose engine is simulated."""
 
     async def start(self) -> tuple[int, str | None]:
-        logs.follow()
+        logs.redirect_output()
         self._engine: Any = SimulatedEngine(name=self._name)
         self._engine.slowdown = 8.0
         self._ballast: list[bytearray] = []

@@ -37,7 +37,7 @@ from turnwise.trajectory import Prompt
 
 IDS = [5, 6, 7, 8]
 _CONFIG = vision_config("none")
-joined = ChunkReader(_CONFIG.model, _CONFIG.engine.images_per_prompt).joined
+joined = ChunkReader(_CONFIG.model, _CONFIG.engine.images_per_prompt).join
 
 
 def row(ids: list[int] = IDS) -> dict[str, Any]:

@@ -456,5 +456,5 @@ async def test_the_sizes_of_tensors_cannot_cancel_each_other_out(client: Client)
         tensor.dtype = 1
         tensor.shape.extend([rows, 2**10])
     config = vision_config("none")
-    joined = ChunkReader(config.model, config.engine.images_per_prompt).joined
+    joined = ChunkReader(config.model, config.engine.images_per_prompt).join
     assert "values in all" in read_training_request(made.SerializeToString(), joined).mistake

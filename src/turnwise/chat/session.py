@@ -104,18 +104,18 @@ class StoredResponse:
 
     before: "StoredResponse | None"
     """The response that this one continues, if any."""
-    asked: list[object]
+    input: list[object]
     """The request's own input items, without the conversation that the request continues."""
     output: list[object]
     body: JsonObject
     """The response as its client got it."""
 
     @property
-    def given(self) -> list[object]:
+    def whole_input(self) -> list[object]:
         """The request's whole input, including the conversation that the request continues."""
-        parts, before = [self.asked], self.before
+        parts, before = [self.input], self.before
         while before is not None:
-            parts += [before.output, before.asked]
+            parts += [before.output, before.input]
             before = before.before
         return [item for part in reversed(parts) for item in part]
 

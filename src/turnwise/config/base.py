@@ -37,7 +37,7 @@ Seconds = Annotated[
 NEEDED_KEYS = ("environment", "data.path")  # must be set, unless a program provides them
 
 
-def must(holds: Callable[[str], object], message: str) -> AfterValidator:
+def satisfies(holds: Callable[[str], object], message: str) -> AfterValidator:
     """Return a check that raises `message` unless `holds(text)`; {!r} in `message` is replaced by
     the text."""
 
@@ -49,11 +49,13 @@ def must(holds: Callable[[str], object], message: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-def named(key: str, names: Sequence[str], own: str = "package.module:Class") -> AfterValidator:
+def built_in_or_path(
+    key: str, names: Sequence[str], own: str = "package.module:Class"
+) -> AfterValidator:
     """Return a check that a name is one of the built-in `names`, or a user-defined name with a
     colon."""
     message = f"{key} must be {', '.join(names)}, or {own}, not {{!r}}"
-    return must(lambda name: name in names or ":" in name, message)
+    return satisfies(lambda name: name in names or ":" in name, message)
 
 
 class Section(BaseModel):

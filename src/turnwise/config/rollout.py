@@ -17,7 +17,7 @@ from turnwise.config.base import (
     Seconds,
     Section,
     Tree,
-    named,
+    built_in_or_path,
 )
 from turnwise.config.data import RowsConfig
 
@@ -37,7 +37,7 @@ _LOOP_KEYS = {
 """Loops that need the key of `rollout` with the loop's name, and the form of that key's value."""
 AGENT = "package.module:function, a command, worker: COMMAND, or the URL of an endpoint"
 """Forms of `rollout.agent`, for errors."""
-Loop = Annotated[str, named("loop", LOOP_NAMES)]
+Loop = Annotated[str, built_in_or_path("loop", LOOP_NAMES)]
 AgentSamplingRule = Literal["override", "override_all", "context", "refuse"]
 SANDBOXES = ("auto", "sandlock", "bubblewrap", "docker", "podman", "none")
 """Names of the built-in sandboxes for code."""
@@ -66,7 +66,9 @@ def _with_colon(path: str) -> str:
 class CodeToolConfig(Section):
     """A tool that runs the model's code in a sandbox; each trajectory has its own sandbox."""
 
-    sandbox: Annotated[str, named("sandbox", SANDBOXES, "a URL, or package.module:Class")] = "auto"
+    sandbox: Annotated[
+        str, built_in_or_path("sandbox", SANDBOXES, "a URL, or package.module:Class")
+    ] = "auto"
     """Sandbox of the code: sandlock; bubblewrap; auto, the first of these two that works; docker;
     podman; the URL of a sandbox server; package.module:Class, a sandbox of your own; or none, which
     gives the code all rights of the run's user."""
@@ -239,7 +241,9 @@ class RewardConfig(Section):
 class ContextConfig(Section):
     """Compaction: how a conversation is shortened when its context nears the limit."""
 
-    compact: Annotated[str, named("compact", COMPACTIONS, "package.module:function")] | None = None
+    compact: (
+        Annotated[str, built_in_or_path("compact", COMPACTIONS, "package.module:function")] | None
+    ) = None
     """Way to shorten the conversation, for loop tool_calling: drop_results leaves out all tool
     results except the results of the latest turn; summarise asks the model for a summary, which is
     trained, and continues with only the problem and the summary; package.module:function(messages,
@@ -275,9 +279,9 @@ class RolloutConfig(Section):
     agent_rewards: bool = False
     """Let an agent read and reward its own session (GET and POST .../reward); its reward replaces
     the environment's. If false, an agent has no access to its reward."""
-    agent_branches: Annotated[str, named("rule", ("all", "longest"), "package.module:function")] = (
-        "all"
-    )
+    agent_branches: Annotated[
+        str, built_in_or_path("rule", ("all", "longest"), "package.module:function")
+    ] = "all"
     """Branches of an agent's session that are trained, if it has several conversations (the task, a
     title, a summary, a sub-agent): all branches (all); the branch with the most sampled tokens
     (longest); or package.module:function(trajectory, branches), which returns a list with a bool

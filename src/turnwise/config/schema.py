@@ -16,7 +16,7 @@ from pydantic import model_validator
 
 from turnwise.config.algorithm import AlgorithmConfig, Dpo, Gae, NoAdvantage, TeacherConfig
 from turnwise.config.aliases import REPLACED_KEYS, VLLM_NAMES
-from turnwise.config.base import NonNegativeInt, Seconds, Section, Tree, must
+from turnwise.config.base import NonNegativeInt, Seconds, Section, Tree, satisfies
 from turnwise.config.data import DataConfig, ModelConfig, RowsConfig
 from turnwise.config.rollout import (
     BASE,
@@ -48,7 +48,7 @@ class Config(Section):
 
     name: Annotated[
         str,
-        must(
+        satisfies(
             lambda name: name not in ("", ".", "..") and not {"/", "\\", "\0"} & {*name},
             "must be one folder in output_dir, not {!r}: choose a name without slashes, "
             "and set output_dir for another place",

@@ -14,8 +14,8 @@ from turnwise.config.base import (
     Seconds,
     Section,
     Tree,
-    must,
-    named,
+    built_in_or_path,
+    satisfies,
 )
 
 TRANSPORT_NAMES = ("shm", "ipc", "collective", "disk")
@@ -152,7 +152,8 @@ class ServingConfig(Section):
     """Port of `turnwise serve`; 0 picks a free one. Servers for agents and workers always use a
     free port."""
     ports: (
-        Annotated[str, must(_is_port_range, "{!r} is no range of ports such as 40000-40999")] | None
+        Annotated[str, satisfies(_is_port_range, "{!r} is no range of ports such as 40000-40999")]
+        | None
     ) = None
     """Range of ports FIRST-LAST, such as 40000-40999, for everything else that listens: workers,
     their servers, agents' servers and session processes. Set it in networks that close other ports;
@@ -212,7 +213,7 @@ class WeightsConfig(Section):
     update_timeout: Seconds = 120.0
     """Deadline in seconds for one update, including the wait of in_flight drain and the check of
     the new weights, which gets at least a quarter of this time."""
-    transport: Annotated[str, named("transport", TRANSPORT_NAMES)] = "shm"
+    transport: Annotated[str, built_in_or_path("transport", TRANSPORT_NAMES)] = "shm"
     """Transport of the weights: shared memory on one host (shm); chunks on one host, or in the
     memory of one GPU (ipc); broadcasts between hosts, over gloo or NCCL (collective); safetensors
     files in a folder that all hosts can read (disk); or package.module:Class, your own

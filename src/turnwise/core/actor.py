@@ -73,7 +73,7 @@ class ActorHandle:
         process.
 
         Args:
-            log: Name of its log file in the run folder's `logs/`; see `logs.follow`.
+            log: Name of its log file in the run folder's `logs/`; see `logs.redirect_output`.
             threads: Number of threads of its OpenMP pools.
             max_concurrency: Maximum number of calls that run at once; None leaves Ray's default,
                 which is 1, or 1000 if the class has coroutines.
@@ -149,12 +149,12 @@ async def create_placement_group(
             group.ready(), what, f"become available ({key}.resources, GPUs)", seconds
         )
     except BaseException:
-        give_back(group)
+        remove_bundles(group)
         raise
     return group
 
 
-def give_back(group: PlacementGroup) -> None:
+def remove_bundles(group: PlacementGroup) -> None:
     """End a reservation of bundles, and the actors in them."""
     with suppress(Exception):  # Ray's head may be gone
         _ask_head(lambda: remove_placement_group(group))

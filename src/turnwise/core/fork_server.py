@@ -444,7 +444,7 @@ def _become(request: "JsonObject", descriptors: list[int]) -> None:
     for name in os.environ.keys() - wanted.keys():
         del os.environ[name]
     os.environ.update(wanted.items() - os.environ.items())
-    logs.follow()
+    logs.redirect_output()
     # Libraries do this only when they are imported.
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", os.cpu_count() or 1)))
     numpy.random.seed()

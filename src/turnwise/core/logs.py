@@ -165,7 +165,7 @@ def link_ray(session: str) -> None:
 
 def environment(folder: Path, level: str, name: str) -> dict[str, str]:
     """Return the environment variables of an actor that writes to `name`.log in a run's folder;
-    see `follow`."""
+    see `redirect_output`."""
     of_vllm = logging.getLevelName(_file_level(level))
     return {
         _LEVEL: level,
@@ -175,7 +175,7 @@ def environment(folder: Path, level: str, name: str) -> dict[str, str]:
     }
 
 
-def follow() -> None:
+def redirect_output() -> None:
     """Redirect the output of this actor's process and its children to the actor's file, if it was
     started with `environment`."""
     if not (log := os.environ.get(_FILE)):

@@ -28,7 +28,7 @@ def known_secret() -> str:
     return os.environ.get(SECRET, "turnwise")
 
 
-def give_back() -> None:
+def trim_memory() -> None:
     """Give freed memory back to the system if the C library can (glibc). glibc keeps freed blocks
     of up to 32 MiB, so the process would otherwise stay as large as at its peak."""
     getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)(0)

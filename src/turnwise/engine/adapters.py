@@ -160,7 +160,7 @@ class AdapterTable:
             self._by_name[name] = adapter
         return name in self._by_name
 
-    def take(self) -> LoadedAdapter | None:
+    def evict(self) -> LoadedAdapter | None:
         """Remove and return the least recently used adapter that no request uses, or the least
         recently used adapter if all are in use. Consider only adapters that were loaded for a
         request; return None if there is no such adapter."""

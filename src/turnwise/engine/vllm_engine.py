@@ -253,7 +253,7 @@ class VllmEngine:
         """Remove an adapter. If requests use all adapters, choose one that gets no new requests and
         is removed when its last request ends. Without this, a client that always has a request in
         flight would keep its adapter's slot for ever."""
-        if (leaving := self._adapters.take()) is None:
+        if (leaving := self._adapters.evict()) is None:
             raise InputError(f"engine.vllm_args.max_loras: no slot of {self._slots} is left")
         try:
             while leaving.users:  # noqa: ASYNC110 (no event says that a request has ended)

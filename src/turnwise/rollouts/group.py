@@ -70,7 +70,7 @@ class Group:
         return {reason: next(iter(messages)) for reason, messages in self.failures.items()}
 
     @property
-    def judged(self) -> int:
+    def not_failed(self) -> int:
         """The number of trajectories that did not fail, including those without any reward."""
         return len(self.trajectories) + self.dropped[NO_REWARD]
 

@@ -178,7 +178,7 @@ class GroupProducer:
         the curriculum, if known."""
         if group.left_out:
             return group.left_out, None
-        if group.judged < min(2, self._config.sampling.n):
+        if group.not_failed < min(2, self._config.sampling.n):
             return "failed", None
         dynamic, curriculum = self._config.algorithm.dynamic_sampling, self._config.data.curriculum
         if not (dynamic or curriculum):

@@ -38,7 +38,7 @@ class RewardModel:
     """The model in its actor; one coroutine scores the queue, batch after batch."""
 
     def __init__(self) -> None:
-        logs.follow()
+        logs.redirect_output()
         self._queue: asyncio.Queue[tuple[list[int], asyncio.Future[float]]] = asyncio.Queue()
         self._scoring: asyncio.Task[None] | None = None
 

@@ -123,7 +123,7 @@ class EngineHost:
         from turnwise.engine.vllm_engine import VllmEngine
         from turnwise.internals import vllm
 
-        logs.follow()
+        logs.redirect_output()
         config, engine = self._config, self._config.engine
         if self._bundle_indices is not None:
             from turnwise.serving.colocated.host import on_bundles  # needs Ray

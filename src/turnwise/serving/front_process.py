@@ -131,7 +131,7 @@ class FrontProcess:
         URL and the id of the node. Requests to `lost`, the sessions of a previous process, are
         refused.
         """
-        logs.follow()
+        logs.redirect_output()
         base_url = ""
         if self._open_runner is not None:
             await self.open_runner(self._open_runner)

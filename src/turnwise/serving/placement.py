@@ -17,7 +17,7 @@ from ray.util.placement_group import PlacementGroup, placement_group_table
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from turnwise.config import NO_DEADLINE, Config
-from turnwise.core.actor import create_placement_group, give_back
+from turnwise.core.actor import create_placement_group, remove_bundles
 from turnwise.core.aio import run_in_thread
 from turnwise.core.ray import outlives_run
 from turnwise.serving.colocated.host import on_actors
@@ -109,7 +109,7 @@ class WorkerStarter:
     def leave(self, index: int) -> None:
         """Give back the bundles of a worker."""
         if (group := self._groups.pop(index, None)) is not None:
-            give_back(group)
+            remove_bundles(group)
 
     def end(self) -> None:
         """Give back all bundles if Ray goes on."""

@@ -29,7 +29,7 @@ class ChunkReader:
         self._images = ModelImages(model)
         self._max_images = images_per_prompt
 
-    def joined(self, chunks: Sequence[Chunk], what: str) -> Prompt:
+    def join(self, chunks: Sequence[Chunk], what: str) -> Prompt:
         """Join chunks to one prompt.
 
         Raises:

@@ -22,7 +22,7 @@ from turnwise.internals.pydantic import bound
 from turnwise.serving.openai.errors import errors_of, explain
 from turnwise.tinker.images import ImageChunk
 from turnwise.tinker.losses import TinkerLoss, loss_named
-from turnwise.tinker.wire import MAX_VALUES, Datum, Joined, TrainingRequest
+from turnwise.tinker.wire import MAX_VALUES, Datum, JoinChunks, TrainingRequest
 from turnwise.training.reports import OptimSettings
 from turnwise.trajectory import Prompt
 
@@ -245,12 +245,12 @@ class SampleRequest(BaseRequest):
         likeliest = _LIKELY_BYTES * (rows * count + prompt * self.topk_prompt_logprobs)
         return 8 * self.body_bytes + copies + _TOKEN_BYTES * rows + likeliest
 
-    def tokens(self, vocabulary: int, joined: Joined) -> Prompt:
+    def tokens(self, vocabulary: int, join_chunks: JoinChunks) -> Prompt:
         """Return the prompt, with checked ids."""
         if odd := {c.type for c in self.prompt.chunks} - {"encoded_text", "image"}:
             kind = min(odd)[:80]
             raise InputError(f"prompt: this server reads tokens and images, not {kind!r}")
-        ids = joined(
+        ids = join_chunks(
             [
                 ImageChunk(c.data, c.expected_tokens or 0) if c.type == "image" else c.tokens
                 for c in self.prompt.chunks

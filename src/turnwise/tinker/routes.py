@@ -291,7 +291,7 @@ def add_routes(app: FastAPI, service: TinkerService) -> FastAPI:
     @router.post("/forward_backward")
     async def forward_backward(request: Request) -> Response:
         body = await request.body()
-        asked = await run_in_thread(read_training_request, body, service.joined)
+        asked = await run_in_thread(read_training_request, body, service.join_chunks)
         return JSONResponse(await service.train(owner_of(request), asked))
 
     @router.post("/retrieve_future")

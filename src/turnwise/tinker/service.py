@@ -137,7 +137,7 @@ class TinkerService:
     ) -> None:
         path = config.model.path
         self.model_name = config.serving.served_model_name or path
-        self.joined = ChunkReader(config.model, config.engine.images_per_prompt).joined
+        self.join_chunks = ChunkReader(config.model, config.engine.images_per_prompt).join
         self.checkpoints = Checkpoints(folder / "tinker")
         self.links: dict[str, tuple[Checkpoint, str, float]] = {}
         """Checkpoint, file name and expiry (monotonic seconds) of each link, by the secret that
@@ -550,7 +550,7 @@ class TinkerService:
     async def _sample(self, sampler: Sampler, asked: requests.SampleRequest, name: str) -> Reply:
         if asked.record_stability_info and not self._stable:
             raise InputError(f"record_stability_info: {NOT_STABLE}")
-        ids = await run_in_thread(asked.tokens, self._vocabulary, self.joined)
+        ids = await run_in_thread(asked.tokens, self._vocabulary, self.join_chunks)
         saved, route = sampler.checkpoint, Route(group=name)
         async with AsyncExitStack() as stack:
             if saved is not None:

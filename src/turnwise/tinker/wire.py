@@ -19,8 +19,8 @@ from turnwise.tinker.images import Chunk, ImageChunk
 from turnwise.trajectory import Prompt
 
 Array = npt.NDArray[np.generic]
-Joined = Callable[[Sequence[Chunk], str], Prompt]
-"""Makes a prompt from chunks, like `ChunkReader.joined`."""
+JoinChunks = Callable[[Sequence[Chunk], str], Prompt]
+"""Makes a prompt from chunks, like `ChunkReader.join`."""
 PROTOBUF = "application/x-protobuf"
 """Content type of these messages."""
 _FLOAT32, _INT64 = 1, 2
@@ -125,9 +125,9 @@ def _add(message: Foreign, name: str, number: int, kind: str, *, is_list: bool =
         added.type_name = f".{_PACKAGE}.{kind}"
 
 
-def read_training_request(body: bytes, joined: Joined) -> TrainingRequest:
+def read_training_request(body: bytes, join_chunks: JoinChunks) -> TrainingRequest:
     """Parse a training request, with a `mistake` if its data cannot be used; raise InputError if
-    `body` is not such a message. `joined` makes a prompt from each datum's chunks."""
+    `body` is not such a message. `join_chunks` makes a prompt from each datum's chunks."""
     request = message_classes()["ForwardBackwardRequest"]()
     try:
         request.ParseFromString(body)
@@ -145,7 +145,7 @@ def read_training_request(body: bytes, joined: Joined) -> TrainingRequest:
         if not sum(abs(np.prod(shape, dtype=float)) for shape in shapes) <= MAX_VALUES:
             raise InputError(f"the tensors have more than {MAX_VALUES:,} values in all")
         for number, each in enumerate(request.data):
-            data.append(_read_datum(each, f"datum {number}", joined))
+            data.append(_read_datum(each, f"datum {number}", join_chunks))
     except (InputError, ValueError) as error:
         mistake = str(error)
     return TrainingRequest(
@@ -159,7 +159,7 @@ def read_training_request(body: bytes, joined: Joined) -> TrainingRequest:
     )
 
 
-def _read_datum(message: Foreign, what: str, joined: Joined) -> Datum:
+def _read_datum(message: Foreign, what: str, join_chunks: JoinChunks) -> Datum:
     chunks = list[Chunk]()
     for chunk in message.model_input:
         if chunk.HasField("image"):
@@ -172,7 +172,7 @@ def _read_datum(message: Foreign, what: str, joined: Joined) -> Datum:
         name: read_tensor(tensor, f"{what}: {name}")
         for name, tensor in message.loss_fn_inputs.items()
     }
-    return Datum(joined(chunks, what), inputs)
+    return Datum(join_chunks(chunks, what), inputs)
 
 
 def read_tensor(message: Foreign, what: str) -> Array:

@@ -24,7 +24,7 @@ from transformers.utils import (
 from turnwise.chat.template import read_tokenizer
 from turnwise.config import ModelConfig, TrainingConfig
 from turnwise.config.data import ADAPTER_CONFIG
-from turnwise.core.process import give_back
+from turnwise.core.process import trim_memory
 from turnwise.engine.adapters import by_policy
 from turnwise.errors import InputError
 from turnwise.training.checkpoint import translate_disk_full
@@ -75,7 +75,7 @@ def export_model(
                 )
             empty.save_pretrained(folder, state_dict={})  # everything except the weights
             del empty
-            give_back()
+            trim_memory()
             names: dict[str, str] = {}
             for number, entries in enumerate(files, start=1):
                 name = f"model-{number:05}-of-{len(files):05}.safetensors"

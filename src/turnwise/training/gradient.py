@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from turnwise.config import AlgorithmConfig, SamplingConfig, TrainingConfig
-from turnwise.core.process import give_back
+from turnwise.core.process import trim_memory
 from turnwise.training.algorithms import Advantage, Loss
 from turnwise.training.algorithms.advantages import moments, normalised, of_time_steps
 from turnwise.training.algorithms.entropy import EntropyControl, entropy_floor, mean_part
@@ -95,7 +95,7 @@ class Gradients:
                 self.device.type == "cpu"
                 and time.monotonic() > self._gave_back + _GIVE_BACK_SECONDS
             ):
-                give_back()
+                trim_memory()
                 self._gave_back = time.monotonic()
         return report
 

@@ -38,7 +38,7 @@ from turnwise.config import (
 )
 from turnwise.core.gguf import resolve_model
 from turnwise.core.precision import precision
-from turnwise.core.process import give_back
+from turnwise.core.process import trim_memory
 from turnwise.errors import InputError
 from turnwise.training.algorithms import make_algorithm
 from turnwise.training.attention import check_divisible, use_packed_attention
@@ -260,7 +260,7 @@ def load_models(
         model = load_value_model(settings, training, other)
         critic = Critic(model, dtype_of(settings, other), prepared(model, other))
         value = spread(critic, path=path_of(settings, other), recomputed=recomputed)
-    give_back()
+    trim_memory()
     return Models(policy, reference, value, device, group)
 
 

@@ -14,7 +14,7 @@ from typing import IO, Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from turnwise.core.process import give_back
+from turnwise.core.process import trim_memory
 from turnwise.errors import TurnwiseError
 from turnwise.internals.torch import storage_key
 
@@ -86,7 +86,7 @@ class Offload:
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
-            give_back()
+            trim_memory()
         return sum(nbytes for parts, _ in self._away.values() for _, nbytes, _ in parts)
 
     @contextmanager

@@ -21,7 +21,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from turnwise.config import AlgorithmConfig, Config
 from turnwise.config.schema import stream_mistake
 from turnwise.core import logs
-from turnwise.core.actor import ActorHandle, create_placement_group, give_back, is_death
+from turnwise.core.actor import ActorHandle, create_placement_group, is_death, remove_bundles
 from turnwise.core.aio import run_in_thread
 from turnwise.core.fork_server import SPIN_COUNT
 from turnwise.core.json_types import JsonObject
@@ -69,7 +69,7 @@ class TrainerActor:
     """The process of one rank of the policy."""
 
     def __init__(self) -> None:
-        logs.follow()
+        logs.redirect_output()
 
     def node(self) -> str:
         return str(ray.util.get_node_ip_address())
@@ -378,7 +378,7 @@ class TrainerGroup:
         for rank in self._ranks:
             rank.kill()
         if self._bundles is not None:
-            give_back(self._bundles)
+            remove_bundles(self._bundles)
 
     async def _same(self, what: str, method: str, *arguments: object) -> list[Any]:
         """Call a method of `TrainerRank` with the same arguments on all ranks."""

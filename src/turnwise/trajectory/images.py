@@ -124,7 +124,7 @@ def data_url(value: object) -> str:
     raise TypeError(f"Object of type {type(value).__name__} is not JSON serializable")
 
 
-def described(images: Mapping[str, Image], *, whole: bool) -> JsonObject:
+def image_records(images: Mapping[str, Image], *, whole: bool) -> JsonObject:
     """Return images by hash as JSON, with their bytes if `whole`."""
     names = ("format", "width", "height")
     tree = {key: {name: getattr(image, name) for name in names} for key, image in images.items()}
@@ -133,10 +133,10 @@ def described(images: Mapping[str, Image], *, whole: bool) -> JsonObject:
     return tree
 
 
-def of_described(tree: JsonObject, folder: Path | None) -> dict[str, Image]:
-    """Return the images that `described` wrote. If the tree lacks an image's bytes, they are in the
-    folder that the image's entry names, or else in `folder`. Raise TrajectoryError (`image_lost`)
-    when the key of an image is not the hash of its bytes."""
+def images_of(tree: JsonObject, folder: Path | None) -> dict[str, Image]:
+    """Return the images that `image_records` wrote. If the tree lacks an image's bytes, they are in
+    the folder that the image's entry names, or else in `folder`. Raise TrajectoryError
+    (`image_lost`) when the key of an image is not the hash of its bytes."""
     images = {}
     for key, known in tree.items():
         image = Image(key, str(known["format"]), int(known["width"]), int(known["height"]))

@@ -19,7 +19,7 @@ from turnwise.errors import InputError, TrajectoryError, translate_unwritable
 from turnwise.trajectory.allowed import sets_of
 from turnwise.trajectory.distribution import Distribution
 from turnwise.trajectory.files import read_jsonl, write_jsonl
-from turnwise.trajectory.images import Image, of_described, restored
+from turnwise.trajectory.images import Image, images_of, restored
 from turnwise.trajectory.prompt import PlacedImage, Prompt
 from turnwise.trajectory.trajectory import Trajectory
 from turnwise.trajectory.turn import MASK
@@ -100,7 +100,7 @@ def from_training_trace(
         ours = (turn.get("metadata") or {}).get(_OURS) or {}
         kept = kept or ours.get("trajectory") or {}
         try:
-            files |= of_described(ours.get("files") or {}, None)
+            files |= images_of(ours.get("files") or {}, None)
             seen = ours.get("images", ())
             images = [PlacedImage(files[key], int(start), int(n)) for key, start, n in seen]
         except (AttributeError, LookupError, TypeError, ValueError, TrajectoryError) as error:

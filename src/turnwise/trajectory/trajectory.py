@@ -27,9 +27,9 @@ from turnwise.trajectory.distribution import Distribution
 from turnwise.trajectory.images import (
     Image,
     as_json,
-    described,
+    image_records,
     images_in,
-    of_described,
+    images_of,
     restored,
 )
 from turnwise.trajectory.outcome import Outcome
@@ -418,7 +418,7 @@ class Trajectory:
             "environment": self.environment,
         }
         if images := self.images:
-            tree["images"] = described(images, whole=whole)
+            tree["images"] = image_records(images, whole=whole)
         return json.dumps(tree, ensure_ascii=False, separators=(",", ":"), default=as_json)
 
     @classmethod
@@ -431,7 +431,7 @@ class Trajectory:
     def from_tree(cls, tree: JsonObject, folder: Path | None = None) -> "Trajectory":
         """Make a trajectory from the JSON object of a line, without changing the object."""
         tree = dict(tree)
-        images = of_described(tree.pop("images", {}), folder)
+        images = images_of(tree.pop("images", {}), folder)
         turns = [turn_of(each, images) for each in tree.pop("turns")]
         for index, turn in enumerate(turns):
             if turn.parent is not None and not 0 <= turn.parent < index:

@@ -81,7 +81,7 @@ class ChatSampler:
             VLLMValidationError: when sampling is impossible with a parameter, or when the prompt
                 fills the context; in the latter case, the session is marked as full
                 (`context_full`).
-            InputError: as in `RequestContext.within`.
+            InputError: as in `RequestContext.max_tokens_for`.
         """
         request, session, limit = chat.request, chat.context.session, self._max_tokens(chat)
         if _by_beams(request):
@@ -92,7 +92,7 @@ class ChatSampler:
             params.min_tokens = own.min_tokens
         if "ignore_eos" not in written:
             params.ignore_eos = own.ignore_eos
-        params.max_tokens = chat.context.within(chat.prompt, limit)
+        params.max_tokens = chat.context.max_tokens_for(chat.prompt, limit)
         params.min_tokens = min(params.min_tokens, params.max_tokens)
         if (
             chat.parsed.shared is not None

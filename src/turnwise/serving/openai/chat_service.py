@@ -134,13 +134,13 @@ class ChatService:
         return answered if isinstance(answered, AsyncGenerator) else _json(answered)
 
     async def answer_for_vllm(
-        self, objects: bool, request: vllm.ChatCompletionRequest, _: object = None
+        self, object_arguments: bool, request: vllm.ChatCompletionRequest, _: object = None
     ) -> vllm.ChatCompletionResponse | Events:
-        """Answer a request of vLLM's application, in place of vLLM's own method; for `objects` see
-        `RequestContext`."""
+        """Answer a request of vLLM's application, in place of vLLM's own method; for
+        `object_arguments` see `RequestContext`."""
         context = CURRENT.get()
         assert context is not None  # the routes that sample are served in sessions
-        context.objects = objects
+        context.object_arguments = object_arguments
         await asyncio.sleep(0)  # let other requests run between the steps of this one
         with for_clients():
             answered = await self._answer(await self.prepare_chat(request, context))
@@ -214,7 +214,7 @@ class ChatService:
 
     async def _answer(self, chat: Chat) -> JsonObject | Events:
         # Clients of Anthropic's Messages get an id different from the chat's name.
-        session = None if chat.context.objects else chat.context.session
+        session = None if chat.context.object_arguments else chat.context.session
         if chat.request.stream:
             if session is not None:
                 self.remember(chat.name, session)

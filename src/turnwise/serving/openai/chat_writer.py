@@ -190,7 +190,7 @@ class ChatWriter:
         )
         found = list(calls or ())[: 1 if request.parallel_tool_calls is False else None]
         for call in found:  # an object cannot hold a lone surrogate, but its JSON can
-            whole = "\ufffd" if chat.context.objects else _escaped
+            whole = "\ufffd" if chat.context.object_arguments else _escaped
             call.arguments = _SURROGATE.sub(whole, call.arguments)
         return parser, reasoning, content, found
 

@@ -133,7 +133,7 @@ class EngineClient:
             if context is not None:
                 stream = partial(self.service.sample, context, key)
                 trained = context.trained
-                sampling.max_tokens = context.within(prompt, params.max_tokens)
+                sampling.max_tokens = context.max_tokens_for(prompt, params.max_tokens)
                 sampling.min_tokens = min(params.min_tokens, sampling.max_tokens)
                 context.score_prompt(sampling)
             asked = Request(

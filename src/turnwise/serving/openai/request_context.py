@@ -42,7 +42,7 @@ class RequestContext:
     turn."""
     answers: dict[int, Answer] = field(default_factory=dict)
     """Answers to a chat as the client got them, by the index of the choice (`note`)."""
-    objects: bool = False
+    object_arguments: bool = False
     """Whether the client holds the arguments of calls as objects, as clients of Anthropic's
     Messages do. For these clients, arguments that are not a JSON object become an empty object."""
     adapter: str = ""
@@ -70,7 +70,7 @@ class RequestContext:
             params.prompt_logprobs = params.prompt_logprobs or 0
             params.skip_reading_prefix_cache = True  # cached tokens get no log-probs
 
-    def within(self, prompt: Prompt, max_tokens: int) -> int:
+    def max_tokens_for(self, prompt: Prompt, max_tokens: int) -> int:
         """Return how many tokens, at most `max_tokens`, may follow a prompt. If no token may
         follow, mark the session as full (`context_full`) and raise InputError."""
         room = self.session.room(prompt, self.next_prompt.fork_reason)
@@ -88,7 +88,7 @@ class RequestContext:
         noted because, if a call is malformed, parsing the whole text again may give a different
         result. `calls` are pairs of name and arguments."""
         given = [
-            (name, arguments if not self.objects or is_object(arguments) else "{}")
+            (name, arguments if not self.object_arguments or is_object(arguments) else "{}")
             for name, arguments in calls
         ]
         self.answers[index] = canonical_answer(content, given)

@@ -64,7 +64,7 @@ class ResponseService:
             if found is not context.session:
                 context.session = context.held.enter_context(self._store.holding(found))
             before = found.responses[previous]
-        given = new if before is None else [*before.given, *before.output, *new]
+        given = new if before is None else [*before.whole_input, *before.output, *new]
         messages = vllm.construct_input_messages(
             request_instructions=request.instructions,
             request_input=asked if before is None and isinstance(asked, str) else given,

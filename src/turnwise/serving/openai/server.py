@@ -444,7 +444,7 @@ async def list_input_items(
 ) -> JsonObject:
     """List the input items of a response, with the conversation that it continues."""
     items: list[JsonObject] = []
-    for index, item in enumerate(kept[response_id].given):
+    for index, item in enumerate(kept[response_id].whole_input):
         given: Foreign = item
         tree = given.model_dump(mode="json") if isinstance(item, BaseModel) else dict(given)
         if isinstance(tree.get("content"), str):
