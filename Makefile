@@ -15,6 +15,8 @@
 #             only run it; ROW="rollouts agents": only these scripts of benchmarks/)
 # make soak   set up, then train and serve under load with a kill every minute (MINUTES=60;
 #             ARGS=--no-real: without SmolLM2-135M-Instruct)
+# make mutants   set up, then change the code that decides what is trained, one place at a time, and
+#             count the changes that no test notices (ARGS="--count 0": all of them)
 # make gpu-check   check everything that a GPU alone can show, with any Python that has torch
 #             (GPU_PYTHON=python3); without a GPU, run the same checks' logic on the CPU
 # make gpu-pack    pack what gpu-check needs for a machine without a network
@@ -37,6 +39,7 @@ AGENTS := .venv-agents/.installed
 INTEROP := .venv-interop/.installed
 ENVS := .venv-envs/.installed
 TINKER := .venv-tinker/.installed
+MUTANTS := .venv-mutants/.installed
 PIP := $(BIN)/python -m pip
 # Where CPU torch is found when the machine's own pip configuration does not know it.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
@@ -45,7 +48,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: setup demo real guess gsm8k retool algorithms agents envs tinker quick test pytest test-all \
-  bench soak gpu-check gpu-pack release docs lint lock clean
+  bench soak mutants gpu-check gpu-pack release docs lint lock clean
 
 setup: $(STAMP)
 
@@ -68,9 +71,9 @@ $(STAMP): requirements/cpu.txt
 	@.venv-$*/bin/python -m pip install -qq --no-deps --no-compile -r $<
 	@touch $@
 
-# Packages of environments, which run in turnwise's process, and Tinker's SDK: folders for PYTHONPATH,
-# with what .venv lacks.
-$(ENVS) $(TINKER): .venv-%/.installed: requirements/%.txt $(STAMP)
+# Packages of environments, which run in turnwise's process, Tinker's SDK and the mutation tool:
+# folders for PYTHONPATH, with what .venv lacks.
+$(ENVS) $(TINKER) $(MUTANTS): .venv-%/.installed: requirements/%.txt $(STAMP)
 	@rm -rf .venv-$*
 	@$(PIP) install -qq --no-deps --no-compile --target .venv-$* -r $<
 	@touch $@
@@ -141,6 +144,9 @@ soak: setup
 	-@$(MAKE) --no-print-directory $(REAL) $(TINKER)
 	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES) $(ARGS)
 
+mutants: $(MUTANTS)
+	PYTHONPATH=.venv-mutants $(BIN)/python -m tests.mutants $(ARGS)
+
 # No setup: a machine with a GPU has its own torch.
 GPU_PYTHON ?= $(if $(wildcard $(STAMP)),$(BIN)/python,python3)
 
@@ -159,12 +165,12 @@ docs: $(INTEROP)
 	@echo "build/docs/index.html"
 
 lock:
-	for name in cpu bench agents interop envs tinker; do \
-	  only=; case $$name in envs|tinker) only=--no-deps;; esac; \
+	for name in cpu bench agents interop envs tinker mutants; do \
+	  only=; case $$name in envs|tinker|mutants) only=--no-deps;; esac; \
 	  $(PIP) install -q --dry-run --ignore-installed $$only --report - -r requirements/$$name.in \
 	    | $(PYTHON) requirements/lock.py $$name.in > requirements/$$name.txt.new \
 	    && mv requirements/$$name.txt.new requirements/$$name.txt || exit 1; \
 	done
 
 clean:
-	rm -rf .venv .venv-bench .venv-agents .venv-interop .venv-envs build runs examples/calculator/build
+	rm -rf .venv .venv-bench .venv-agents .venv-interop .venv-envs .venv-tinker .venv-mutants build runs examples/calculator/build
