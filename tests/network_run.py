@@ -112,7 +112,7 @@ class Machine:
                 break
             for process in alive:
                 process.kill()
-            time.sleep(0.1)
+            time.sleep(0.05)
         return [process.pid for process in self.mark.processes()]
 
 
@@ -124,7 +124,7 @@ def until(done: Callable[[], bool], what: str, process: "subprocess.Popen[Any]")
             raise TimeoutError(f"{what} took more than {_SECONDS:g} s")
         if process.poll() is not None:
             raise RuntimeError(f"{what} did not come: {process.args!r} ended")
-        time.sleep(0.1)
+        time.sleep(0.05)
 
 
 class Run:

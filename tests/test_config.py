@@ -2,7 +2,7 @@ import ast
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,9 @@ import yaml
 
 import turnwise
 from docs.reference import TABLES
-from turnwise.compat.verl.keys import VERL_KEYS, verl_answer
+from turnwise.compat.keys import answer as foreign_answer
+from turnwise.compat.other_keys import OTHER_KEYS
+from turnwise.compat.verl.keys import VERL_KEYS
 from turnwise.config import (
     ALIASES,
     LOOP_NAMES,
@@ -24,6 +26,7 @@ from turnwise.config import (
     make_config,
     parse_config,
 )
+from turnwise.config.base import NEEDED_KEYS
 from turnwise.config.explain import CHOICES, describe_keys, explain_config
 from turnwise.config.load import masked, masked_value
 from turnwise.config.resume import RULES, check_unchanged, rule_of
@@ -239,8 +242,8 @@ def test_every_key_of_verls_page_is_answered_from_one_table() -> None:
     """Those of `ppo_trainer.yaml`, by a key or by a sentence whose keys are there."""
     known = known_keys()
     named = re.compile(rf"\b(?:{'|'.join(dict.fromkeys(k.partition('.')[0] for k in known))})\.\S+")
-    assert [key for key in VERLS_KEYS if verl_answer(key) is None] == []
-    for theirs, answer in VERL_KEYS.items():
+    assert [key for key in VERLS_KEYS if foreign_answer(key) is None] == []
+    for theirs, answer in (VERL_KEYS | OTHER_KEYS).items():
         if " " not in answer:
             assert answer in known, theirs
         for key in named.findall(answer):
@@ -282,6 +285,56 @@ def test_a_whole_file_of_verl_is_answered_key_by_key(file: Path) -> None:
     for key in VERLS_KEYS:
         parents = [key.rsplit(".", depth)[0] for depth in range(key.count(".") + 1)]
         assert any(f"no key {each}" in said for each in parents) or key in known_keys(), key
+
+
+WHOLE_FILES = json.loads(Path(__file__).with_name("other_systems.json").read_text())
+"""Keys and values of whole files of other systems (of slime, the flags of a script)."""
+
+
+def leaves(tree: dict[str, Any], above: str = "") -> Iterator[str]:
+    for name, value in tree.items():
+        yield from leaves(value, f"{above}{name}.") if isinstance(value, dict) else [above + name]
+
+
+@pytest.mark.parametrize("name", WHOLE_FILES)
+def test_whole_files_of_others_are_answered_key_by_key(name: str) -> None:
+    with pytest.raises(InputError) as failure:
+        parse_config(WHOLE_FILES[name], NEEDED_KEYS)
+    said = str(failure.value)
+    assert "prints all keys" not in said
+    for key in leaves(WHOLE_FILES[name]):
+        parents = [key.rsplit(".", depth)[0] for depth in range(key.count(".") + 1)]
+        named = any(re.search(rf"[ ,]{each}[;:, ]", said) for each in parents)
+        assert named or key in known_keys() or key.rpartition(".")[2] in REPLACED_KEYS, key
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("grpo.num_prompts_per_step", "rollout.prompts_per_step"),
+        ("grpo.async_grpo.max_trajectory_age_steps", "training.max_staleness"),
+        ("loss_fn.ratio_clip_min", "algorithm.loss.clip_low"),
+        ("policy.model_name", "model.path"),
+        ("policy.generation.temperature", "sampling.temperature"),
+        ("policy.generation.vllm_cfg.tensor_parallel_size", "engine.tensor_parallel_size"),
+        ("policy.generation.colocated.enabled", "training.colocated"),
+        ("trainer.policy.optimizer_config.lr", "training.learning_rate"),
+        ("trainer.fully_async.max_staleness_steps", "training.max_staleness"),
+        ("generator.sampling_params.max_generate_length", "sampling.max_tokens"),
+        ("generator.inference_engine.num_engines", "serving.workers"),
+        ("trainer.algorithm.advantage_estimator", "algorithm.advantage.name"),
+        ("orchestrator.group_size", "sampling.n"),
+        ("orchestrator.max_off_policy_steps", "training.max_staleness"),
+        ("trainer.optim.lr", "training.learning_rate"),
+        ("seq_len", "model.max_length"),
+        ("rollout_batch_size", "rollout.prompts_per_step"),
+        ("eps_clip_high", "algorithm.loss.clip_high"),
+        ("hf_checkpoint", "model.path"),
+    ],
+)
+def test_a_key_of_a_whole_file_leads_to_ours(file: Path, theirs: str, ours: str) -> None:
+    with pytest.raises(InputError, match=rf"no key {theirs}; did you mean {re.escape(ours)}\?"):
+        load_config(file, [f"{theirs}=1"])
 
 
 def test_a_variable_that_the_run_sets_itself_is_refused(file: Path) -> None:

@@ -54,7 +54,7 @@ def test_a_run_goes_on_with_as_many_engines_as_it_is_asked_for(
             found = [row["step"] for row in rows if row["engines"] == engines]
             if len(found) >= count:
                 return int(found[-1])
-            time.sleep(0.1)
+            time.sleep(0.05)
 
     def workers_of(step: int) -> set[str]:
         lines = (run / TIMELINE / f"step-{step:04d}.jsonl").read_text()

@@ -456,7 +456,7 @@ def test_background_evaluation_equals_blocking_despite_a_crash(
     ends = time.monotonic() + 300
     while not (beside / "checkpoints" / "step-0002").exists():
         assert time.monotonic() < ends
-        time.sleep(0.1)
+        time.sleep(0.05)
     running.kill()
     rows = metrics_of(beside)
     assert [row["accuracy_heldout"] is None for row in rows] == [False, True, True]

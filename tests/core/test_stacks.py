@@ -144,7 +144,7 @@ async def test_stacks_are_whole_even_if_their_process_pauses_midway(
     """More than the socket holds is written, so that it stops in the middle of them."""
     os.kill(many.pid, signal.SIGSTOP)
     collecting = asyncio.create_task(run_in_thread(lambda: collect(tmp_path, 60.0)))
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.05)
     assert not collecting.done(), "answered while it was stopped"
     while not collecting.done():
         os.kill(many.pid, signal.SIGCONT)

@@ -119,7 +119,7 @@ async def test_it_is_silent_after_its_end(clock: Clock) -> None:
     async with watching_progress(0.02, told.append):
         pass
     clock.now += 10
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.05)
     assert told == []
 
 

@@ -287,7 +287,7 @@ def test_ctrl_c_in_the_example_ends_everything(build: Path, tmp_path: Path) -> N
         assert "".join(said).startswith("accuracy before 0.")
         pressed = time.monotonic()
         os.killpg(running.pid, signal.SIGINT)  # a terminal sends it to the whole group
-        time.sleep(0.3)
+        time.sleep(0.05)
         os.killpg(running.pid, signal.SIGINT)  # the impatient press it twice
         _, errors = running.communicate(timeout=120)
         assert time.monotonic() - pressed < 100  # ten thousand steps take longer

@@ -106,7 +106,7 @@ async def test_tools_hold_a_place_where_a_number_is_given(
     async with asyncio.timeout(SECONDS):
         while engine.sampled < most:
             await asyncio.sleep(0.01)
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.05)
         assert engine.sampled == most, "four times as many as keep the engine busy, or the number"
         tool.set()
         assert len((await running).trajectories) == 60

@@ -143,7 +143,7 @@ async def test_the_groups_of_a_dead_process_begin_again_in_another(
     async with asyncio.timeout(SECONDS):
         again = set()
         while len(again) < 2:  # until the process is back
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.05)
             both = (processes.run_group(problem_of(n), config.sampling, f"b{n}") for n in (1, 2))
             again = {each.trajectories[0].reward for each in await asyncio.gather(*both)}
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.virtual_time import virtual_time
 from turnwise.config import Config, RewardConfig, RolloutConfig
 from turnwise.core.actor import ActorHandle
 from turnwise.core.deadlines import StallClock
@@ -18,6 +19,7 @@ from turnwise.rollouts.rewards import RewardManager
 from turnwise.trajectory import Image, Trajectory
 
 
+@virtual_time
 async def test_a_long_queue_that_moves_is_waited_for(make_config: Callable[..., Config]) -> None:
     slot, open_ = asyncio.Lock(), asyncio.Event()
     open_.set()
@@ -44,6 +46,7 @@ async def test_a_reward_model_does_not_judge_what_it_cannot_see() -> None:
         await RewardModel().score([{"role": "user", "content": [part]}])
 
 
+@virtual_time
 async def test_waiting_for_a_reward_model_is_no_stall() -> None:
     async def score(messages: list[Any]) -> float:
         await asyncio.sleep(0.6)

@@ -151,7 +151,7 @@ def test_without_a_terminal_a_quiet_start_says_what_it_is_at(
         display.phase("evaluate", 200)
         display.advance()
         clock.now += 0.01
-        time.sleep(0.1)
+        time.sleep(0.05)
         said = len(out.getvalue().splitlines())
         clock.now += 4.99
         lines_until(out, said + 1)

@@ -215,7 +215,7 @@ async def test_a_waiting_step_is_saved_and_its_weights_are_evaluated(
         loop.engines.gate.clear()
         await loop.step(2)
         waits = asyncio.create_task(loop.step(3))
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.05)
         assert not waits.done(), "nobody has asked"
         loop.asked.set()
         await waits
@@ -245,7 +245,7 @@ async def test_an_evaluation_that_fails_ends_the_run(tmp_path: Path) -> None:
     async def play() -> None:
         async with loop.tasks:
             await loop.step(2)
-            await asyncio.sleep(10)
+            await asyncio.sleep(600)
 
     with pytest.raises(ExceptionGroup) as failed:
         await play()

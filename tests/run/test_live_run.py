@@ -35,7 +35,7 @@ class Run:
             text = get(port) if (port := self._port()) is not None else ""
             if text and "turnwise_step 0" not in text and "turnwise_step 1.0" not in text:
                 return text
-            time.sleep(0.1)
+            time.sleep(0.05)
 
     def _port(self) -> int | None:
         """The port of the metrics; None as long as they are not served."""

@@ -202,7 +202,7 @@ def main(folder: str) -> None:
     report = asyncio.run(play(cluster, second, folder))
     end = time.monotonic() + 120
     while (alive := [*filter(runs, report["pids"])]) and time.monotonic() < end:
-        time.sleep(0.1)
+        time.sleep(0.05)
     report["alive"] = alive
     sys.stdout.write(json.dumps(report) + "\n")
     sys.stdout.flush()

@@ -80,7 +80,7 @@ async def play(cluster: Cluster, node: dict[str, Any], folder: str) -> dict[str,
             await up(1, "scaled to one")
             async with asyncio.timeout(100):
                 while (free := ray.available_resources().get("engines", 0.0)) < 2:
-                    await asyncio.sleep(0.2)
+                    await asyncio.sleep(0.05)
             report["given_back"] = free
         report["wrong"], report["events"] = load.wrong, dict(manager.scheduler.events)
         load.stop()
@@ -105,7 +105,7 @@ def main(folder: str) -> None:
     report = asyncio.run(play(cluster, node, folder))
     end = time.monotonic() + 120
     while (alive := [*filter(runs, report["pids"])]) and time.monotonic() < end:
-        time.sleep(0.1)
+        time.sleep(0.05)
     report["alive"] = alive
     sys.stdout.write(json.dumps(report) + "\n")
     sys.stdout.flush()

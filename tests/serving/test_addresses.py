@@ -96,7 +96,9 @@ async def test_rays_head_is_found_at_either_kind_of_address(
     with head:
         _probe_port(address)
         watching = asyncio.create_task(watch())
-        await asyncio.sleep(0.5)
+        for _ in range(4):  # the probe above, and three of the watch
+            connection, _ = await asyncio.to_thread(head.accept)
+            connection.close()
         assert not watching.done()
     async with asyncio.timeout(60):
         with pytest.raises(TurnwiseError, match=r"Ray's head process \(gcs_server at .* is gone"):

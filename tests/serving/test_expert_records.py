@@ -129,7 +129,7 @@ async def test_turns_that_outlive_an_engine_keep_every_tokens_experts(
         await asyncio.gather(*tasks)
         async with asyncio.timeout(300):
             while len(manager.failures) == known or len(manager.engines) < 2:
-                await asyncio.sleep(0.1)
+                await asyncio.sleep(0.05)
         if manager.failures[-1].turns["continued"]:
             return
     pytest.fail("no turn was continued in 20 attempts")

@@ -149,7 +149,7 @@ async def test_trajectories_outlive_an_engine_to_the_token(
         while not (any(t.sampled for t in busy.running) or all(g.done() for g in groups)):
             await asyncio.sleep(0.005)
         os.kill(pid, signal.SIGSTOP)
-        await asyncio.sleep(0.5)  # what it had sent before arrives
+        await asyncio.sleep(0.05)  # what it had sent before arrives
         if not any(t.sampled for t in busy.running):
             os.kill(pid, signal.SIGCONT)  # those turns were over before it was stopped
             await asyncio.gather(*groups)
@@ -159,7 +159,7 @@ async def test_trajectories_outlive_an_engine_to_the_token(
             finished = await asyncio.gather(*groups)
         async with asyncio.timeout(300):
             while len(manager.failures) == known:
-                await asyncio.sleep(0.1)
+                await asyncio.sleep(0.05)
         if manager.failures[-1].turns["continued"]:
             break  # else the last tokens of those turns arrived late
     trajectories = [t for group in finished for t in group.trajectories]
@@ -179,7 +179,7 @@ async def test_trajectories_outlive_an_engine_to_the_token(
     assert loss.turns["continued"] > 0, loss
     async with asyncio.timeout(60):
         while psutil.pid_exists(victim.pid):
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.05)
     assert len(manager.engines) == 2
     completion = await generate(manager.engines[0], Request([5, 6, 7], SAMPLING, "back"))
     assert completion.token_ids
@@ -198,15 +198,17 @@ async def test_a_poison_request_is_refused_and_the_others_finish(
         )
         for i in range(8)
     ]
-    await asyncio.sleep(0.1)
+    workers = manager.scheduler.workers.values()
     async with asyncio.timeout(500):
+        while sum(len(worker.running) for worker in workers) < 8:
+            await asyncio.sleep(0.01)
         with pytest.raises(EngineError, match=r"poison crashed [23] workers \(.*not retried"):
             await generate(manager.scheduler, Request([5, 6, 7], poison, "poison"))
         with pytest.raises(EngineError, match=r"again is refused for another \d+ s"):
             await generate(manager.scheduler, Request([5, 6, 7], poison, "again"))
         assert [len(c.token_ids) for c in await asyncio.gather(*honest)] == [200] * 8
         while len(manager.engines) < 2:
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.05)
     ended = manager.failures[known:]
     assert 2 <= len(ended) <= 3, ended
     assert manager.given_up == {}
@@ -342,7 +344,7 @@ async def test_a_worker_that_dies_in_a_broadcast_spares_the_others(
     await serve(manager, trainer, 2002)
     async with asyncio.timeout(300):
         while len(manager.failures) == known:
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.05)
     assert len(manager.engines) == 2
     await serve(manager, trainer, 2002)
     trainer.sender.close()

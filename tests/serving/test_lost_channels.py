@@ -230,7 +230,7 @@ async def test_a_channel_that_is_lost_while_idle_costs_no_turn(make_fleet: Any) 
             await fleet.turn(scheduler, "first")
         for scheduler in (fleet.driver, fleet.follower.scheduler):
             cut(scheduler.workers["worker-0"].engine)
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(0.05)
         for scheduler in (fleet.driver, fleet.follower.scheduler):
             assert len((await fleet.turn(scheduler, "second")).token_ids) == TOKENS
             assert not scheduler.events["continued"] + scheduler.events["moved"]

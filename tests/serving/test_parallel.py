@@ -133,7 +133,7 @@ async def test_deltas_reach_every_shard_and_a_restarted_engine(
     (await shards(victim))[1].send_signal(signal.SIGKILL)
     async with asyncio.timeout(300):
         while len(manager.failures) == known or len(manager.engines) < 2:
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.05)
     await serve(manager, trainer, first + 1)
     await update(first + 2)
     trainer.sender.close()
@@ -219,7 +219,7 @@ async def test_a_killed_shard_ends_its_engine_and_loses_nothing(
     assert all(audit(trajectory).first_violation is None for trajectory in trajectories)
     async with asyncio.timeout(300):
         while len(manager.failures) == known:
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.05)
     assert manager.failures[-1].worker == victim.name
     assert len(manager.engines) == 2
     assert psutil.wait_procs(before, timeout=60)[1] == []

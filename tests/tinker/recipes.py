@@ -322,7 +322,7 @@ def server(model: Path, folder: Path, name: str = NAME, *changes: str) -> Iterat
         while "TINKER_BASE_URL=" not in log.read_text():
             if started.poll() is not None or time.monotonic() > ends:
                 raise SystemExit(f"the server did not start: {log.read_text()[-3000:]}")
-            time.sleep(0.5)
+            time.sleep(0.05)
         yield log.read_text().partition("TINKER_BASE_URL=")[2].split()[0]
     finally:
         started.terminate()

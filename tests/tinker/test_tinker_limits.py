@@ -154,7 +154,7 @@ async def test_a_cancelled_sample_leaves_nothing(served: tuple[Client, TinkerSer
 
 
 async def test_results_that_were_sent_are_kept_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(futures, "_SENT_SECONDS", 0.05)
+    monkeypatch.setattr(futures, "_SENT_SECONDS", 0.02)
     own = Futures("one", {})
 
     async def reply() -> Reply:
@@ -164,11 +164,11 @@ async def test_results_that_were_sent_are_kept_for_a_while(monkeypatch: pytest.M
         own.begin(name, reply)
     for _ in range(2):
         assert await own.retrieve("a", 1)
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.05)
     with pytest.raises(Gone):
         await own.retrieve("a", 1)
     assert await own.retrieve("b", 1)
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.05)
     assert [*own.entries] == ["c"]
 
 

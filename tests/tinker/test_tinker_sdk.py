@@ -45,7 +45,7 @@ def serving(model: str, folder: Path) -> Iterator[str]:
     while "TINKER_BASE_URL=" not in log.read_text():
         assert server.poll() is None, log.read_text()
         assert time.monotonic() < ends, log.read_text()
-        time.sleep(0.2)
+        time.sleep(0.05)
     yield log.read_text().partition("TINKER_BASE_URL=")[2].split()[0]
     server.send_signal(signal.SIGINT)
     assert server.wait(60) == 130

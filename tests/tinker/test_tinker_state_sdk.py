@@ -36,7 +36,7 @@ def start(model_path: str, folder: Path, port: int, log: Path) -> "subprocess.Po
     while "TINKER_BASE_URL=" not in log.read_text():
         assert server.poll() is None, log.read_text()
         assert time.monotonic() < ends, log.read_text()
-        time.sleep(0.2)
+        time.sleep(0.05)
     return server
 
 

@@ -328,7 +328,7 @@ async def test_a_long_pass_lets_others_in_and_keeps_its_result(
 
     async def noted(name: str, *arguments: Any) -> Any:
         asked.append(name)
-        await asyncio.sleep(0.2)  # as the trainer's process
+        await asyncio.sleep(0.05)  # as the trainer's process
         return await run(name, *arguments)
 
     monkeypatch.setattr(service._trainer, "run", noted)

@@ -146,7 +146,7 @@ async def test_a_killed_rank_is_named_while_idle_and_in_training(
     async with make_policy(ranks=2) as policy:
         os.kill(policy.pids[1], signal.SIGSTOP)  # so that the other one does not end before
         training = asyncio.create_task(policy.train(batch))
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(0.05)
         assert not training.done()
         os.kill(policy.pids[0], signal.SIGKILL)
         started = time.monotonic()

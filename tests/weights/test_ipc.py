@@ -82,7 +82,7 @@ def test_an_engine_may_be_there_before_its_trainer(link: IpcLink, pool: ThreadPo
     tensors = some_tensors()
     expected = {name: (tuple(tensor.shape), "float32") for name, tensor in tensors}
     reader = pool.submit(receive_stream, link.receiver(expected, PATIENCE))
-    time.sleep(0.3)
+    time.sleep(0.05)
     sender = link.sender(tensors)
     sender.send(1, tensors)
     assert reader.result()[0] == 1

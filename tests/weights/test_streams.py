@@ -238,7 +238,7 @@ def test_a_late_trainer_serves_no_engine_that_gave_up(link: Link, pool: ThreadPo
     with pytest.raises(DeadlineError):
         receive_stream(link.receiver(expected, 0.2))
     sending = pool.submit(sender.send, 1, tensors)
-    time.sleep(0.2)
+    time.sleep(0.05)
     assert receive_stream(link.receiver(expected, PATIENCE))[0] == 1
     sending.result()
     sender.close()
@@ -312,7 +312,7 @@ async def test_requests_run_until_the_trainer_comes_and_then_go_on(
     for attempt in range(20):
         trainer.perturb(0.05)
         updating = asyncio.create_task(link.update(ready, PATIENCE))
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.05)
         sampling = SamplingConfig(max_tokens=8)
         before = await generate(ready, Request(PROMPT, sampling, f"meanwhile-{attempt}"))
         assert set(before.weight_versions) == {0}

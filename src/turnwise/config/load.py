@@ -247,7 +247,10 @@ def _explain_mistake(error: ErrorDetails) -> str:
             fields = [kind.model_fields for kind in CHOICES[owner] if leaf in kind.model_fields]
             names = " and ".join(each["name"].default for each in fields)
             return f"{key} belongs to {names}, not to {loc[-2]} ({owner}.name)"
-        return "; ".join(_explain_unknown(key, error["input"]))
+        unknown: dict[str, list[str]] = {}
+        for each, meant in _explain_unknown(key, error["input"]):
+            unknown.setdefault(meant, []).append(each)
+        return "; ".join(f"there is no key {', '.join(keys)}{m}" for m, keys in unknown.items())
     if error["type"] == "missing":
         field = Config.model_fields.get(key)
         parts = sections(field.annotation) if field is not None else []
@@ -265,20 +268,18 @@ def _explain_mistake(error: ErrorDetails) -> str:
     return f"{key}: {error['msg']}{given}"
 
 
-def _explain_unknown(key: str, value: object) -> Iterator[str]:
-    """Yield a sentence about an unknown key, or about each key below it if it is a section of
-    another system."""
+def _explain_unknown(key: str, value: object) -> Iterator[tuple[str, str]]:
+    """Yield an unknown key, or each key below it if it is a section of another system, with the
+    end of the sentence about it, which names our key or says how we do without one."""
     others = import_module("turnwise.compat.keys")  # imported only if a key is unknown
     answer: str | None = others.answer(key)
     if isinstance(value, dict) and value and others.is_section(key):
         for name, item in value.items():
             yield from _explain_unknown(f"{key}.{name}", item)
     elif answer is None:
-        yield f"there is no key {key}{_nearest(key)}"
-    elif answer in known_keys():
-        yield f"there is no key {key}; did you mean {answer}?"
+        yield key, _nearest(key)
     else:
-        yield f"there is no key {key}: {answer}"
+        yield key, f"; did you mean {answer}?" if answer in known_keys() else f": {answer}"
 
 
 def _explain_missing(key: str) -> str:

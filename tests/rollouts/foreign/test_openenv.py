@@ -51,7 +51,7 @@ async def real_server(kind: str, sessions: int = 8) -> AsyncIterator[str]:
                         if response.status == 200:
                             break
                 except aiohttp.ClientError:
-                    await asyncio.sleep(0.1)
+                    await asyncio.sleep(0.05)
         yield f"ws://127.0.0.1:{port}"
     finally:
         process.terminate()

@@ -54,7 +54,7 @@ def service(log: Path, env: str = f"{FOLDER}/env.toml") -> Iterator[str]:
             while not (found := re.search(r"http://\S+/run", log.read_text())):
                 assert process.poll() is None, log.read_text()
                 assert time.monotonic() < ends, "the service did not start"
-                time.sleep(0.2)
+                time.sleep(0.05)
             yield found[0]
         finally:
             process.terminate()

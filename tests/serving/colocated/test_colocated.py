@@ -277,7 +277,7 @@ async def test_an_actor_hosts_one_engine_after_the_other(
     end = time.monotonic() + 60
     while memory(pid, "VmRSS") > hosting - 150:  # until the KV cache, for one, is gone
         assert time.monotonic() < end
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.05)
     assert await trainer.train.remote() > 0
 
 

@@ -149,7 +149,7 @@ async def test_a_connection_may_be_used_again_after_a_pause(
     reader, writer = await asyncio.open_connection(*address)
     for head_seconds, pause in ((1.0, 1.5), (30.0, 0.0)):  # longer than a head may take
         writer.write(head)
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.05)
         monkeypatch.setattr(protection, "_HEAD_SECONDS", head_seconds)
         writer.write(body)
         answer = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 60)

@@ -443,7 +443,7 @@ async def test_a_retry_joins_the_request_that_it_repeats(
             while await joined() == before:
                 await asyncio.sleep(0.01)
         first.cancel()  # the client gave up on it; the retry still waits
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.05)
     finally:
         await engine.resume()
     answer = (await retry).json()

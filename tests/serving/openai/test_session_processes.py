@@ -180,16 +180,18 @@ async def test_metrics_count_all_processes(
             s.value for s in samples if s.name == name and labels.items() <= s.labels.items()
         )
 
-    # Reports of earlier tests may still be on their way.
-    await asyncio.sleep(1.0)
-    before = await value("turnwise_requests_total", what="200")
+    before, same = await value("turnwise_requests_total", what="200"), 0
+    while same < 10:  # reports of earlier tests may still be on their way
+        await asyncio.sleep(0.05)
+        now = await value("turnwise_requests_total", what="200")
+        before, same = now, same + 1 if now == before else 0
     turns = await value("turnwise_turns_total", event="turns")
     opened = [(await http.post("/sessions")).json() for _ in range(2)]
     for each in opened:
         await chat(http, each["base_url"], [message("Hi")])
     async with asyncio.timeout(SECONDS):
         while await value("turnwise_requests_total", what="200") < before + 2:
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.05)
     listed = (await http.get("/sessions")).json()["sessions"]
     assert await value("turnwise_sessions_open") == len(listed)
     assert await value("turnwise_turns_total", event="turns") == turns + 2
@@ -222,9 +224,9 @@ async def test_a_process_that_dies_loses_its_own_sessions_only(
                 url = f"{root}/sessions/{lost[0]['id']}/v1"
                 answer = await chat(http, url, [message("And you?")])
                 break
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.05)
         while processes.base_urls != addresses:  # it is restarted
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.05)
     assert answer.status_code == 410
     assert "was lost when its process died" in answer.json()["error"]["message"]
     for each in (lost[0], helper):

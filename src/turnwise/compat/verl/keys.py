@@ -189,13 +189,3 @@ VERL_KEYS = {
     for name in names.split()
 }
 """verl's keys, mapped to our keys or to sentences."""
-
-
-def verl_answer(key: str) -> str | None:
-    """Return our key, or a sentence, for a key of verl or a key below such a key; else None."""
-    while key:
-        for name in (f"{ROOT}{key}", key):
-            if name in VERL_KEYS:
-                return VERL_KEYS[name]
-        key = key.rpartition(".")[0]
-    return None
