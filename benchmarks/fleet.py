@@ -70,6 +70,8 @@ LONGEST_TURN = 10.0
 """Goal for the shortest turn, tool included, in seconds: turns of a few hundred tokens on a GPU
 take about this long."""
 _IDS, _LOGPROBS = [1] * ANSWER, [-1.0] * ANSWER
+_PROMPTS = [Prompt(range(PROMPT + turn * (ANSWER + RESULT))) for turn in range(TURNS[-1][1])]
+"""The prompt of each turn, the same for all sessions."""
 
 
 class TokenlessEngine(SimulatedEngine):
@@ -81,6 +83,9 @@ class TokenlessEngine(SimulatedEngine):
         self._known: OrderedDict[str, int] = OrderedDict()
         """Cached tokens of each session and group, the most recently used last."""
         self._room = self._cache_blocks * BLOCK
+
+    def _ids(self, request: Request) -> Sequence[int]:
+        return range(len(request.prompt))
 
     def _sample(
         self, prompt_token_ids: Sequence[int], max_tokens: int
@@ -146,15 +151,14 @@ async def play_session(generator: Generator, admission: Admission, seed: int, nu
     """Play one session once it is admitted; returns its turns."""
     chance = random.Random(f"{seed}-{number}")
     shares, seconds = zip(*TOOLS, strict=True)
-    turns, length = turns_of(chance.random()), PROMPT
+    turns = turns_of(chance.random())
     route = Route(f"s{number}", f"g{number // GROUP}")
     async with admission.admitted() as place:
         for turn in range(turns):
             if turn:
                 with place.idle():
                     await asyncio.sleep(chance.choices(seconds, shares)[0])
-                length += ANSWER + RESULT
-            request = Request(Prompt(range(length)), SAMPLING, f"{number}-{turn}", route=route)
+            request = Request(_PROMPTS[turn], SAMPLING, f"{number}-{turn}", route=route)
             await generate(generator, request)
     return turns
 

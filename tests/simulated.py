@@ -128,6 +128,9 @@ class SimulatedEngine:
         """Return the tokens that a request would sample, without waiting."""
         return self._sample(prompt_token_ids, max_tokens)[0]
 
+    def _ids(self, request: Request) -> Sequence[int]:
+        return request.prompt.tolist()
+
     def _sample(
         self, prompt_token_ids: Sequence[int], max_tokens: int
     ) -> tuple[list[int], list[float]]:
@@ -153,7 +156,7 @@ class SimulatedEngine:
     async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
         if self._dead:
             raise EngineError(f"{self.name} is dead")
-        prompt, sampling = request.prompt.tolist(), request.sampling
+        prompt, sampling = self._ids(request), request.sampling
         seen = [int(one.image.hash, 16) % 2**32 for one in request.prompt.images]
         interval, scored = STREAM_INTERVAL, bool(sampling.prompt_logprobs)
         if not isinstance(sampling, SamplingConfig):

@@ -3,7 +3,9 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -393,6 +395,29 @@ def test_custom_loops_and_empty_sections_are_accepted(file: Path) -> None:
     assert load_config(file, ["training="]) == load_config(file)
     file.write_text(file.read_text() + "training:\n")
     assert load_config(file, ["training.steps=3"]).training.steps == 3
+
+
+@dataclass
+class OwnModel:
+    path: str = "m"
+
+
+@dataclass
+class OwnConfig:
+    """A user's own class, whose fields are our keys."""
+
+    model: OwnModel = field(default_factory=OwnModel)
+    environment: str = "a:B"
+    data: dict[str, Any] = field(default_factory=lambda: {"path": "d"})
+
+
+def test_a_configuration_is_a_file_or_any_keys_and_values(file: Path) -> None:
+    expected = load_config(file)
+    for source in (file, str(file), expected, minimal(), MappingProxyType(minimal()), OwnConfig()):
+        assert load_config(source) == expected, type(source)
+        assert load_config(source, ["seed=4"]).seed == 4
+    with pytest.raises(InputError, match=r"a configuration is a YAML file, .* dataclass, not int"):
+        load_config(3)  # type: ignore[arg-type]
 
 
 def test_a_chat_template_is_a_name_a_file_or_a_text(file: Path, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def test_the_one_that_was_not_needed_for_longest_makes_room() -> None:
         table.add(adapter(name, number))
     assert table.touch("a")
     assert not table.touch("d")
-    taken = table.take()
+    taken = table.evict()
     assert taken is not None
     assert (taken.name, taken.number) == ("b", 1)
     assert not table.touch("b")
@@ -37,7 +37,7 @@ def test_one_that_a_request_uses_makes_room_if_all_are_in_use() -> None:
     for number, name in enumerate("abc"):
         table.add(adapter(name, number))
     with table.using("a", "first"), table.using("b", "second"):
-        taken = [table.take(), table.take()]
+        taken = [table.evict(), table.evict()]
         assert [each.name for each in taken if each is not None] == ["c", "a"]
         assert not table.touch("a")  # a new request waits until it is loaded again
 
@@ -48,7 +48,7 @@ def test_those_of_the_configuration_never_make_room() -> None:
     served.brought = False
     table.add(served)
     assert table.touch("served")
-    assert table.take() is None
+    assert table.evict() is None
 
 
 class Slots(VllmEngine):

@@ -494,6 +494,41 @@ class Cold(ChatCompletionScheduler):
         await super().generate_sequences(batch, temperature=0.0)
 
 
+class Naive(ChatCompletionScheduler):
+    """Chooses its sampling parameters as verl's class does."""
+
+    async def generate_sequences(self, batch: DataProto, **sampling_params: Any) -> None:
+        asked = {"n": self.config.n, "temperature": self.config.temperature}
+        if batch.meta_info.get("validate") or not batch.meta_info.get("do_sample", True):
+            asked = {"n": 1, "temperature": 0}
+        messages = list(batch.non_tensor_batch["raw_prompt"][0])
+        await self.submit_chat_completions(ended, {}, messages=messages, **asked)
+
+
+async def ended(completions: Any, info: dict[str, Any], error: Exception | None) -> None:
+    if error is not None:
+        raise error
+
+
+@pytest.mark.parametrize("meta_info", [{"validate": True}, {"do_sample": False}])
+async def test_batches_that_nobody_trains_on_are_greedy(
+    backend: ChatBackend, meta_info: dict[str, Any]
+) -> None:
+    await backend.set_scheduler(Naive)
+    try:
+        batch = DataProto.from_conversations([[QUESTION]], **meta_info)
+        first, second = [await backend.generate_sequences(batch, max_tokens=8) for _ in range(2)]
+        assert first.meta_info["dropped"] == {}
+        assert first.batch["responses"].tolist() == second.batch["responses"].tolist()
+        assert len(first.batch["responses"]) == 1
+        await backend.set_scheduler(Cold)  # without a word in the batch
+        made = await backend.generate_sequences([[QUESTION]], n=2, max_tokens=8)
+        assert made.batch["responses"][0].tolist() == made.batch["responses"][1].tolist()
+        assert made.batch["response_mask"].all()
+    finally:
+        await backend.set_scheduler(ChatCompletionScheduler)
+
+
 def test_sleeping_engines_are_asked_for_nothing(make_config: Callable[..., Config]) -> None:
     manager = LLMServerManager(make_config())
     manager._asleep = True

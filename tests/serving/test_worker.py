@@ -4,6 +4,7 @@ import asyncio
 import json
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import fastapi
@@ -15,7 +16,7 @@ import torch
 import uvicorn
 
 from tests.simulated import SimulatedEngine
-from turnwise.compat.nemo_rl import VllmAsyncGenerationWorker
+from turnwise.compat.nemo_rl import VllmAsyncGenerationWorker, worker_config
 from turnwise.config import Config, SamplingConfig
 from turnwise.engine import Request, generate
 from turnwise.engine.protocol import Chunk, Occupancy
@@ -46,11 +47,9 @@ async def test_a_batch_comes_back_row_by_row_and_aligned(engine: WorkerHandle) -
         output = outputs[index]
         count, end = int(output["generation_lengths"]), int(output["unpadded_sequence_lengths"])
         assert end == len(prompt) + count
-        assert output["output_ids"].shape == output["logprobs"].shape == (1, 500 + 16)
+        assert output["output_ids"].shape == output["logprobs"].shape == (1, end)
         assert output["output_ids"][0, : len(prompt)].tolist() == prompt
-        assert not output["output_ids"][0, end:].any()
         assert not output["logprobs"][0, : len(prompt)].any()
-        assert not output["logprobs"][0, end:].any()
         assert (output["logprobs"][0, len(prompt) : end] < 0).all()
         versions = output["weight_versions"][0]
         assert (versions[len(prompt) : end] == 0).all()
@@ -136,11 +135,57 @@ async def test_a_row_that_fails_spoils_no_other(engine: WorkerHandle) -> None:
         await replies[2]
 
 
-async def test_a_prompt_without_room_is_truncated(engine: WorkerHandle) -> None:
+async def test_a_prompt_without_room_comes_back_as_it_is(engine: WorkerHandle) -> None:
     data = {"input_ids": torch.full((1, 512), 5), "input_lengths": torch.tensor([512])}
     outputs = await collected(engine.actor.generate_async.remote(data))
-    assert bool(outputs[0]["truncated"]) is True
+    assert torch.equal(outputs[0]["output_ids"], data["input_ids"])
+    assert bool(outputs[0]["truncated"]) is False
     assert int(outputs[0]["generation_lengths"]) == 0
+
+
+async def test_rows_have_their_own_width_and_the_type_of_their_ids(
+    make_config: Callable[..., Config], tokenizer: Any
+) -> None:
+    pad = tokenizer.pad_token_id
+    ids = torch.tensor([[5, 6, pad], [5, 6, 7]], dtype=torch.int32)
+    engine = Held(2)
+    for ready in engine.ready:
+        ready.set()
+    data = {"input_ids": ids, "input_lengths": torch.tensor([2, 3])}
+    rows = {index: row async for index, row in held(make_config(), engine).generate_async(data)}
+    for index, prompt in enumerate(([5, 6], [5, 6, 7])):
+        row = rows[index]
+        assert row["output_ids"].dtype == torch.int32
+        assert row["output_ids"].tolist() == [[*prompt, 7, 8]]
+        assert row["logprobs"].tolist() == [[0.0] * len(prompt) + [-0.5, -0.5]]
+        assert row["weight_versions"].tolist() == [[-1] * len(prompt) + [3, 3]]
+        assert row["unpadded_sequence_lengths"].tolist() == [len(prompt) + 2]
+    worker = held(make_config(), Held())
+    wrong = {"input_ids": ids.flip(1), "input_lengths": torch.tensor([2, 3])}
+    with pytest.raises(InputError, match=r"must be right-padded: .* comes 5, which is not"):
+        await anext(worker.generate_async(wrong))
+    nothing = {"input_ids": torch.zeros(0, 3), "input_lengths": torch.zeros(0)}
+    assert [row async for row in worker.generate_async(nothing)] == []
+
+
+async def test_the_first_call_starts_the_engine(make_config: Callable[..., Config]) -> None:
+    worker = Asked(make_config())
+    for call in (worker.report_device_id_async, worker.post_init_async):
+        with pytest.raises(LookupError, match="model"):
+            await call()
+
+
+def test_a_dictionary_of_nemo_rl_is_a_workers_configuration() -> None:
+    theirs = json.loads((Path(__file__).parents[1] / "other_systems.json").read_text())
+    generation = theirs["NeMo-RL grpo_math_1B.yaml"]["policy"]["generation"]
+    generation |= {"model_name": "m", "max_new_tokens": 64}
+    generation["vllm_cfg"] |= {"max_model_len": 512, "precision": "bfloat16"}
+    config = worker_config(generation)
+    assert (config.model.path, config.model.max_length) == ("m", 512)
+    assert (config.model.dtype, config.sampling.max_tokens) == ("bfloat16", 64)
+    assert config.engine.vllm_args["gpu_memory_utilization"] == 0.6
+    with pytest.raises(InputError, match="backend must be vllm, not sglang"):
+        worker_config(generation | {"backend": "sglang"})
 
 
 async def test_each_row_of_ids_has_its_own_stop_strings(

@@ -13,7 +13,7 @@ import re
 import time
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from turnwise.chat.messages import (
     Answer,
@@ -137,9 +137,10 @@ class Session:
     """True for the session of a rollout, whose random id is a secret of its agent."""
     agent_rewards: bool = False
     """True if the agent of a private session may read, reward and close it."""
-    agent_sampling: AgentSamplingRule | None = None
+    agent_sampling: AgentSamplingRule | Literal["any"] | None = None
     """Rule for requests with sampling parameters under which a turn cannot be trained exactly; None
-    refuses all parameters that differ from `sampling`."""
+    refuses all parameters that differ from `sampling`. "any" allows all, because nothing is trained
+    on the session's turns."""
     created: float = field(default_factory=time.time)
     lost_turns: int = 0
     """Number of turns whose client did not get the answer: it left, or got an error."""

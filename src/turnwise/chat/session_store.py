@@ -6,6 +6,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from typing import Literal
 
 from turnwise.chat.session import NAME_RULE, Session, valid_name
 from turnwise.config import AgentSamplingRule, SamplingConfig, ServingConfig
@@ -110,7 +111,7 @@ class SessionStore:
         trajectory: Trajectory,
         *,
         sampling: SamplingConfig,
-        agent_sampling: AgentSamplingRule | None = None,
+        agent_sampling: AgentSamplingRule | Literal["any"] | None = None,
         group: str = "",
         agent_rewards: bool = False,
         max_response_tokens: int | None = None,

@@ -17,6 +17,7 @@ from turnwise.config.base import NO_DEADLINE
 from turnwise.config.data import LoraConfig, ModelConfig, OtherModel
 from turnwise.config.explain import known_keys
 from turnwise.config.load import (
+    ConfigSource,
     apply_override,
     dump_config,
     load_config,
@@ -48,6 +49,7 @@ __all__ = [
     "AgentSamplingRule",
     "AlgorithmConfig",
     "Config",
+    "ConfigSource",
     "EngineConfig",
     "JudgeConfig",
     "LoraConfig",

@@ -8,8 +8,10 @@ To add a kind of secret to mask: write a name in `_SECRET_NAME`, or a form in `m
 
 import difflib
 import re
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from copy import deepcopy
+from dataclasses import asdict, is_dataclass
 from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
@@ -36,17 +38,22 @@ _USER = re.compile(r"(?<=://)[^/@\s]+@")  # user and password in a URL
 _PARAMETER = re.compile(r"(?<=[?&#])([^=?&#\s]+)=([^&#\s]+)")  # of a URL: name and value
 _REFERENCE = re.compile(r"(\w+ )?\$\{\w+\}")  # the name of an environment variable, not a secret
 
+ConfigSource = str | Path | Config | Mapping[str, object]
+"""A YAML file, a `Config`, a dictionary, or a configuration of OmegaConf or a dataclass."""
+
 
 def load_config(
-    path: str | Path,
+    source: ConfigSource,
     overrides: Sequence[str] = (),
     defaults: Tree | None = None,
     settings: Mapping[str, object] | None = None,
     optional: Collection[str] = (),
 ) -> Config:
-    """Read a YAML file, apply `key.sub=value` overrides (values are YAML), and check the result.
+    """Read a configuration, apply `key.sub=value` overrides (YAML values), and check the result.
 
     Args:
+        source: The path of a YAML file, or keys and values: a dictionary, a `Config`, OmegaConf's
+            `DictConfig` or a dataclass.
         overrides: Changes as text, which take precedence over everything else.
         defaults: Values for keys that the file does not set.
         settings: Values by dotted key; they take precedence over the file, but not over overrides.
@@ -59,22 +66,43 @@ def load_config(
     Example:
         config = load_config("config.yaml", ["training.steps=10", "sampling.stop=[END]"])
     """
-    return make_config(read_tree(path), overrides, defaults, settings, optional)
+    return make_config(read_tree(source), overrides, defaults, settings, optional)
 
 
-def read_tree(path: str | Path) -> Tree:
-    """Read the keys and values of a YAML file."""
+def read_tree(source: ConfigSource) -> Tree:
+    """Return the keys and values of a configuration, which `load_config` describes."""
+    if isinstance(source, Config):
+        return source.model_dump()
+    if not isinstance(source, str | Path):
+        return _plain(source)
     try:
-        tree = read_yaml(Path(path).read_text(encoding="utf-8"), str(path)) or {}
+        tree = read_yaml(Path(source).read_text(encoding="utf-8"), str(source)) or {}
     except FileNotFoundError:
-        raise InputError(f"there is no configuration file {path}") from None
+        raise InputError(f"there is no configuration file {source}") from None
     except IsADirectoryError:
-        raise InputError(f"{path} is a folder, not a configuration file") from None
+        raise InputError(f"{source} is a folder, not a configuration file") from None
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise InputError(f"the configuration file {path} cannot be read: {error}") from None
+        raise InputError(f"the configuration file {source} cannot be read: {error}") from None
     if not isinstance(tree, dict):
-        raise InputError(f"the configuration file {path} must hold keys and values")
+        raise InputError(f"the configuration file {source} must hold keys and values")
     return tree
+
+
+def _plain(source: object) -> Tree:
+    """Return a mapping, an OmegaConf configuration or a dataclass as dictionaries and values."""
+    omegaconf = sys.modules.get("omegaconf")  # a user who has such an object has imported it
+    if omegaconf is not None and omegaconf.OmegaConf.is_config(source):
+        source = omegaconf.OmegaConf.to_container(source, resolve=True)
+    elif is_dataclass(source) and not isinstance(source, type):
+        source = asdict(source)
+    if not isinstance(source, Mapping):
+        raise InputError(
+            "a configuration is a YAML file, a dictionary, an OmegaConf configuration or a "
+            f"dataclass, not {type(source).__name__}"
+        )
+    return {
+        key: _plain(item) if isinstance(item, Mapping) else item for key, item in source.items()
+    }
 
 
 def make_config(

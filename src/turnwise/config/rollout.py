@@ -465,7 +465,7 @@ class SamplingConfig(Section):
     n: PositiveInt = 8
     """Number of trajectories per problem: the group size."""
     temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
-    """Sampling temperature, at most 2; 0 is greedy."""
+    """Sampling temperature, at most 2 (vLLM's own limit); 0 is greedy."""
     # In Megatron, 0 disables top_p.
     top_p: Annotated[Fraction, BeforeValidator(lambda p: 1.0 if p == 0 else p)] = 1.0
     """Sample from the smallest set of most likely tokens with this total probability; 1 or 0 means

@@ -53,6 +53,14 @@ def _number_or_range(workers: int | str) -> int | str:
     return int(text) if text.isdigit() else text
 
 
+def _checked_vllm_args(own: Tree) -> Tree:
+    """Leave out arguments without effect; check the one whose mistakes vLLM notices late."""
+    memory = own.get("gpu_memory_utilization", 1.0)
+    if not isinstance(memory, int | float) or not 0 < memory <= 1:
+        raise ValueError(f"gpu_memory_utilization must be above 0 and at most 1, not {memory!r}")
+    return {key: value for key, value in own.items() if not has_no_effect(key, value)}
+
+
 class EngineConfig(Section):
     """One engine: devices, memory, batches."""
 
@@ -100,10 +108,7 @@ class EngineConfig(Section):
     request_timeout: Seconds = 120.0
     """Deadline in seconds for a busy engine to sample the next token of any of its requests, and to
     answer a call. A single request may wait in the queue and take longer."""
-    vllm_args: Annotated[
-        Tree,
-        AfterValidator(lambda own: {k: v for k, v in own.items() if not has_no_effect(k, v)}),
-    ] = {}
+    vllm_args: Annotated[Tree, AfterValidator(_checked_vllm_args)] = {}
     """Further arguments of vLLM's AsyncEngineArgs, such as {gpu_memory_utilization: 0.4}, or
     {worker_extension_cls: package.module.Class} for methods of your own in vLLM's workers, which
     collective_rpc calls."""

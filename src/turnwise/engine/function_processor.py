@@ -57,13 +57,15 @@ class FunctionProcessor:
     tokens are `result_start`, the result and `result_end`, whatever the model would sample. These
     tokens were not sampled, so training treats them as context, with response mask 0. If a call
     cannot be read, its function is unknown, or an exception is raised, the result begins with
-    `Error:`. With several shards, only the first shard runs the function.
+    `Error:`. With several shards, only the first shard runs the function. A subclass may override
+    `check_marker`, which finds a call, and `evaluate_expression`, which runs it.
 
     Args:
         tokenizer: The engine's tokenizer, which the engine passes to functions and classes of
             `engine.logits_processors` that have a parameter named `tokenizer`.
         function_map: Functions by the names that the model uses in calls.
         timeout: Seconds for one call, during which the whole engine waits.
+        floats: Whether integers in calls become floats, so that `multiply(3, 302)` gives 906.0.
 
     Raises:
         InputError: when a tag is empty, or a value of `function_map` is not callable.
@@ -84,6 +86,7 @@ class FunctionProcessor:
         result_end: str = "\n</tool_result>\n",
         *,
         timeout: float = 10.0,
+        floats: bool = False,
     ) -> None:
         if not start_tag or not end_tag:
             raise InputError("FunctionProcessor: start_tag and end_tag must not be empty")
@@ -94,6 +97,7 @@ class FunctionProcessor:
         self._tags = start_tag, end_tag
         self._result_tags = result_start, result_end
         self._timeout = timeout
+        self._floats = floats
         self._result: list[int] = []  # ids of the last result
         self._at = 0  # position in the completion of the first of these ids
         self.forced = False
@@ -111,10 +115,10 @@ class FunctionProcessor:
         # parts.
         place = len(token_ids) - self._at
         inside = 0 <= place < len(self._result)
-        if not inside and (call := self._closed_call(token_ids)) is not None:
+        if not inside and (call := self.check_marker(token_ids)) is not None:
             from turnwise.internals import vllm  # an engine's process has imported it already
 
-            result = vllm.once_for_all_shards(partial(self._run, call))
+            result = vllm.once_for_all_shards(partial(self._evaluated, call))
             before, after = map(self._encode, self._result_tags)
             self._result, place = [*before, *self._escape(result), *after], 0
         self.forced = 0 <= place < len(self._result)
@@ -124,9 +128,9 @@ class FunctionProcessor:
         forced[self._result[place]] = 0.0
         return forced
 
-    def _closed_call(self, token_ids: list[int]) -> str | None:
-        """Return the text between the tags if the last token completes the closing tag of a call;
-        otherwise None."""
+    def check_marker(self, token_ids: list[int]) -> str | None:
+        """Return the text between the tags if the last of `token_ids` completes the closing tag of
+        a call; otherwise None."""
         start_tag, end_tag = self._tags
         start = self._at + len(self._result)
         recent = max(start, len(token_ids) - len(end_tag) - _MARGIN)
@@ -137,17 +141,26 @@ class FunctionProcessor:
         _, opened, call = text.rpartition(start_tag)
         return call if opened else None
 
-    def _run(self, text: str) -> str:
-        """Run a call, and return its result or error as text; never raise."""
-        if (call := read_call(text)) is None:
-            return f"Error: write one call such as name(1, 2), not {text.strip()[:80]!r}"
+    def evaluate_expression(self, expression: str) -> object:
+        """Run the call between the tags, and return its result, which is shown to the model as
+        text. If this method raises an error, the model sees `Error:` and the error."""
+        if (call := read_call(expression)) is None:
+            return f"Error: write one call such as name(1, 2), not {expression.strip()[:80]!r}"
         name, args, kwargs = call
         if (function := self._functions.get(name)) is None:
             known = ", ".join(self._functions) or "none"
             return f"Error: there is no function {name}; functions: {known}"
+        if self._floats:
+            args = [_as_float(value) for value in args]
+            kwargs = {key: _as_float(value) for key, value in kwargs.items()}
+        return function(*args, **kwargs)
+
+    def _evaluated(self, expression: str) -> str:
+        """Return the result of a call, or its error, as text; never raise."""
         try:
             # Also convert the result to text inside the call, because its __str__ is user code.
-            run, what = lambda: str(function(*args, **kwargs)), f"the function {name}"
+            run = lambda: str(self.evaluate_expression(expression))  # noqa: E731
+            what = f"the function {expression.strip().partition('(')[0][:80]}"
             result = call_and_wait(run, name=what, seconds=self._timeout)
         except Exception as error:
             result = f"Error: {describe_error(error)}"
@@ -168,3 +181,7 @@ class FunctionProcessor:
 
     def _decode(self, token_ids: list[int]) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=False))
+
+
+def _as_float(value: object) -> object:
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value

@@ -3,6 +3,7 @@
 Importing this module does not import vLLM, which takes seconds.
 """
 
+import logging
 import multiprocessing
 import multiprocessing.forkserver
 import os
@@ -29,6 +30,8 @@ _ERROR_LINE = re.compile(r"\b(?:\w+Error|\w+Exception): (.+)")
 _UNIPROC_EXECUTOR = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
 """A dotted name, because vLLM rewrites the short name "uni" to "mp" on CPUs."""
 _FORKED_EXECUTOR = "turnwise.engine.forked_executor.ForkedExecutor"
+logger = logging.getLogger(__name__)
+
 _CPU_BLOCK_SIZE = 32
 
 
@@ -129,6 +132,13 @@ def engine_arguments(
     elif vllm.current_platform.is_cuda():
         arguments["enable_sleep_mode"] = True
     arguments |= adapters.arguments(vllm.current_platform.is_cpu()) | engine.vllm_args
+    if vllm.current_platform.is_cpu() and (short := -arguments["block_size"] % _CPU_BLOCK_SIZE):
+        arguments["block_size"] += short
+        logger.warning(
+            "a block of the KV cache has %d tokens, because on a CPU it must be a multiple of %d "
+            "(engine.vllm_args.block_size)",
+            *(arguments["block_size"], _CPU_BLOCK_SIZE),
+        )
     if adapted:
         settings = {"always": callables, "allowed": engine.logits_processors_allowed}
         own = arguments.get("additional_config", {})  # a dictionary, or an engine's actors

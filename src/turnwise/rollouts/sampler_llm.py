@@ -88,8 +88,9 @@ class LLM:
 
     def generate(
         self,
-        prompts: object,
+        prompts: object = None,
         sampling_params: "SamplingParams | Sequence[SamplingParams] | None" = None,
+        prompt_token_ids: object = None,
         **others: object,
     ) -> "list[RequestOutput]":
         """Sample completions.
@@ -100,6 +101,8 @@ class LLM:
                 `{"prompt_token_ids": ids}`.
             sampling_params: For all prompts, or a list with one for each prompt; None means the
                 configured parameters.
+            prompt_token_ids: The ids of one prompt or of several, instead of `prompts`, as older
+                versions of vLLM take them.
             others: vLLM's further arguments. Only values that have no effect are allowed, because
                 the run's configuration decides.
 
@@ -111,7 +114,10 @@ class LLM:
             InputError: when arguments would change the distribution of the tokens.
             EngineError: when the engines fail.
         """
-        return self._sample(_prompts_of(prompts), sampling_params, others)
+        if prompts is not None and prompt_token_ids is not None:
+            raise InputError(f"{KEY}: llm takes prompts or prompt_token_ids, not both")
+        given = prompts if prompt_token_ids is None else prompt_token_ids
+        return self._sample(_prompts_of(given), sampling_params, others)
 
     def chat(
         self,

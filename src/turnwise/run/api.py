@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 from rich.console import Console
 
-from turnwise.config import NO_DEADLINE, Config, known_keys, load_config, make_config
+from turnwise.config import NO_DEADLINE, Config, ConfigSource, known_keys, load_config
 from turnwise.config.base import NEEDED_KEYS
 from turnwise.core.interrupt import exit_on_sigterm
 from turnwise.core.json_types import JsonObject
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
 _Result = TypeVar("_Result")
 Source = str | Path | Sequence[JsonObject] | None
 """Rows, or the path or Hugging Face name of a dataset; None uses the dataset of `config`."""
-ConfigSource = str | Path | Mapping[str, object] | Config | None
 _START_SECONDS = 120.0
 """Seconds allowed for imports and Ray, before the engines start."""
 _SECTIONS = {name.rpartition(".")[0] for name in known_keys()} - {""}
@@ -47,7 +46,7 @@ def train(
     steps: int | None = None,
     *,
     eval_data: Source = None,
-    config: ConfigSource = None,
+    config: ConfigSource | None = None,
     resume: str | Path | None = None,
     progress: bool = True,
     **keys: object,
@@ -60,7 +59,8 @@ def train(
         data: Training rows: dictionaries, or a path or name (data.path).
         steps: Training steps (training.steps).
         eval_data: Held-out rows, in the same forms as `data` (data.eval_path).
-        config: The rest of the configuration: a YAML file, a mapping or a `Config`.
+        config: The rest of the configuration: a YAML file, a dictionary, a `Config`, OmegaConf's
+            `DictConfig` or a dataclass.
         resume: Folder of a run to continue from its last complete checkpoint, with its own
             configuration; cannot be combined with `config`.
         progress: Print a live table on a terminal, or lines elsewhere.
@@ -92,7 +92,7 @@ def train(
 
 
 def open(
-    config: ConfigSource = None,
+    config: ConfigSource | None = None,
     environment: "str | Callable[[JsonObject], object] | None" = None,
     data: Source = None,
     *,
@@ -135,7 +135,7 @@ def sft(
     steps: int | None = None,
     *,
     eval_data: Source = None,
-    config: ConfigSource = None,
+    config: ConfigSource | None = None,
     resume: str | Path | None = None,
     progress: bool = True,
     **keys: object,
@@ -175,7 +175,7 @@ def evaluate(
     environment: "str | Callable[[JsonObject], object] | None" = None,
     data: Source = None,
     *,
-    config: ConfigSource = None,
+    config: ConfigSource | None = None,
     progress: bool = True,
     **keys: object,
 ) -> "Evaluation":
@@ -211,7 +211,7 @@ def rollout(
     data: Source = None,
     *,
     output: str | Path | None = None,
-    config: ConfigSource = None,
+    config: ConfigSource | None = None,
     progress: bool = True,
     **keys: object,
 ) -> Sequence[Trajectory]:
@@ -243,7 +243,7 @@ def rollout(
 def serve(
     model: str | Path | None = None,
     *,
-    config: ConfigSource = None,
+    config: ConfigSource | None = None,
     progress: bool = True,
     **keys: object,
 ) -> "Iterator[OpenAIServer]":
@@ -280,7 +280,7 @@ def run_command(work: Callable[[], Coroutine[object, object, _Result]], name: st
 
 
 def _prepare(
-    config: ConfigSource,
+    config: ConfigSource | None,
     keys: Mapping[str, object],
     values: Mapping[str, object],
     environment: "str | Callable[[JsonObject], object] | None" = None,
@@ -330,7 +330,4 @@ def _prepare(
         if config is not None:
             raise InputError("resume uses the configuration of the run: omit config")
         return commands.config_of_run(Path(resume), settings=settings, optional=needless), inputs
-    if isinstance(config, str | Path):
-        return load_config(config, settings=settings, optional=needless), inputs
-    tree = config.model_dump() if isinstance(config, Config) else dict(config or {})
-    return make_config(tree, settings=settings, optional=needless), inputs
+    return load_config(config or {}, settings=settings, optional=needless), inputs

@@ -85,6 +85,16 @@ class Turn:
         if len(set(lengths.values())) != 1:
             raise TrajectoryError("inconsistent_turn", f"a turn's lengths differ: {lengths}")
 
+    # Turns are pickled on their way to the driver; dataclass's own methods look up the fields of
+    # each turn again.
+
+    def __getstate__(self) -> list[object]:
+        return [getattr(self, name) for name in _FIELDS]
+
+    def __setstate__(self, state: list[object]) -> None:
+        for name, value in zip(_FIELDS, state, strict=True):
+            object.__setattr__(self, name, value)
+
     @property
     def added_token_ids(self) -> list[int]:
         return self.added.tolist()
@@ -205,14 +215,16 @@ _OPTIONAL: dict[str, tuple[Callable[..., object], Callable[..., object]]] = {
 }
 """Fields of turns that files leave out where they are empty, with the functions that write and read
 them."""
+_FIELDS = tuple(item.name for item in fields(Turn))
+_ALWAYS = tuple(name for name in _FIELDS if name not in ("added", *_OPTIONAL))
+"""Fields of turns that files always have."""
 
 
 def turn_tree(turn: Turn) -> JsonObject:
     """Return a turn as JSON (`asdict` would copy every list), without the advantages, which are in
     the run's files of token values."""
-    names = [item.name for item in fields(turn) if item.name not in ("added", *_OPTIONAL)]
     tree: JsonObject = {"added_token_ids": turn.added_token_ids}
-    tree |= {name: getattr(turn, name) for name in names}
+    tree |= {name: getattr(turn, name) for name in _ALWAYS}
     if images := turn.images:
         tree["images"] = images
     for name, (write, _) in _OPTIONAL.items():

@@ -24,7 +24,7 @@ from turnwise.compat.chatlearn.model_file import (
 )
 from turnwise.compat.chatlearn.outputs import rewarded_groups
 from turnwise.compat.chatlearn.pipeline_file import DEFAULTS, DRAFT, PipelineFile, is_pipeline_file
-from turnwise.config import Config, load_config, make_config
+from turnwise.config import Config, ConfigSource, load_config
 from turnwise.core.aio import task_group, together
 from turnwise.core.json_types import JsonObject
 from turnwise.core.loop_thread import EventLoopThread, Work
@@ -150,7 +150,7 @@ class Pipeline:
 
     def __init__(
         self,
-        config: str | Path | Config,
+        config: ConfigSource,
         *modules: Module,
         overrides: Sequence[str] = (),
         resume: str | Path | None = None,
@@ -223,9 +223,7 @@ class Pipeline:
 
     def _resolved(self, settings: Settings, defaults: Settings = DEFAULTS) -> Config:
         given, overrides = self._given, self._overrides
-        if isinstance(given, Config):
-            return make_config(given.model_dump(), overrides, defaults, settings, _OPTIONAL)
-        if is_pipeline_file(given):
+        if isinstance(given, str | Path) and is_pipeline_file(given):
             self._file = PipelineFile(given, overrides, settings, defaults)
             return self._file.config
         return load_config(given, overrides, defaults, settings, _OPTIONAL)

@@ -15,7 +15,7 @@ from contextvars import ContextVar
 from http import HTTPStatus
 from importlib import import_module
 from operator import attrgetter
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 
@@ -157,7 +157,8 @@ class ChatCompletionScheduler:
             request: OpenAI's keys and vLLM's additional keys: `messages`, `model` (any name), `n`,
                 `temperature`, `max_tokens`, `tools` ... `extra_body` may contain further keys.
                 `extra_headers` may contain `x-request-id`, the id of the completion that `messages`
-                continue, or `x-session-id`, a conversation's name.
+                continue or your own id of the conversation, or `x-session-id`, a conversation's
+                name.
 
         Returns:
             A `ChatCompletion`. Each choice has `token_ids`; its message has `prompt_token_ids`,
@@ -348,7 +349,7 @@ class ChatBackend:
         batch: DataProto,
         sampling: SamplingConfig,
         *,
-        agent_sampling: AgentSamplingRule | None = None,
+        agent_sampling: AgentSamplingRule | Literal["any"] | None = None,
         group: str = "",
         sampling_params: Mapping[str, object] | None = None,
         clock: StallClock | None = None,
@@ -359,7 +360,7 @@ class ChatBackend:
         returns, or None if it returns anything else.
 
         `trajectory` records the sampled turns. `agent_sampling` decides how requests may change
-        `sampling`; None allows no changes.
+        `sampling`; None allows no changes, "any" allows all.
 
         Raises:
             TrajectoryError: when the class raises (chat_scheduler_error) or samples nothing
@@ -416,7 +417,9 @@ class ChatBackend:
         raised.
 
         Args:
-            prompts: Lists of messages, or a batch with the column `raw_prompt`.
+            prompts: Lists of messages, or a batch with the column `raw_prompt`. If the batch's
+                `meta_info` has `validate` true or `do_sample` false, `n` is 1 and the temperature
+                0, as in verl, unless `sampling_params` set them.
             sampling_params: Changes to the configuration's `sampling`, by its keys or OpenAI's.
 
         Returns:
@@ -429,7 +432,9 @@ class ChatBackend:
             prompts = DataProto.from_conversations(prompts)
         if "raw_prompt" not in prompts.non_tensor_batch:
             raise InputError("generate_sequences needs conversations in the column raw_prompt")
-        tree = {_SAMPLING_NAMES.get(name, name): value for name, value in sampling_params.items()}
+        greedy = prompts.meta_info.get("validate") or not prompts.meta_info.get("do_sample", True)
+        tree: JsonObject = {"n": 1, "temperature": 0.0} if greedy else {}
+        tree |= {_SAMPLING_NAMES.get(name, name): value for name, value in sampling_params.items()}
         if unknown := tree.keys() - SamplingConfig.model_fields:
             raise InputError(f"there is no sampling key {min(unknown)}")
         try:
@@ -448,6 +453,7 @@ class ChatBackend:
                     with place.idle():  # it only counts as busy during requests
                         made = await self.converse(
                             *(trajectory, row, sampling),
+                            agent_sampling="any",
                             sampling_params=params,
                             clock=clock,
                             place=place,
@@ -515,10 +521,13 @@ class ChatBackend:
             elif name is not None and not valid_name(name):
                 raise InputError(f"x-session-id: {NAME_RULE}")
             elif name is None and previous and not self.sessions.has_completion(previous):
-                raise InputError(
-                    f"x-request-id: no completion {previous} is remembered "
-                    "(serving.session_idle, serving.session_memory_mb)"
-                )
+                if valid_name(previous) and not previous.startswith("chatcmpl-"):
+                    name, previous = previous, None  # the caller's own id of the conversation
+                else:
+                    raise InputError(
+                        f"x-request-id: no completion {previous} is remembered "
+                        "(serving.session_idle, serving.session_memory_mb)"
+                    )
             whole: JsonObject | None = None
             with self._chats.serving(name, previous) as context:
                 answer = await self._chats.answer_here(tree, context)

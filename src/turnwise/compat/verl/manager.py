@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import ExitStack, aclosing, asynccontextmanager
 from functools import partial
-from pathlib import Path
 from typing import NoReturn, Self
 from urllib.parse import urlsplit
 
@@ -14,8 +13,8 @@ from ray.actor import ActorHandle as RayActor
 from turnwise.compat.verl.chat_scheduler import Callback, ChatBackend, ChatCompletionScheduler
 from turnwise.compat.verl.data_proto import DataProto
 from turnwise.compat.verl.loop import ChatSchedulerLoop, import_chat_scheduler
-from turnwise.config import NO_DEADLINE, Config, load_config
-from turnwise.config.base import NEEDED_KEYS
+from turnwise.config import NO_DEADLINE, Config, ConfigSource, load_config
+from turnwise.config.base import NEEDED_KEYS, Tree
 from turnwise.core.json_types import Args, JsonObject, Kwargs
 from turnwise.core.loop_thread import EventLoopThread
 from turnwise.core.optional import Foreign
@@ -96,12 +95,13 @@ async def open_manager(
 class LLMServerManager:
     """The engines of a configuration behind blocking calls; a context manager.
 
-    A separate thread controls the engines during the `with` block.
+    A separate thread controls the engines during the `with` block, or from `start` to `shutdown`.
 
     Args:
-        config: A YAML file or a `Config`. A file may leave out `environment` and `data`; the
-            workers of a file serve HTTP unless the file sets `serving.worker_servers` to false.
-        overrides: `key.sub=value` changes to a file.
+        config: A YAML file, a dictionary, OmegaConf's `DictConfig`, a dataclass or a `Config`. All
+            but a `Config` may leave out `environment` and `data`; their workers serve HTTP unless
+            `serving.worker_servers` is false, and their `sampling.n` is 1 unless it is set.
+        overrides: `key.sub=value` changes; not of a `Config`.
         workers: Handles of your own actors (`WorkerHost`), in which the engines run. Each
             `engine.tensor_parallel_size` successive actors hold one engine. None starts processes
             for the engines.
@@ -118,13 +118,13 @@ class LLMServerManager:
 
     def __init__(
         self,
-        config: str | Path | Config,
+        config: ConfigSource,
         overrides: Sequence[str] = (),
         *,
         workers: Sequence[RayActor] | None = None,
     ) -> None:
         if not isinstance(config, Config):
-            defaults = {"serving": {"worker_servers": True}}
+            defaults: Tree = {"serving": {"worker_servers": True}, "sampling": {"n": 1}}
             config = load_config(config, overrides, defaults, optional=NEEDED_KEYS)
         hosts: dict[str, RayActor] | None = None
         if workers is not None:
@@ -142,13 +142,20 @@ class LLMServerManager:
         self._thread = EventLoopThread(partial(open_manager, config, hosts=hosts), "the manager")
         self._asleep = False
 
-    def __enter__(self) -> Self:
-        """Start all engines in parallel."""
+    def start(self) -> Self:
+        """Start all engines in parallel, as the beginning of a `with` block does."""
         with ExitStack() as stack:
             stack.enter_context(self._thread)
             self._thread.start(self.config.engine.start_timeout + _START_SECONDS)
             stack.pop_all()
         return self
+
+    def shutdown(self) -> None:
+        """End all engines, as the end of a `with` block does."""
+        self.__exit__(None, None, None)
+
+    def __enter__(self) -> Self:
+        return self.start()
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._thread.__exit__(kind, error, traceback)

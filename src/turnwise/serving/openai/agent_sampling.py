@@ -76,6 +76,9 @@ class AgentSampling:
         wanted = _drawn(own, asked)
         if wanted.mistake:
             raise RefusedParameter(next(iter(asked)), wanted.mistake)
+        if rule == "any":
+            drawn_as = wanted if asked.keys() & set(DISTRIBUTION) else None
+            return Decision(TurnSampling(drawn_as, "", ("own_sampling",)))
         inexact = {name for name in asked if name not in (*EXACT, _CALLS)}
         drawn, grammars = asked.keys() & set(DISTRIBUTION), asked.keys() & set(GRAMMARS)
         if not self._exact:
