@@ -1,6 +1,8 @@
 import ast
 import json
+import os
 import re
+import subprocess
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -418,6 +420,28 @@ def test_a_configuration_is_a_file_or_any_keys_and_values(file: Path) -> None:
         assert load_config(source, ["seed=4"]).seed == 4
     with pytest.raises(InputError, match=r"a configuration is a YAML file, .* dataclass, not int"):
         load_config(3)  # type: ignore[arg-type]
+
+
+OMEGACONF = """
+from omegaconf import OmegaConf
+from turnwise.config import load_config
+made = OmegaConf.create(
+    {"environment": "a:B", "model": {"path": "m"}, "data": {"path": "d"}, "seed": 4}
+)
+made.sampling = {"stop": ["x"], "n": "${seed}"}
+config = load_config(made, ["seed=5"])
+assert (config.seed, config.sampling.n, config.sampling.stop) == (5, 4, ["x"])
+"""
+
+
+@pytest.mark.slow
+def test_a_dict_config_of_omegaconf_is_a_configuration() -> None:
+    """A `DictConfig` with an interpolation, by the real package."""
+    root = SOURCES.parents[1]
+    subprocess.run(["make", "-s", ".venv-interop/.installed"], cwd=root, check=True, timeout=900)
+    python = root / ".venv-interop" / "bin" / "python"
+    environment = os.environ | {"PYTHONPATH": str(SOURCES.parent)}
+    subprocess.run([python, "-c", OMEGACONF], env=environment, check=True, timeout=300)
 
 
 def test_a_chat_template_is_a_name_a_file_or_a_text(file: Path, tmp_path: Path) -> None:

@@ -8,10 +8,12 @@ One JSON object on standard output says what is left of it after each call.
 import json
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import ray
 import ray._private.state
+import yaml
 from ray.util.placement_group import placement_group_table
 
 import turnwise
@@ -45,9 +47,12 @@ def main(path: str) -> None:
     found: dict[str, object] = {}
 
     def manager() -> object:
-        with LLMServerManager(path) as opened:
-            batch = opened.generate_sequences([[{"role": "user", "content": "2 + 2?"}]], n=2)
-            return len(batch.batch["responses"])
+        tree = yaml.safe_load(Path(path).read_text())
+        del tree["sampling"]["n"]
+        opened = LLMServerManager(tree).start()  # without a `with` block
+        batch = opened.generate_sequences([[{"role": "user", "content": "2 + 2?"}]] * 2)
+        opened.shutdown()
+        return len(batch.batch["responses"])
 
     def rollout() -> object:
         return len(turnwise.rollout(config=path, data=rows, progress=False, ray_address="auto"))

@@ -26,7 +26,8 @@ from turnwise.run.fleet import ray_running
 def test_a_programs_own_ray_runs_engines_and_stays_as_it_was(
     make_config: Callable[..., Config], tmp_path: Path
 ) -> None:
-    """In a namespace of its own, also where `ray_address` is given, and where joining fails."""
+    """In a namespace of its own, also where `ray_address` is given, and where joining fails; the
+    manager answers `generate_sequences` between `start` and `shutdown`."""
     config = make_config(
         output_dir=str(tmp_path),
         serving={"workers": 1},
