@@ -11,6 +11,7 @@ positions of such tokens from this module, and gives the tokens the weight versi
 
 import inspect
 from functools import cached_property
+from types import ModuleType
 from typing import TypeVar
 
 import torch
@@ -125,6 +126,13 @@ class CallableProcessors(vllm.LogitsProcessor):  # type: ignore[misc]
 
     def _step(self, call: Call, processor: Foreign) -> _Step:
         name = name_of(call)
+        if isinstance(processor, ModuleType):
+            defined = [n for n, one in vars(processor).items() if isinstance(one, type)
+                       and one.__module__ == processor.__name__]  # fmt: skip
+            raise InputError(
+                f"the logits processor {name} is a module: name the class or function in it, as "
+                f"{processor.__name__}:{min(defined, default='NAME')}"
+            )
         given: JsonObject = {} if isinstance(call, str) else call
         args, kwargs = given.get("args") or (), dict(given.get("kwargs") or {})
         try:

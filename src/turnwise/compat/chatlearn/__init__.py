@@ -24,11 +24,25 @@ if TYPE_CHECKING:
     )
     from turnwise.compat.chatlearn.outputs import CompletionOutput, RequestOutput
     from turnwise.compat.chatlearn.pipeline import Pipeline
+    from turnwise.compat.chatlearn.program import (
+        Evaluator,
+        GRPOEngine,
+        OnlineDPOEngine,
+        ProgramEngine,
+        RLHFEngine,
+        get_args,
+        init,
+    )
 
 __all__ = [
     "CompletionOutput",
+    "Evaluator",
+    "GRPOEngine",
+    "OnlineDPOEngine",
     "Pipeline",
+    "ProgramEngine",
     "PromptPipeline",
+    "RLHFEngine",
     "ReferenceModule",
     "RequestOutput",
     "RewardModule",
@@ -36,11 +50,19 @@ __all__ = [
     "VLLMModule",
     "VLLMPromptPipeline",
     "ValueModule",
+    "get_args",
     "get_model",
+    "init",
     "print_rank_0",
 ]
+_PROGRAM = (
+    *("ProgramEngine", "Evaluator", "GRPOEngine", "OnlineDPOEngine", "RLHFEngine"),
+    *("get_args", "init"),
+)
 _HELPERS = ("PromptPipeline", "VLLMPromptPipeline", "get_model", "print_rank_0")
-_PLACES = dict.fromkeys(_HELPERS, "turnwise.compat.chatlearn.helpers") | {
+_PLACES = {
+    **dict.fromkeys(_HELPERS, "turnwise.compat.chatlearn.helpers"),
+    **dict.fromkeys(_PROGRAM, "turnwise.compat.chatlearn.program"),
     "CompletionOutput": "turnwise.compat.chatlearn.outputs",
     "Pipeline": "turnwise.compat.chatlearn.pipeline",
     "RequestOutput": "turnwise.compat.chatlearn.outputs",

@@ -21,7 +21,6 @@ from turnwise.chat.template import read_tokenizer
 from turnwise.compat.chatlearn.model_file import (
     Args,
     Settings,
-    args_of,
     check_structure,
     read_model,
     sentences,
@@ -80,7 +79,6 @@ class VLLMModule(Module):
 
     def __init__(self, name: str, model_file: str | Path | None = None) -> None:
         super().__init__(name)
-        self._args: Args = {}
         if model_file is not None:
             self._settings, self._args, notes = read_model(model_file)
             log_notes(sentences(notes))
@@ -160,13 +158,6 @@ class VLLMModule(Module):
             return returned
 
         return step
-
-    @property
-    def model_args(self) -> Settings:
-        """The configuration under ChatLearn's names, and the other flat keys of the policy's
-        file."""
-        config = self.config
-        return args_of(config.model, config.sampling, config.eval.sampling, self._args)
 
     @property
     def runner(self) -> Runner:
@@ -485,6 +476,8 @@ class _TokenModule(Module):
             raise InputError(f"{self.name}: loss_mask must have a number for each of all_tokens")
         return {self._output: self.pipeline.score(self._model, tokens, masks)}
 
+    eval_forward = forward_step
+
 
 class ReferenceModule(_TokenModule):
     """The frozen reference model of the KL penalty and of dpo: `algorithm.kl.model`.
@@ -556,6 +549,8 @@ class RewardModule(Module):
                 f"{self.name} needs trajectories, which the forward_step of a policy returns"
             )
         return {"rewards": self.pipeline.judge(self.name, judged)}
+
+    eval_forward = forward_step
 
 
 class TrainerModule(Module):

@@ -19,6 +19,7 @@ from turnwise.compat.chatlearn.model_file import (
     REWARDS,
     Args,
     Settings,
+    args_of,
     model_settings,
     sentences,
 )
@@ -71,6 +72,7 @@ class Module:
     def __init__(self, name: str, model_file: str | Path | None = None) -> None:
         self.name = name
         self._settings: Settings = {}
+        self._args: Args = {}
         self._planned: Config | None = None
         if model_file is not None:
             self._settings, _, notes = model_settings(name, self.role, model_file)
@@ -112,6 +114,14 @@ class Module:
                 "use it inside its with block"
             )
         return self._pipeline
+
+    @property
+    def model_args(self) -> Settings:
+        """The configuration under ChatLearn's names, and for a policy the other flat keys of its
+        file."""
+        config = self.config
+        named = args_of(config.model, config.sampling, config.eval.sampling, self._args)
+        return {**named, "seed": config.seed}
 
     @property
     def config(self) -> Config:
