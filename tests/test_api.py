@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -119,6 +120,33 @@ def test_arguments_override_keywords_which_override_the_config(
     ("data", "message"),
     [([], "data has no rows"), ([{}, "row"], r"data\[1\] is not a dictionary: 'row'")],
 )
+class OwnSampler:
+    """A sampler, given as the class itself."""
+
+
+def own_reward(trajectory: Any, row: dict[str, Any]) -> float:
+    return 1.0
+
+
+def test_a_class_or_function_is_given_where_a_path_is() -> None:
+    """Also below sections and in lists; `rollout.sampler` is the class itself."""
+    keys: dict[str, Any] = {
+        "environment": "a:B",
+        "rollout": {"sampler": OwnSampler, "rewards": [{"name": "own", "function": own_reward}]},
+        "rollout.chat_scheduler": None,
+    }
+    config, _ = _prepare({"data": {"path": "d"}}, keys, {"model.path": "m"})
+    assert config.rollout.sampler == f"{__name__}:OwnSampler"
+    assert config.rollout.rewards[0].function == f"{__name__}:own_reward"
+
+    class Inner:
+        pass
+
+    for wrong in (Inner, lambda trajectory, row: 1.0):
+        with pytest.raises(InputError, match=r"rollout\.sampler: .* must be at the top level of a"):
+            _prepare({}, {"rollout.sampler": wrong}, {})
+
+
 def test_rows_that_are_no_rows_are_one_sentence(
     data: list[object], message: str, model_path: str, tmp_path: Path
 ) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
+from types import FunctionType
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from rich.console import Console
@@ -20,6 +21,7 @@ from turnwise.config.base import NEEDED_KEYS
 from turnwise.core.interrupt import exit_on_sigterm
 from turnwise.core.json_types import JsonObject
 from turnwise.core.loop_thread import EventLoopThread
+from turnwise.core.optional import load_object
 from turnwise.errors import InputError
 from turnwise.run import commands
 from turnwise.run.commands import ProgramInputs, TrainingResult
@@ -64,7 +66,8 @@ def train(
         resume: Folder of a run to continue from its last complete checkpoint, with its own
             configuration; cannot be combined with `config`.
         progress: Print a live table on a terminal, or lines elsewhere.
-        **keys: Other keys of the configuration; they take precedence over `config`.
+        **keys: Other keys of the configuration; they take precedence over `config`. Wherever a key
+            takes package.module:name, it takes the class or function itself, too.
 
     Raises:
         InputError: when an argument or a configuration key cannot be used.
@@ -279,6 +282,20 @@ def run_command(work: Callable[[], Coroutine[object, object, _Result]], name: st
         return thread.call(work, NO_DEADLINE, name)
 
 
+def _plain(value: object, key: str) -> object:
+    """Return a key's value as a file has it: classes and functions as package.module:name."""
+    if isinstance(value, Mapping):
+        return {name: _plain(item, f"{key}.{name}") for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item, key) for item in value]
+    if isinstance(value, type | FunctionType):
+        path = f"{value.__module__}:{value.__qualname__}"
+        if "." in value.__qualname__ or load_object(path, key) is not value:
+            raise InputError(f"{key}: {path} must be at the top level of a module, to be imported")
+        return path
+    return str(value) if isinstance(value, Path) else value
+
+
 def _prepare(
     config: ConfigSource | None,
     keys: Mapping[str, object],
@@ -298,7 +315,7 @@ def _prepare(
             if isinstance(value, Mapping) and prefix + key in _SECTIONS:
                 yield from flat(value, f"{prefix}{key}.")
             else:
-                yield prefix + key, str(value) if isinstance(value, Path) else value
+                yield prefix + key, _plain(value, prefix + key)
 
     settings: dict[str, object] = {}
     for key, value in flat(keys, ""):
