@@ -16,6 +16,7 @@ from tests.trajectory.published import SOURCES, TOOLS, chat_template, eos_of
 from tests.trajectory.test_bridge import NEWS, Case, family, message
 from turnwise.chat.messages import Conversation
 from turnwise.chat.prompts import RefusedParameter, spliced_prompt
+from turnwise.compat.nemo_rl import _replace_prefix_tokens
 from turnwise.errors import TrajectoryError
 from turnwise.trajectory import replace_prefix_tokens
 
@@ -249,3 +250,24 @@ if __name__ == "__main__":
             counted[kind][outcome.partition(",")[0].partition(":")[0]] += 1
     for kind, counts in counted.items():
         sys.stdout.write(f"{kind:16} {dict(counts)}\n")
+
+
+class OnlyEos:
+    """A tokenizer as NeMo-RL's own tests have it."""
+
+    eos_token_id = 2
+
+
+@pytest.mark.parametrize(
+    ("model", "prefix", "whole", "expected"),
+    [
+        ([], [9, 2], [9, 2, 33, 44], [9, 2, 33, 44]),
+        ([100, 2], [9, 2, 9, 2], [9, 2, 9, 2, 77, 88], [100, 2, 77, 88]),
+        ([8, 99, 99, 2], [8, 88, 2], [8, 2, 70, 2, 40], [8, 99, 99, 2, 70, 2, 40]),
+    ],
+)
+def test_ids_alone_suffice_for_the_published_rule(
+    model: list[int], prefix: list[int], whole: list[int], expected: list[int]
+) -> None:
+    """`_replace_prefix_tokens` with a tokenizer that cannot decode."""
+    assert _replace_prefix_tokens(OnlyEos(), model, prefix, whole) == expected

@@ -27,7 +27,8 @@ from turnwise.core.optional import Foreign
 from turnwise.engine.protocol import Completion, Rendezvous, Request, generate
 from turnwise.errors import EngineError, InputError, TurnwiseError
 from turnwise.serving.openai.serving_host import ServingHost
-from turnwise.trajectory import Prompt, replace_prefix_tokens
+from turnwise.trajectory import Prompt
+from turnwise.trajectory.prefix import replace_prefix
 
 if TYPE_CHECKING:
     import uvicorn
@@ -37,7 +38,6 @@ if TYPE_CHECKING:
     from turnwise.serving.openai.server import OpenAIServer
     from turnwise.trajectory import ChatTemplate
 
-_replace_prefix_tokens = replace_prefix_tokens  # under NeMo-RL's name
 _Row = TypeVar("_Row")
 _P = ParamSpec("_P")
 _Stops = Sequence[Sequence[str] | None]
@@ -61,6 +61,18 @@ _VLLM_CONFIG = {
     "vllm_cfg.kv_cache_dtype": "engine.vllm_args.kv_cache_dtype",
 }
 """Our keys, by the keys of NeMo-RL's `VllmConfig` that change what a worker samples."""
+
+
+def _replace_prefix_tokens(
+    tokenizer: Foreign,
+    model_prefix_token_ids: Sequence[int],
+    template_prefix_token_ids: Sequence[int],
+    template_token_ids: Sequence[int],
+) -> list[int]:
+    """Return `turnwise.replace_prefix_tokens` under NeMo-RL's name. As in NeMo-RL, the template may
+    leave out the text before a call, and a tokenizer needs no more than `eos_token_id`."""
+    given = model_prefix_token_ids, template_prefix_token_ids, template_token_ids
+    return replace_prefix(tokenizer, *given, drops_content=True).tolist()
 
 
 def worker_config(source: ConfigSource) -> Config:

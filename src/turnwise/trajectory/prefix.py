@@ -49,6 +49,7 @@ def replace_prefix(
 
     Args:
         tokenizer: Anything with `eos_token_id`, the id that ends an assistant turn, and `decode`.
+            Without `decode`, the two histories are not compared.
         model_prefix: The last call's prompt and completion, with or without the final EOS; empty
             before the first call.
         template_prefix: The conversation rendered up to and including the last assistant message,
@@ -76,7 +77,8 @@ def replace_prefix(
     seam = _find_turn_end(prefix, end, template, eos)
     rendered, again = prefix[: end + 1], template[: seam + 1]
     # A template may have changed more than one turn: check that the turns are still the same.
-    decode = tokenizer.decode
+    if (decode := getattr(tokenizer, "decode", None)) is None:
+        return owned[: len(finished) - 1] + rendering[seam:]
     if again != rendered and not _is_same(str(decode(rendered)), str(decode(again))):
         raise _turn_lost("other turns differ too")
     opening = template[len(template) - template[::-1].index(eos) :]
