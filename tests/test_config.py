@@ -501,7 +501,7 @@ def test_a_broken_file_is_one_sentence(tmp_path: Path, text: str, message: str) 
         ("a:\n  b:\n  - c: 1\n    d: 2\n    c: 3", "5: the key a.b.0.c is .*.first in line 3"),
         ("eval: {every: 1, 'every': 2}", "1: the key eval.every is given twice: keep one"),
         ("a: {1: x, 01: y}", "1: the key a.01 is given twice"),
-        ("a: &a {x: 1}\nb:\n  <<: *a\n  <<: *a", "4: the key b.<< is given twice"),
+        ("a: &a {x: 1}\nb:\n  <<: *a\n  <<: {y: 1}", "4: the key b.<< is given twice"),
     ],
 )
 def test_a_key_that_a_file_has_twice_is_named_with_its_line(
@@ -523,6 +523,7 @@ def test_a_key_that_an_override_has_twice_is_named(file: Path) -> None:
 def test_a_key_may_recur_in_sections_and_override_merged_ones() -> None:
     text = "a: &a {x: 1, y: {x: 2}}\nb: {<<: *a, x: 3}\nc: [{x: 1}, {x: 2}]"
     assert read_yaml(text, "") == yaml.safe_load(text)
+    assert read_yaml("a: {b: [1, x]}\na: {b: [1, x]}", "") == {"a": {"b": [1, "x"]}}, "no doubt"
 
 
 @pytest.mark.parametrize(

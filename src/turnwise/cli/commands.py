@@ -26,7 +26,7 @@ from turnwise.core.aio import run_in_thread
 from turnwise.core.deadlines import deadline
 from turnwise.core.sources import stands_for_model
 from turnwise.core.user_code import import_user_code
-from turnwise.errors import TurnwiseError, visible
+from turnwise.errors import InputError, TurnwiseError, visible
 from turnwise.run import commands
 from turnwise.run.checks import check_trainable
 from turnwise.training import checkpoint
@@ -167,6 +167,11 @@ async def pipeline(
         config, notes = joined.pipeline.config, joined.pipeline.notes
         inputs = commands.ProgramInputs(join=joined.join)
     config = command.of(config)
+    if config.data.path is None:
+        raise InputError(
+            f"{file} has neither ppo_policy nor runtime.data_path: nothing would be trained. Add "
+            "them, or evaluate in a program, by eval_forward of the policy"
+        )
     for note in notes:
         print_error(f"turnwise: {file}: {note}", style="yellow")
     run = config.run_folder

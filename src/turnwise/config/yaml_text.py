@@ -1,5 +1,5 @@
-"""Reading of YAML. A key that is given twice is an error, because YAML would silently keep only the
-later value."""
+"""Reading of YAML. A key that is given twice with different values is an error, because YAML would
+silently keep only the later value."""
 
 from collections.abc import Hashable, Iterator
 
@@ -28,13 +28,15 @@ class _Loader(yaml.SafeLoader):
 
     def compose_mapping_node(self, anchor: dict[object, yaml.Node]) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
-        first: dict[Hashable, yaml.Node] = {}
-        for name in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+        first: dict[Hashable, tuple[yaml.Node, yaml.Node]] = {}
+        for name, own in node.value:
+            if not isinstance(name, yaml.ScalarNode):
+                continue
             value = name.value if name.tag == _MERGE else self.construct_object(name)
-            if before := first.get((type(value), value)):
+            before, known = first.setdefault((type(value), value), (name, own))
+            if before is not name and yaml.serialize(own) != yaml.serialize(known):
                 lines = before.start_mark.line + 1, name.start_mark.line + 1
                 self.twice.append((".".join([*self._path, name.value]), *lines))
-            first.setdefault((type(value), value), name)
         return node
 
 
@@ -46,7 +48,8 @@ def read_yaml(text: str, source: str, prefix: str = "") -> object:
         prefix: Key that has the text as its value; "" if the text is a whole document.
 
     Raises:
-        InputError: when a key is given twice in one mapping; the error names the key and its lines.
+        InputError: when a key is given twice in one mapping, with different values; the error names
+            the key and its lines.
         yaml.YAMLError: when the text is not valid YAML.
     """
     loader = _Loader(text)

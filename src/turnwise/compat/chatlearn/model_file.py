@@ -61,7 +61,8 @@ OURS = {
         algorithm.advantage.gamma algorithm.advantage.lam engine.max_num_batched_tokens
         engine.max_num_seqs engine.vllm_args.block_size engine.vllm_args.gpu_memory_utilization
         model.dtype model.template_args.enable_thinking model.tokenizer model.trust_remote_code
-        output_dir sampling.temperature sampling.top_k sampling.top_p seed training.weight_decay
+        output_dir sampling.min_p sampling.temperature sampling.top_k sampling.top_p seed
+        training.weight_decay
         """
     ),
     **_EVAL,
@@ -77,7 +78,7 @@ _FLAT: dict[str, Sequence[str]] = {
     "policy": _words(
         """
         block_size dtype enable_thinking generation_batch_size gpu_memory_utilization load
-        max_num_batched_tokens max_num_seqs pipeline_model_parallel_size seed seq_length
+        max_num_batched_tokens max_num_seqs min_p pipeline_model_parallel_size seed seq_length
         temperature tensor_model_parallel_size tokenizer top_k top_p trust_remote_code
         """
     )
@@ -153,6 +154,12 @@ _UNUSED = {
         recompute_granularity save_interval scale_reward target train_iters
         train_to_compare_num_responses trainer_engine use_checkpoint_opt_param_scheduler use_ipo
         """
+    ),
+    "no effect; rows are read in the driver, and the last step is complete": _words(
+        "drop_last num_tokenize_threads"
+    ),
+    "no effect; vLLM loads the folder of load, preempts as it must, and returns all ids": _words(
+        "preemption_mode skip_special_tokens vllm_load_format"
     ),
 }
 """Unused flat keys of Megatron and of ChatLearn's trainer, by the reason. In ChatLearn's examples,
@@ -292,8 +299,8 @@ class ModelFile(NamedTuple):
 
     settings: Settings
     args: Args
-    """The policy's flat keys, which `settings` also contains under our names; empty for other
-    models."""
+    """The policy's flat keys, which `settings` also contains under our names; a reward's own keys;
+    empty for other models."""
     notes: Notes
 
 
@@ -471,7 +478,7 @@ def role_of(name: str) -> str | None:
 def model_settings(name: str, role: str, path: str | Path) -> ModelFile:
     """Read the file of a model other than the policy; `name` is its name in `models`."""
     flat, trains = {key: OURS[key] for key in _FLAT[role]}, role == "ppo_policy"
-    settings, notes = Settings(), Notes()
+    settings, notes, own = Settings(), Notes(), Args()
     mistakes: list[str] = []
     for key, value in load_merged(Path(path).expanduser()).items():
         if key in flat and value is not None:
@@ -501,8 +508,11 @@ def model_settings(name: str, role: str, path: str | Path) -> ModelFile:
             if value:
                 notes.setdefault(why, []).append(str(key))
         else:
-            names = [*flat, *_SECTIONS, "training", "algorithm"]
-            mistakes.append(f"there is no key {key}{nearest(str(key), names)}")
+            hint = nearest(str(key), [*flat, *_SECTIONS, "training", "algorithm"])
+            if role == "reward" and not hint:
+                own[str(key)] = value  # a key of the user's own reward
+            else:
+                mistakes.append(f"there is no key {key}{hint}")
     if mistakes:
         raise InputError(f"{path}: {'; '.join(mistakes)}")
     if role == "reward":
@@ -515,4 +525,4 @@ def model_settings(name: str, role: str, path: str | Path) -> ModelFile:
             f"{section}.{key}" if key.startswith("model.") else moved.get(key, key): value
             for key, value in settings.items()
         }
-    return ModelFile(settings, {}, notes)
+    return ModelFile(settings, own, notes)

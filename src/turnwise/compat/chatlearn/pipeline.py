@@ -75,7 +75,7 @@ class Module:
         self._args: Args = {}
         self._planned: Config | None = None
         if model_file is not None:
-            self._settings, _, notes = model_settings(name, self.role, model_file)
+            self._settings, self._args, notes = model_settings(name, self.role, model_file)
             log_notes(sentences(notes))
         self._pipeline: Pipeline | None = None
 

@@ -265,7 +265,7 @@ class PipelineFile:
                 path = self._path.parent / Path(file).expanduser()
                 read = read_model(path) if role == "policy" else model_settings(name, role, path)
                 settings = read.settings
-                self.args |= read.args
+                self.args |= read.args if role == "policy" else {}
                 for said, keys in read.notes.items():
                     self._note(said, *keys)
             number = entry.get("num_gpu") or entry.get("num_device")
@@ -408,7 +408,10 @@ class PipelineFile:
     def _config(self, more: Settings) -> Config:
         """Return the configuration. Sources in increasing precedence: the models' settings, the
         file's own sections, the caller's settings, overrides."""
-        return make_config(self._merged(more), self._overrides, self._defaults, self._over)
+        evaluates = "ppo_policy" not in self._section("models")  # then it may name no training data
+        optional = ("data.path",) if evaluates else ()
+        tree = self._merged(more)
+        return make_config(tree, self._overrides, self._defaults, self._over, optional)
 
     def _merged(self, more: Settings) -> Tree:
         """Merge the models' settings and the file's own sections, which take precedence."""
