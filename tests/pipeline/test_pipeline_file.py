@@ -367,3 +367,29 @@ def test_the_examples_file_serves_each_pipeline(kind: str) -> None:
     names: dict[str, Any] = {"advantage": config.algorithm.advantage.name}
     assert names["advantage"] == ("gae" if kind == "ppo" else "grpo")
     assert config.rollout.prompts_per_step * config.sampling.n == 256
+
+
+def test_a_rewards_own_keys_are_its_programs(file: Path) -> None:
+    (file.parent / "reward.yaml").write_text("load: models/reward\nmath_reward_strategy: merge")
+    reward = RewardModule("reward", file.parent / "reward.yaml")
+    pipeline = Pipeline(file, VLLMModule("policy"), reward)
+    assert reward.model_args["math_reward_strategy"] == "merge"
+    assert reward.model_args["seed"] == pipeline.config.seed
+    (file.parent / "reward.yaml").write_text("load: models/reward\nloda: 7")
+    with pytest.raises(InputError, match=r"no key loda; did you mean load\?"):
+        PipelineFile(file)
+
+
+def test_a_file_that_trains_nothing_needs_no_training_data(tmp_path: Path) -> None:
+    """As ChatLearn's `eval_vllm.yaml`."""
+    path = tmp_path / "eval.yaml"
+    path.write_text("""
+models:
+  policy: {model_config_file: policy.yaml, trainable: False}
+  any_reward: {function: "tests.pipeline.rewards:math"}
+runtime: {eval_data_path: held.jsonl, eval_episode_interval: 1}
+""")
+    (tmp_path / "policy.yaml").write_text("load: models/policy\nmin_p: 0.1")
+    config = PipelineFile(path).config
+    assert (config.data.path, config.data.eval_path) == (None, "held.jsonl")
+    assert config.sampling.min_p == 0.1
