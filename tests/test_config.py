@@ -165,6 +165,15 @@ def test_sampling_that_vllm_always_refuses_is_refused_on_load(file: Path, overri
         load_config(file, [f"sampling.{override}"])
 
 
+@pytest.mark.parametrize("wrong", [1.5, 0, -1, "half"])
+def test_a_share_of_memory_is_above_0_and_at_most_1(file: Path, wrong: object) -> None:
+    assert load_config(file, ["engine.vllm_args={gpu_memory_utilization: 1}"])
+    with pytest.raises(
+        InputError, match=r"engine\.vllm_args: gpu_memory_utilization must be above"
+    ):
+        load_config(file, [f"engine.vllm_args={{gpu_memory_utilization: {wrong}}}"])
+
+
 def test_prompts_may_be_longer_than_what_is_computed_together(file: Path) -> None:
     """But where they must not be computed in parts."""
     overrides = ["engine.max_num_batched_tokens=256", "model.max_length=1024"]

@@ -211,6 +211,36 @@ def test_a_written_call_gets_its_result_or_its_error(tokenizer: Any) -> None:
         FunctionProcessor(tokenizer, {"x": 3})  # type: ignore[dict-item]
 
 
+def test_a_subclass_may_find_and_evaluate_calls_itself(tokenizer: Any) -> None:
+    """`check_marker` and `evaluate_expression`; with `floats`, 3 times 302 is 906.0."""
+
+    class Doubling(FunctionProcessor):
+        def check_marker(self, token_ids: list[int]) -> str | None:
+            found = super().check_marker(token_ids)
+            return None if found is None else found.replace("times", "multiply")
+
+        def evaluate_expression(self, expression: str) -> object:
+            return f"{expression} = {super().evaluate_expression(expression)}"
+
+    functions = {"multiply": lambda a, b: a * b}
+    first = Doubling(tokenizer, functions, "<call>", "</call>", "[", "]", floats=True)
+    ids = list(tokenizer.encode("<call>times(3, b=302)</call>", add_special_tokens=False))
+    start = len(ids)
+    while (logits_V := first(ids, torch.zeros(len(tokenizer)))).isinf().any():
+        ids.append(int(logits_V.argmax()))
+    assert tokenizer.decode(ids[start:]) == "[multiply(3, b=302) = 906.0]"
+
+
+def test_blocks_of_the_cache_fit_a_cpu(model_path: str, caplog: pytest.LogCaptureFixture) -> None:
+    """ChatLearn's `block_size` of 16 becomes 32."""
+    for given, taken in ((16, 32), (48, 64), (64, 64)):
+        engine = EngineConfig(vllm_args={"block_size": given})
+        made = engine_arguments(ModelConfig(path=model_path), engine, False)
+        assert made["block_size"] == taken
+        assert (f"has {taken} tokens" in caplog.text) == (given != taken)
+        caplog.clear()
+
+
 def test_processors_share_the_engines_tokenizer_loaded_once(
     tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -319,6 +349,7 @@ async def test_a_callable_that_fails_ends_its_request_alone(
         (f"{HERE}:secret", "does not match"),
         (f"{HERE}:no_such", "has no no_such"),
         (f"{HERE}:NOT_CALLABLE", "NOT_CALLABLE is not callable"),
+        (f"{HERE}:time", "is a module: name the class or function in it, as time:"),
     ],
 )
 async def test_only_names_that_match_are_imported(

@@ -262,6 +262,17 @@ async def test_a_stream_starts_early_and_closing_it_ends_the_request(
         await backend.stop()
 
 
+async def test_an_id_of_the_callers_own_names_a_conversation(
+    chats: ChatCompletionScheduler, backend: ChatBackend
+) -> None:
+    headers = {"x-request-id": "my-own-id"}
+    made = await chats.chat_completion(messages=[QUESTION], extra_headers=headers, max_tokens=4)
+    messages = [QUESTION, made.choices[0].message, QUESTION]
+    await chats.chat_completion(messages=messages, extra_headers=headers, max_tokens=4)
+    turns = backend.sessions._named["my-own-id"].trajectory.turns
+    assert [turn.fork_reason for turn in turns] == [None, None]
+
+
 async def test_what_cannot_be_served_is_told_by_its_key(chats: ChatCompletionScheduler) -> None:
     """Every key of OpenAI's is served or refused in one sentence."""
     told: list[Any] = []
