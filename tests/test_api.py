@@ -116,10 +116,6 @@ def test_arguments_override_keywords_which_override_the_config(
         _prepare(base, {"sampling": {"n": 2}, "sampling.n": 4}, values, Weather, rows)
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [([], "data has no rows"), ([{}, "row"], r"data\[1\] is not a dictionary: 'row'")],
-)
 class OwnSampler:
     """A sampler, given as the class itself."""
 
@@ -147,6 +143,10 @@ def test_a_class_or_function_is_given_where_a_path_is() -> None:
             _prepare({}, {"rollout.sampler": wrong}, {})
 
 
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [([], "data has no rows"), ([{}, "row"], r"data\[1\] is not a dictionary: 'row'")],
+)
 def test_rows_that_are_no_rows_are_one_sentence(
     data: list[object], message: str, model_path: str, tmp_path: Path
 ) -> None:
