@@ -37,11 +37,11 @@ from benchmarks.models import as_in_a_worker
 from benchmarks.report import Claim, digits, parser, quotients, report
 from benchmarks.weights import make_tensors, plain_copy
 from examples.smollm2.environment import Sums
-from examples.smollm2.run import CONFIG, MODEL, link_model
+from examples.smollm2.run import CONFIG
 from turnwise.config import Config, load_config, parse_config
 from turnwise.core.aio import run as run_loop
 from turnwise.core.fork_server import PRELOADED
-from turnwise.core.gguf import resolve_model
+from turnwise.core.gguf import find_gguf, resolve_model
 from turnwise.core.ray import start_ray
 from turnwise.engine.vllm_engine import VllmEngine
 from turnwise.observe.plan import Machine, make_plan
@@ -50,7 +50,7 @@ from turnwise.training.memory import GIB
 from turnwise.weights import WORKER_EXTENSION
 
 ROOT = Path(__file__).parent.parent
-NAME, PARAMETERS = "SmolLM2-135M", 134_515_008
+MODEL, NAME, PARAMETERS = "smollm2", "SmolLM2-135M", 134_515_008
 BUDGET = 2048
 SEQUENCES = 16
 CONCURRENCY = 32
@@ -187,12 +187,12 @@ def engine_bytes(pid: int) -> int:
 def main() -> None:
     """Run the benchmark and print its claims."""
     options = parser("real", __doc__).parse_args()
-    if not link_model():
+    if (file := find_gguf(MODEL)) is None or not file.is_file():
         print("the model is not installed: make real")
         report([], options)
         return
     rounds = 1 if options.quick else 3
-    path = Path(resolve_model(str(MODEL)))
+    path = Path(resolve_model(MODEL))
     claims = [] if options.quick else [grpo_claim(path)]
     as_in_a_worker()
     start_ray(None)

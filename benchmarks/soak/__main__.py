@@ -68,7 +68,8 @@ from benchmarks.soak.machine import MachineSpeed
 from benchmarks.soak.memory import Memory
 from benchmarks.soak.programs import TURNWISE, Client, Program
 from examples.calculator.prepare import prepare
-from examples.smollm2.run import CONFIG, link_model
+from examples.smollm2.run import CONFIG
+from turnwise.core.gguf import find_gguf
 from turnwise.core.interrupt import exit_on_sigterm
 from turnwise.trajectory import Trajectory, audit
 
@@ -162,7 +163,7 @@ class Soak:
         """Start the training of the real model, if it is there."""
         if self.options.no_real:
             return None
-        if not link_model():
+        if (file := find_gguf("smollm2")) is None or not file.is_file():
             print(f"{REAL_MODEL} is not installed (make real): the demo's model is tested alone")
             return None
         keys = (f"output_dir={self.folder}", "name=real", *REAL_KEYS)

