@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,6 +20,7 @@ import yaml
 from click.testing import Result
 from typer.testing import CliRunner
 
+from examples.calculator.prepare import prepare
 from tests.conftest import ROOT, command_environment, own_environment, python
 from tests.programs import Mark
 from turnwise.cli import app
@@ -296,10 +298,27 @@ def test_eval_runs_gsm8k_rows_and_keeps_their_trajectories(tmp_path: Path, model
         f"output_dir={tmp_path}",
     )
     assert done.returncode == 0, done.stderr
-    assert "accuracy" in done.stdout
+    assert re.search(r"accuracy \(reward ≥ 1\) 0\.\d{4} \(0\.\d{3}–[01]\.\d{3}\)", done.stdout)
     (path,) = tmp_path.glob("*/eval.jsonl")
     assert len((path.parent / "timeline" / path.name).read_text().splitlines()) == 8
     assert len(list(read_jsonl(path))) == 8
+
+
+@pytest.mark.slow
+def test_eval_compares_two_models_on_the_same_rows(tmp_path: Path) -> None:
+    """The demo's model at two temperatures is one model: a folder and a copy of it."""
+    prepare(tmp_path / "made")
+    model = tmp_path / "made" / "model"
+    other = shutil.copytree(model, tmp_path / "other")
+    done = turnwise(
+        *("eval", "examples/calculator/config.yaml", other),
+        *(f"model.path={model}", "--data", f"{tmp_path}/made/heldout.jsonl"),
+        *("data.eval_limit=32", f"output_dir={tmp_path}", "deterministic=true"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"{other} compared with {model}, on 32 rows: accuracy +0.0000" in done.stdout
+    assert done.stdout.splitlines()[-1] == "0 rows solved less often"
+    assert [*map(len, map(list, map(read_jsonl, tmp_path.glob("*/eval.jsonl"))))] == [32, 32]
 
 
 def in_process(*arguments: object) -> Result:

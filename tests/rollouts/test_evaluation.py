@@ -5,11 +5,13 @@ import json
 import subprocess
 import sys
 import threading
+from collections import Counter
 from collections.abc import Callable
 from itertools import combinations, permutations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from turnwise.config import Config, RolloutConfig
@@ -21,9 +23,10 @@ from turnwise.rollouts import Group, Problem
 from turnwise.rollouts.evaluation import (
     GroupLog,
     Scores,
+    compare,
     evaluate,
     groups_at_once,
-    mean_at_k,
+    interval,
     pass_at_k,
     run_groups,
 )
@@ -40,10 +43,11 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_attempt() -> None:
 
 
 def test_mean_at_k_is_unbiased_over_the_order_of_attempts() -> None:
-    for n, c, k in (case for case in CASES if case[0] < 6):
-        orders = list(permutations([True] * c + [False] * (n - c)))
-        mean = sum(mean_at_k(order, k) for order in orders) / len(orders)
-        assert mean == pytest.approx(c / n), (n, c, k)
+    for n, c in {case[:2] for case in CASES if case[0] < 6}:
+        orders = permutations([1.0] * c + [0.0] * (n - c))
+        results = summarize([group(list(order)) for order in orders], n, 1.0)
+        for name in (name for name in results if name.startswith("mean@")):
+            assert results[name] == pytest.approx(c / n), (n, c, name)
 
 
 def test_pass_at_k_stays_exact_for_many_attempts() -> None:
@@ -67,10 +71,91 @@ def group(rewards: list[float | None]) -> Group:
 
 
 def summarize(groups: list[Group], n: int, success_reward: float) -> dict[str, float]:
+    """Return the results without the bounds of their intervals."""
     scores = Scores(n, success_reward)
     for each in groups:
         scores.add(each)
-    return scores.summary()
+    found = scores.summary()
+    return {name: found[name] for name in found if not name.endswith(("_low", "_high"))}
+
+
+def test_an_interval_contains_the_true_share_in_95_of_100_samples() -> None:
+    """Rows of 4 attempts, whose chances differ by row; the mean chance is 0.6."""
+    draw = np.random.default_rng(1)
+    for count, fewest in ((25, 0.90), (200, 0.93)):
+        hits = 0
+        for _ in range(400):
+            chances = draw.beta(3, 2, size=count)
+            rights = draw.binomial(4, chances)
+            low, high = interval(Counter((float(right), 4) for right in rights))
+            hits += low <= 0.6 <= high
+        assert fewest <= hits / 400 <= 0.985
+
+
+def test_an_interval_of_equal_rows_is_exact() -> None:
+    """A share p with p ** 20 = 0.025 is the smallest that 20 of 20 right rows leave likely."""
+    low, high = interval(Counter({(1.0, 1): 20}))
+    assert (low**20, high) == (pytest.approx(0.025), 1.0)
+    assert interval(Counter({(0.0, 4): 20})) == (0.0, pytest.approx(1 - low))
+    assert interval(Counter({(2.0, 4): 20})) == (0.5, 0.5)
+
+
+def test_an_interval_is_over_rows_and_not_over_attempts() -> None:
+    """Eight equal attempts at a row say no more than one of them."""
+    one, eight = ({(1.0 * n, n): 80, (0.0, n): 20} for n in (1, 8))
+    assert interval(Counter(one)) == interval(Counter(eight))
+    assert interval(Counter(one)) == (pytest.approx(0.72, abs=0.01), pytest.approx(0.88, abs=0.01))
+
+
+def test_two_evaluations_are_compared_by_row() -> None:
+    """Rows 0 and 1 changed by one attempt of two, row 2 did not; row 3 failed the second time, and
+    row 4 both times."""
+
+    def attempts(rights: dict[int, list[float]]) -> list[Trajectory]:
+        return [
+            Trajectory(f"rows:{row}", index, outcome=Outcome(reward))
+            for row, rewards in rights.items()
+            for index, reward in enumerate(rewards)
+        ]
+
+    first = attempts({0: [0.0, 1.0], 1: [1.0, 1.0], 2: [1.0, 0.0], 3: [1.0, 1.0]})
+    second = attempts({0: [1.0, 1.0], 1: [0.0, 1.0], 2: [0.0, 1.0]})
+    found = compare(first, second, 2, 1.0)
+    assert found.rows == 4
+    assert found.difference == pytest.approx((0.5 - 0.5 + 0.0 - 1.0) / 4)
+    assert found.better == ["rows:0"]
+    assert found.worse == ["rows:1", "rows:3"]
+    low, high = found.bounds
+    assert low < found.difference < high
+    same = compare(first, first, 2, 1.0)
+    assert (same.difference, same.bounds, same.better) == (0.0, (0.0, 0.0), [])
+    with pytest.raises(InputError, match="no row in common"):
+        compare(first, attempts({9: [1.0]}), 2, 1.0)
+
+
+def test_a_paired_difference_has_the_narrower_interval() -> None:
+    """Of 200 rows, 100 are always right and 90 never; ten are right the second time alone."""
+    rows = [Outcome(float(number < 100)) for number in range(200)]
+    better = [Outcome(float(number < 110)) for number in range(200)]
+    first, second = (
+        [Trajectory(f"rows:{number}", 0, outcome=each) for number, each in enumerate(outcomes)]
+        for outcomes in (rows, better)
+    )
+    low, high = compare(first, second, 1, 1.0).bounds
+    assert 0.02 < low < 0.05 < high < 0.09
+    one_low, one_high = interval(Counter({(1.0, 1): 100, (0.0, 1): 100}))
+    assert high - low < (one_high - one_low) / 2
+
+
+def test_a_target_may_ask_for_the_lower_bound() -> None:
+    heldout = {"accuracy": 0.92, "accuracy_low": 0.87}
+    assert EvalConfig(target=0.9).reached(heldout)
+    assert not EvalConfig.model_validate({"target": {"lower": 0.9}}).reached(heldout)
+    assert EvalConfig.model_validate({"target": {"lower": 0.87}}).reached(heldout)
+    assert not EvalConfig().reached(heldout)
+    assert not EvalConfig(target=0.0).reached(None)
+    with pytest.raises(ValueError, match="target"):
+        EvalConfig.model_validate({"target": {"upper": 0.9}})
 
 
 @pytest.mark.parametrize(("n", "missing"), [(1, 0), (1, 1), (3, 2), (5, 0), (5, 1), (5, 4), (5, 5)])

@@ -7,11 +7,12 @@ describes it.
 
 import asyncio
 import os
+import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -30,6 +31,9 @@ from turnwise.errors import InputError, TurnwiseError, visible
 from turnwise.run import commands
 from turnwise.run.checks import check_trainable
 from turnwise.training import checkpoint
+
+if TYPE_CHECKING:
+    from turnwise.rollouts.evaluation import Evaluation
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -56,14 +60,18 @@ NewFile = Annotated[
 Resume = Annotated[
     Path | None, typer.Option(help="A run's folder, to continue from its last whole checkpoint.")
 ]
+
+
+def _keys(incomplete: str) -> list[tuple[str, str]]:
+    """Complete a key of the configuration in a shell."""
+    found = known_keys().items()
+    return [(f"{key}=", text) for key, text in found if key.startswith(incomplete)]
+
+
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[key.sub=value]...",
-        help="Changes to the configuration.",
-        autocompletion=lambda incomplete: [
-            (f"{key}=", text) for key, text in known_keys().items() if key.startswith(incomplete)
-        ],
+        metavar="[key.sub=value]...", help="Changes to the configuration.", autocompletion=_keys
     ),
 ]
 _ON_LINUX = (
@@ -71,6 +79,7 @@ _ON_LINUX = (
     "tinker",
 )
 """Commands that need processes, engines or their stacks. The other commands run on any system."""
+_SHOWN_IDS = 10
 _ROLLOUT_SECONDS = 900.0
 _ROLLOUT_PROBLEMS = 4
 
@@ -188,17 +197,64 @@ def _file_or_model(file: str, overrides: Sequence[str] | None, optional: Collect
 
 
 @command_of(app, "eval")
-async def evaluate(command: Command, file: FileOrModel, overrides: Overrides = None) -> None:
-    """Evaluate the model on data.eval_path (or data.path), and save the trajectories."""
+async def evaluate(
+    command: Command,
+    file: FileOrModel,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[MODEL] [key.sub=value]...",
+            help="A second model to compare on the same rows, and changes to the configuration.",
+            autocompletion=_keys,
+        ),
+    ] = None,
+    data: Annotated[str | None, typer.Option(help="The rows: data.eval_path.")] = None,
+) -> None:
+    """Evaluate the model on data.eval_path (or data.path), and save the trajectories.
+
+    With a second model, evaluate both, and print the difference, its 95 % interval, and the rows
+    that changed.
+    """
+    from turnwise.rollouts.evaluation import compare
+
+    changes, second = list(overrides or ()), None
+    if changes and "=" not in changes[0]:
+        second = changes.pop(0)
+    if data is not None:
+        changes.append(f"data.eval_path={data}")
+    # commands.evaluate requires data.path only if data.eval_path is not set.
+    config = command.of(_file_or_model(file, changes, ("data.path",)))
+    first = await _evaluated(config)
+    if second is None:
+        return
+    name = f"{config.name}-{Path(second).name}"
+    other = _file_or_model(file, [*changes, f"model.path={second}", f"name={name}"], ("data.path",))
+    result = await _evaluated(command.of(other))
+    held_out = config.eval
+    found = await run_in_thread(
+        compare,
+        *(first.trajectories, result.trajectories),
+        *(held_out.sampling.n, held_out.success_reward),
+    )
+    low, high = found.bounds
+    print_text(
+        f"{second} compared with {config.model.path}, on {found.rows} rows: accuracy "
+        f"{found.difference:+.4f} (95 %: {low:+.4f} to {high:+.4f})"
+    )
+    for what, ids in (("more", found.better), ("less", found.worse)):
+        shown = ", ".join(ids[:_SHOWN_IDS]) + (" ..." if len(ids) > _SHOWN_IDS else "")
+        print_text(f"{len(ids)} rows solved {what} often{': ' if ids else ''}{shown}")
+
+
+async def _evaluated(config: Config) -> "Evaluation":
+    """Evaluate a model and print its results."""
     from turnwise.observe.conversations import Overview, show
 
-    # commands.evaluate requires data.path only if data.eval_path is not set.
-    config = command.of(_file_or_model(file, overrides, ("data.path",)))
     console, overview = Console(), Overview()
     evaluation = await commands.evaluate(config, console, on_group=overview.add)
     show(console, overview)
     lines = [
-        f"{name}: accuracy {summary['accuracy']:.4f}  reward {summary['reward_mean']:.4f}"
+        f"{name}: accuracy {_with_bounds('accuracy', summary)}  reward {summary['reward_mean']:.4f}"
         f"{_at_k(summary)}"
         for name, summary in (evaluation.environments | evaluation.sets).items()
     ]
@@ -206,18 +262,27 @@ async def evaluate(command: Command, file: FileOrModel, overrides: Overrides = N
         lines.append(several.strip())
     lines += [f"{name} {value:.4f}" for name, value in evaluation.env.items()]
     lines.append(
-        f"accuracy (reward ≥ {config.eval.success_reward:g}) {evaluation.accuracy:.4f}  "
+        f"accuracy (reward ≥ {config.eval.success_reward:g}) "
+        f"{_with_bounds('accuracy', evaluation.summary)}  "
         f"reward {evaluation.summary['reward_mean']:.4f}  "
         f"trajectories {evaluation.finished}  dropped {dict(evaluation.dropped)}  "
         f"{evaluation.tokens_per_s:,.0f} tok/s"
     )
     print_text("\n".join([*lines, str(config.run_folder / "eval.jsonl")]))
+    return evaluation
+
+
+def _with_bounds(name: str, summary: Mapping[str, float]) -> str:
+    """Return a result with its 95 % interval."""
+    if f"{name}_low" not in summary:  # no attempts
+        return f"{summary[name]:.4f}"
+    return f"{summary[name]:.4f} ({summary[f'{name}_low']:.3f}–{summary[f'{name}_high']:.3f})"
 
 
 def _at_k(summary: Mapping[str, float]) -> str:
     """Return pass@k and mean@k for every k above 1, as the rest of a line."""
-    several = {name: value for name, value in summary.items() if "@" in name and name[-2:] != "@1"}
-    return "".join(f"  {name} {value:.4f}" for name, value in several.items())
+    several = [name for name in summary if re.search(r"@(?!1$)\d+$", name)]
+    return "".join(f"  {name} {_with_bounds(name, summary)}" for name in several)
 
 
 @command_of(app)

@@ -1,6 +1,6 @@
 """The sections `rollout`, `sampling` and `eval`, and the entries of `environments`."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from shutil import which
 from string import Formatter
 from typing import Annotated, Literal
@@ -528,15 +528,19 @@ class EvalConfig(Section):
     evaluation runs on the same engines as the next step's rollouts, and begins after they have
     begun. The engines get new weights only after the evaluation, which therefore measures the
     weights of one step."""
-    target: Fraction | None = None
-    """Accuracy on data.eval_path at which the run saves a checkpoint and ends; null trains to
-    training.steps."""
+    target: Fraction | dict[Literal["lower"], Fraction] | None = None
+    """Accuracy on data.eval_path at which the run saves a checkpoint and ends; {lower: 0.9} ends it
+    when the lower bound of the accuracy's 95 % interval is 0.9. null trains to training.steps."""
     success_reward: float = 1.0
     """Smallest reward at which a trajectory counts as correct in accuracy, pass@k and mean@k."""
     sampling: SamplingConfig = SamplingConfig(n=1, temperature=0.0)
     """Sampling in evaluation. Keys that are not set here take their values from `sampling`, except
     n and temperature, which are 1 and 0: one greedy trajectory per row."""
 
-    def reached(self, accuracy: float | None) -> bool:
-        """Return whether an evaluation's accuracy ends the run; None means no evaluation."""
-        return self.target is not None and accuracy is not None and accuracy >= self.target
+    def reached(self, heldout: Mapping[str, float] | None) -> bool:
+        """Return whether an evaluation's results end the run; None means no evaluation."""
+        if self.target is None or not heldout:
+            return False
+        if isinstance(self.target, dict):
+            return heldout["accuracy_low"] >= self.target["lower"]
+        return heldout["accuracy"] >= self.target

@@ -230,8 +230,8 @@ class StepMetrics:
     """Share of held-out trajectories with a reward of at least eval.success_reward; null in a step
     without evaluation, and while its evaluation beside training (eval.background) runs."""
     heldout: dict[str, float] | None = None
-    """All results of the evaluation: accuracy, reward_mean, pass@k and mean@k; empty where
-    accuracy_heldout is null."""
+    """All results of the evaluation: accuracy, reward_mean, pass@k and mean@k, and the bounds of
+    their 95 % intervals, such as accuracy_low; empty where accuracy_heldout is null."""
     heldout_sets: dict[str, dict[str, float]] | None = None
     """With data.eval_sets, the results of each set by name."""
     heldout_dropped: Counts = None

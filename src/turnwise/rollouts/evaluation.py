@@ -33,6 +33,9 @@ from turnwise.trajectory.images import FOLDER, save_images
 
 logger = logging.getLogger(__name__)
 
+_TAIL = 0.05
+_DRAWS = 2000
+
 
 def pass_at_k(n: int, c: int, k: int) -> float:
     """Return the probability that `k` of `n` attempts, drawn without replacement, include at least
@@ -43,9 +46,36 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     return 1.0 - comb(n - c, k) / comb(n, k)
 
 
-def mean_at_k(right: Sequence[bool], k: int) -> float:
-    assert 1 <= k <= len(right)
-    return sum(right[:k]) / k
+Shares = Counter[tuple[float, int]]
+"""Number of rows for each pair of a part and a whole, such as right attempts and all attempts."""
+
+
+def share_of(rows: Shares) -> float:
+    """Return the sum of all rows' parts, divided by the sum of their wholes."""
+    whole = sum(whole * count for (_, whole), count in rows.items())
+    return sum(part * count for (part, _), count in rows.items()) / whole
+
+
+def interval(rows: Shares) -> tuple[float, float]:
+    """Return the bounds of a share's 95 % interval: the percentile bootstrap over rows (Efron 1979)
+    with 2,000 draws, always the same for the same rows.
+
+    If every row has the same share, all draws are equal. A share of 0 or 1 then gets the exact
+    bound of Clopper and Pearson (1934): with 20 rows that are all right, the interval begins at
+    0.83.
+
+    Example:
+        interval(Counter({(1, 1): 80, (0, 1): 20}))  # 80 of 100 rows are right: (0.72, 0.88)
+    """
+    kinds, count = np.array(list(rows), dtype=float), sum(rows.values())
+    shares = {part / whole for part, whole in rows}
+    if shares in ({0.0}, {1.0}):
+        bound = (_TAIL / 2) ** (1 / count)
+        return (bound, 1.0) if shares == {1.0} else (0.0, 1.0 - bound)
+    odds = np.array(list(rows.values())) / count
+    drawn = np.random.default_rng(0).multinomial(count, odds, size=_DRAWS) @ kinds
+    low, high = np.quantile(drawn[:, 0] / drawn[:, 1], (_TAIL / 2, 1 - _TAIL / 2))
+    return float(low), float(high)
 
 
 class Scores:
@@ -57,11 +87,9 @@ class Scores:
     def __init__(self, n: int, success_reward: float) -> None:
         self._n, self._success_reward = n, success_reward
         self._ks = [2**i for i in range(n.bit_length()) if 2**i < n] + [n]
-        self._attempts = self._right = self._finished = 0
-        self._reward = 0.0
-        self._at_k = {name: 0.0 for k in self._ks for name in (f"pass@{k}", f"mean@{k}")}
-        self._groups = Counter[int]()
-        """Number of groups with at least k attempts, by k."""
+        self._finished, self._reward = 0, 0.0
+        self._rows = defaultdict[str, Shares](Shares)
+        """The rows' parts of accuracy, pass@k and mean@k, by the name of the result."""
 
     def add(self, group: Group) -> None:
         by_index = dict.fromkeys(range(self._n), False)
@@ -73,26 +101,71 @@ class Scores:
         for index in missing[: group.dropped[NO_REWARD]]:
             del by_index[index]
         right = list(by_index.values())
-        self._attempts += len(right)
-        self._right += sum(right)
         self._finished += len(group.trajectories)
+        if right:
+            self._rows["accuracy"][sum(right), len(right)] += 1
         for k in (k for k in self._ks if k <= len(right)):
-            self._groups[k] += 1
-            self._at_k[f"pass@{k}"] += pass_at_k(len(right), sum(right), k)
-            self._at_k[f"mean@{k}"] += mean_at_k(right, k)
+            self._rows[f"pass@{k}"][pass_at_k(len(right), sum(right), k), 1] += 1
+            self._rows[f"mean@{k}"][sum(right[:k]), k] += 1
 
     def summary(self) -> dict[str, float]:
         """Return `accuracy` over all attempts, `reward_mean` over the attempts that were not
         dropped, and `pass@k` and `mean@k` over the groups with at least k attempts. k is each power
         of two below `n`, and `n` itself; a k for which no group has enough attempts is left out.
+        The bounds of their 95 % intervals follow: `accuracy_low`, `accuracy_high`, and so on.
         `accuracy` and `reward_mean` are 0 if there are no attempts."""
-        groups = {name: self._groups[int(name.partition("@")[2])] for name in self._at_k}
-        at_k = {name: self._at_k[name] / count for name, count in groups.items() if count}
-        return {
-            "accuracy": self._right / max(1, self._attempts),
-            "reward_mean": self._reward / max(1, self._finished),
-            **at_k,
+        rewards = {"reward_mean": self._reward / max(1, self._finished)}
+        shares = {name: share_of(rows) for name, rows in self._rows.items()}
+        bounds = {
+            f"{name}_{end}": bound
+            for name, rows in self._rows.items()
+            for end, bound in zip(("low", "high"), interval(rows), strict=True)
         }
+        return {"accuracy": 0.0, **rewards, **shares, **bounds}
+
+
+@dataclass(slots=True)
+class Comparison:
+    """The difference between two evaluations of the same rows, paired by row."""
+
+    rows: int
+    difference: float
+    """Accuracy of the second evaluation minus accuracy of the first one."""
+    bounds: tuple[float, float]
+    """95 % interval of the difference (`interval`)."""
+    better: list[str]
+    """Ids of the problems that the second evaluation solved more often."""
+    worse: list[str]
+    """Ids of the problems that the second evaluation solved less often."""
+
+
+def compare(
+    first: Sequence[Trajectory], second: Sequence[Trajectory], n: int, success_reward: float
+) -> Comparison:
+    """Compare the trajectories of two evaluations with `n` attempts at each row.
+
+    A failed attempt counts as wrong. A row of which neither evaluation has a trajectory is left
+    out.
+
+    Raises:
+        InputError: when no row has a trajectory in both evaluations.
+    """
+    shares = [Counter[str](), Counter[str]()]
+    for right, trajectories in zip(shares, (first, second), strict=True):
+        for each in trajectories:
+            right[each.problem_id] += is_right(each.reward or 0.0, success_reward)
+    before, after = shares
+    if not before.keys() & after.keys():
+        raise InputError("the two evaluations have no row in common")
+    changes = {row: after[row] - before[row] for row in before | after}
+    rows = Shares((float(change), n) for change in changes.values())
+    return Comparison(
+        len(changes),
+        share_of(rows),
+        interval(rows) if any(changes.values()) else (0.0, 0.0),
+        [row for row, change in changes.items() if change > 0],
+        [row for row, change in changes.items() if change < 0],
+    )
 
 
 @dataclass(slots=True)

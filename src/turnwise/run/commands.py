@@ -261,11 +261,11 @@ async def _resumable(run: Path, config: Config, supervised: bool) -> "Resume":
             f"{found.checkpoint} is step {found.step} of {config.training.steps}: the run is "
             "complete; set training.steps=N to continue to step N"
         )
-    accuracy = found.state.get("accuracy_heldout")
-    if config.eval.reached(accuracy):
+    heldout: dict[str, float] = found.state.get("heldout") or {}
+    if config.eval.reached(heldout):
         raise CompleteError(
-            f"{found.checkpoint} has held-out accuracy {accuracy:.3f} and eval.target is "
-            f"{config.eval.target:g}: the run is complete; set eval.target=null to "
+            f"{found.checkpoint} has held-out accuracy {heldout['accuracy']:.3f} and eval.target "
+            f"is {config.eval.target}: the run is complete; set eval.target=null to "
             "continue to training.steps"
         )
     return found

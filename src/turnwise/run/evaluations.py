@@ -41,7 +41,7 @@ class Evaluations:
         progress: Display,
         ready: Callable[[], Awaitable[None]],
     ) -> None:
-        self.accuracy: float | None = None
+        self.heldout: dict[str, float] | None = None
         """Accuracy after the current step; None if the loop did not wait for an evaluation."""
         self._config = config
         self._run = runtime.group_runner(config.eval.sampling)
@@ -50,7 +50,7 @@ class Evaluations:
         self._folder = folder
         self._progress = progress
         self._ready = ready
-        self._known: float | None = None
+        self._known: dict[str, float] | None = None
         """Accuracy of the last evaluation beside training, until the loop waits for an
         evaluation."""
         self._running: asyncio.Task[None] | None = None
@@ -66,25 +66,25 @@ class Evaluations:
 
     async def between(self, step: int) -> Evaluation | None:
         """Evaluate the weights after a step if the loop waits for it; otherwise return None."""
-        self.accuracy = None
+        self.heldout = None
         last, background = self._config.training.steps, self._config.eval.background
         awaited = self._is_due(step) and (step in (0, last) or not background)
         if not awaited and not self._config.eval.reached(self._known):
             return None
         self._progress.phase("evaluate", len(self._problems))
         evaluation = await self._evaluate(step, self._run, lambda _: self._progress.advance())
-        self._known, self.accuracy = None, evaluation.accuracy
+        self._known, self.heldout = None, evaluation.summary
         return evaluation
 
     def due_beside(self, step: int) -> bool:
         """Return whether to `begin` an evaluation of a finished step beside training."""
-        return self._config.eval.background and self._is_due(step) and self.accuracy is None
+        return self._config.eval.background and self._is_due(step) and self.heldout is None
 
     def cut_short(self, step: int) -> bool:
         """Return whether the run ended before its last evaluation was complete. A run that is
         resumed after `step` then has to `begin` an evaluation of `step`."""
         rows = self._folder.metrics.rows
-        measured = {row["step"]: row["accuracy_heldout"] for row in rows if row.get("heldout")}
+        measured = {row["step"]: row["heldout"] for row in rows if row.get("heldout")}
         if self._config.eval.background:
             self._known = measured.get(step)
         due = [row["step"] for row in rows if self._is_due(row["step"])]
@@ -102,7 +102,7 @@ class Evaluations:
         async def run() -> None:
             await self._ready()
             evaluation = await self._evaluate(step, run_group)
-            self._known = evaluation.accuracy
+            self._known = evaluation.summary
             (row,) = (row for row in self._folder.metrics.rows if row["step"] == step)
             metrics = StepMetrics.from_json(row)
             metrics.add_evaluation(evaluation)

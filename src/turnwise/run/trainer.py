@@ -371,15 +371,15 @@ class TrainingLoop(Loop):
 
     async def run(self) -> None:
         await super().run()
-        if self._reached:
+        if (heldout := self._evaluations.heldout) and self._reached:
             self._progress.warn(
-                f"held-out accuracy {self._evaluations.accuracy:.3f} reaches eval.target "
-                f"{self._config.eval.target:g}: the run ends"
+                f"held-out accuracy {heldout['accuracy']:.3f} reaches eval.target "
+                f"{self._config.eval.target}: the run ends"
             )
 
     @property
     def _reached(self) -> bool:
-        return self._config.eval.reached(self._evaluations.accuracy)
+        return self._config.eval.reached(self._evaluations.heldout)
 
     async def _begin(self) -> int:
         """Also send a resumed run's weights to the engines, and evaluate them if the end of the run
@@ -439,7 +439,7 @@ class TrainingLoop(Loop):
     def _state(self) -> JsonObject:
         return {
             "versions": list(self._step.versions),
-            "accuracy_heldout": self._evaluations.accuracy,
+            "heldout": self._evaluations.heldout,
         }
 
     async def _begin_next_groups(self, metrics: StepMetrics) -> None:

@@ -31,7 +31,7 @@ function notCompleted(row) {
 // Title, unit, [[label, value of a row], ...], options. The second value of a chart is dashed.
 const CHARTS = [
   ["Reward", "mean of the trajectories", [["reward", (row) => (row.step ? row.reward_mean : null)]], { alarm: ["flat_steps", "reward_left", "no_signal"] }],
-  ["Accuracy", "held-out problems", [["accuracy", (row) => row.accuracy_heldout]], { low: 0, high: 1, sparse: true }],
+  ["Accuracy", "held-out problems", [["accuracy", (row) => row.accuracy_heldout], ["95 % from", (row) => row.heldout?.accuracy_low ?? null], ["to", (row) => row.heldout?.accuracy_high ?? null]], { low: 0, high: 1, sparse: true }],
   ["Loss", "supervised, nats per token", [["train", (row) => (row.reward_mean === undefined ? row.loss : null)], ["held out", (row) => row.loss_heldout]], { low: 0, sparse: true }],
   ["Length", "sampled tokens of a trajectory", [["tokens", perTrajectory]], { alarm: ["truncated"] }],
   ["Turns", "of a trajectory", [["turns", (row) => row.turns_mean]], {}],
