@@ -9,8 +9,8 @@
 # make retool set up, then train a small model to write Python, which runs in a sandbox
 # make quick  set up, then the tests that need neither vLLM nor Ray, for people who edit
 # make test   set up, then lint, type-check and test, with real vLLM and Ray
-# make test-all   set up, then make quick, and what is slow by nature: soak, fuzzing, clusters, every
-#             benchmark
+# make test-all   set up, then make quick, and what is slow by nature: soak, fuzzing, clusters, rows of
+#             docs/coming-from.md without what they promise, every benchmark
 # make bench  set up, then measure next to what it is compared to, but what seldom changes (QUICK=1:
 #             only run it; ROW="rollouts agents": only these scripts of benchmarks/)
 # make soak   set up, then train and serve under load with a kill every minute (MINUTES=60;
@@ -131,6 +131,7 @@ pytest: setup
 
 test-all: quick
 	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m tests.coming_from
 	@$(MAKE) --no-print-directory bench QUICK=1
 
 bench:
