@@ -30,13 +30,15 @@ def test_mistakes_of_a_program_are_named(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_arguments_are_the_files_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    chatlearn.init(["pipeline=ppo", "--config", FILE])
+    changes = ["pipeline=ppo", "runtime.eval_data_num_limit=3"]
+    chatlearn.init([*changes, "--config", FILE])
     args = chatlearn.get_args()
-    assert (args.config, args.overrides) == (FILE, ["pipeline=ppo"])
+    assert (args.config, args.overrides) == (FILE, changes)
+    assert args.runtime_args._args_dict["eval_data_num_limit"] == 3
     assert args.runtime_args.sample_per_episode == 256
     assert args.runtime_args._args_dict["exp_name"] == "calculator-rlhf"
     assert args.runtime_args.training_data_num_limit is None
-    assert args.runtime_args.get("eval_data_num_limit", 7) == 7
+    assert args.runtime_args.get("of_nobody", 7) == 7
 
 
 @pytest.mark.slow

@@ -116,6 +116,18 @@ def is_pipeline_file(path: str | Path) -> bool:
     return isinstance(tree, dict) and not tree.keys().isdisjoint(("models", "runtime"))
 
 
+def changed_tree(path: Path, overrides: Sequence[str]) -> tuple[Tree, list[str]]:
+    """Return a file's tree, merged over the files that it includes and changed by the overrides of
+    its own sections, and the other overrides, which are changes to the configuration."""
+    tree, others = load_merged(path), list[str]()
+    for override in overrides:
+        if override.partition("=")[0].partition(".")[0] in _OWN_SECTIONS:
+            apply_override(tree, override)
+        else:
+            others.append(override)
+    return tree, others
+
+
 class PipelineFile:
     """The contents of a pipeline's file and of its models' files.
 
@@ -134,13 +146,7 @@ class PipelineFile:
         defaults: Tree = DEFAULTS,
     ) -> None:
         self._path = Path(path).expanduser()
-        self._tree = load_merged(self._path)
-        self._overrides = []
-        for override in overrides:
-            if override.partition("=")[0].partition(".")[0] in _OWN_SECTIONS:
-                apply_override(self._tree, override)
-            else:
-                self._overrides.append(override)
+        self._tree, self._overrides = changed_tree(self._path, overrides)
         self._over = settings or {}
         self._defaults = defaults
         self._settings = Settings()

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar, Self
 
-from turnwise.compat.chatlearn.model_file import load_merged
 from turnwise.compat.chatlearn.module import (
     ReferenceModule,
     RewardModule,
@@ -22,7 +21,7 @@ from turnwise.compat.chatlearn.module import (
 )
 from turnwise.compat.chatlearn.outputs import Outputs
 from turnwise.compat.chatlearn.pipeline import Module, Pipeline
-from turnwise.config.base import Tree
+from turnwise.compat.chatlearn.pipeline_file import changed_tree
 from turnwise.core.json_types import JsonObject
 from turnwise.core.optional import Foreign
 from turnwise.errors import InputError
@@ -64,7 +63,7 @@ class Arguments:
             raise InputError(f"give the pipeline's file: python {sys.argv[0]} --config FILE")
         if wrong := [each for each in self.overrides if each.startswith("-") or "=" not in each]:
             raise InputError(f"an override has the form key.sub=value, not {wrong[0]!r}")
-        tree: Tree = load_merged(Path(self.config).expanduser())
+        tree, _ = changed_tree(Path(self.config).expanduser(), self.overrides)
         runtime = {"eval_episode_interval": 0, **(tree.get("runtime") or {})}
         self.runtime_args = RuntimeArgs(runtime)
 
