@@ -10,7 +10,7 @@ class Weather:
     """A question about a city; the tool knows the temperature."""
 
     def __init__(self, row: dict[str, Any]) -> None:
-        shown = [*solved("Reykjavik", 3), *solved("Nassau", 27)]
+        shown = [*solved("Suva", 26), *solved("Nuuk", -8)]
         self.problem = [*shown, {"role": "user", "content": row["question"]}]
         self.tools = [self.temperature]
         self.celsius, self.answer = row["celsius"], row["answer"]

@@ -27,6 +27,7 @@ SHORTER = {
     "{path: Qwen/Qwen3-0.6B}": f"{{path: {MODEL}, max_length: 512}}",
     "{path: Qwen/Qwen3-0.6B, dtype: bfloat16}": f"{{path: {MODEL}, max_length: 512}}",
     "n: 8, max_tokens: 512": "n: 2, max_tokens: 16",
+    '"examples/weather/': f'"{ROOT}/examples/weather/',
     "range(100)": "range(2)",
     "problems(16)": "problems(2)",
 }
@@ -68,7 +69,7 @@ def main(folder: Path, part: str) -> None:
 
     def short(**arguments: Any) -> Any:
         """`turnwise.train` as the programs call it, shortened."""
-        if "Qwen" in str(arguments.get("model")):
+        if arguments.get("model") == "smollm2" or "Qwen" in str(arguments.get("model")):
             sampling = {"n": 2, "max_tokens": 16}
             arguments |= {"model": MODEL, "model.max_length": 512, "sampling": sampling}
         shorter = {"steps": 2, "rollout.prompts_per_step": 4, "output_dir": str(folder / "runs")}

@@ -2,6 +2,7 @@
 
     make tinker
     python -m tests.tinker.recipes [--url URL] [--only NAME ...] [--folder DIR] [--seconds S]
+                                   [--keys KEY=VALUE ...]
 
 Without --url it starts `turnwise tinker` with the calculator's model, which first learns to give
 short answers in a box, so that some rewards are 1, and with importance_sampling in the place of
@@ -395,6 +396,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--only", nargs="*")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "recipes")
     parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--keys", nargs="*", default=[], help="of the servers, as training.ranks=2")
     options = parser.parse_args(arguments)
     folder = options.folder.absolute()
     folder.mkdir(parents=True, exist_ok=True)
@@ -421,11 +423,11 @@ def main(arguments: list[str]) -> int:
         if name != _SEES:
             by_name.setdefault(OWN_NAMES.get(name, NAME), []).append(name)
     for served, own in by_name.items():
-        with server(text, folder, served, *STAND_IN) as url:
+        with server(text, folder, served, *STAND_IN, *options.keys) as url:
             each(url, own)
     if _SEES in names:
         seeing = seeing_in(folder)
-        with server(seeing, folder, NAME, "model.max_length=1024") as url:
+        with server(seeing, folder, NAME, "model.max_length=1024", *options.keys) as url:
             each(url, [_SEES], seeing)
     return failed
 
