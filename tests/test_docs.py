@@ -135,7 +135,7 @@ _ROWS: dict[str, dict[str, Any]] = {
     "docs/how-to/self-play.md": {"worth": 9},
     "docs/how-to/tools.md": {"question": "How warm is it?", "answer": "21", "answers": ["21"]},
 }
-_ROW = {"question": "How warm is it in Oslo?", "answer": "21"}
+_ROW = {"question": "How warm is it in Oslo?", "celsius": 21, "answer": "21"}
 _COMMANDS: Any = typer.main.get_command(app)
 
 
@@ -233,6 +233,8 @@ def test_shell_blocks_name_commands_files_and_targets_that_exist(page: str) -> N
                         variable, equals, _ = assignment.partition("=")
                         assert equals, (block, line)
                         assert variable in variables, (block, line)
+                case "cd", [folder]:
+                    assert f"turnwise init {folder}" in (ROOT / page).read_text()
                 case "python", ["-m", module, *_]:
                     assert importlib.util.find_spec(module), (block, line)
                 case "turnwise", [name, *options]:
@@ -259,6 +261,11 @@ def test_shell_blocks_name_commands_files_and_targets_that_exist(page: str) -> N
                         assert not overrides, (block, line)
                     elif name == "pipeline":
                         PipelineFile(file, overrides)
+                    elif name == "eval" and not file.endswith(".yaml"):  # two models
+                        assert all("=" in each for each in overrides[1:]), (block, line)
+                    elif name == "eval":
+                        changes = [each for each in overrides or () if "=" in each]
+                        load_config(file, changes, yaml.safe_load(_BASE))
                     else:
                         load_config(file, overrides or (), yaml.safe_load(_BASE))
                 case _:

@@ -27,12 +27,13 @@ SHORTER = {
     "{path: Qwen/Qwen3-0.6B}": f"{{path: {MODEL}, max_length: 512}}",
     "{path: Qwen/Qwen3-0.6B, dtype: bfloat16}": f"{{path: {MODEL}, max_length: 512}}",
     "n: 8, max_tokens: 512": "n: 2, max_tokens: 16",
-    '"examples/weather/': f'"{ROOT}/examples/weather/',
     "range(100)": "range(2)",
     "problems(16)": "problems(2)",
 }
 """Texts of the pages' files, and what a test runs in their place."""
-ROWS = [{"question": f"How warm is it in city {n}?", "answer": "21"} for n in range(16)]
+ROWS = [
+    {"question": f"How warm is it in city {n}?", "celsius": 21, "answer": "21"} for n in range(16)
+]
 WARM_START = WarmStart(updates=30, conversations=8)
 PAGES = (
     ("README.md", "train.py"),
@@ -53,7 +54,8 @@ def run_page(page: str, program: str, folder: Path) -> None:
     folder = folder / Path(page).stem
     folder.mkdir(parents=True)
     write_files(page, folder, SHORTER)
-    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in ROWS))
+    for name in ("rows.jsonl", "heldout.jsonl"):
+        (folder / name).write_text("".join(f"{json.dumps(row)}\n" for row in ROWS))
     os.chdir(folder)
     sys.path.insert(0, str(folder))
     try:
@@ -61,7 +63,8 @@ def run_page(page: str, program: str, folder: Path) -> None:
     finally:
         os.chdir(ROOT)
         sys.path.remove(str(folder))
-        sys.modules.pop("my_env", None)
+        for name in ("my_env", "environment"):
+            sys.modules.pop(name, None)
 
 
 def main(folder: Path, part: str) -> None:

@@ -168,7 +168,7 @@ async def test_a_target_reached_beside_training_is_measured_again(
         await loop.step(0)
         loop.engines.right = True
         await loop.step(2)
-        assert loop.evaluations.accuracy is None
+        assert loop.evaluations.heldout is None
         await loop.evaluations.finish(loop.asked)
         loop.engines.right = False
         assert (await loop.step(3)).accuracy_heldout == 0.0, "the model of this step is worse"

@@ -468,11 +468,8 @@ async def init(
     command: Command,
     name: Annotated[Path, typer.Argument(metavar="NAME", help="The folder to make.")],
     model: Annotated[
-        str | None,
-        typer.Option(
-            help="Folder or Hugging Face name; default: the demo's in a clone, else Qwen3-0.6B."
-        ),
-    ] = None,
+        str, typer.Option(help="smollm2, a folder, a GGUF file, or a Hugging Face name.")
+    ] = "smollm2",
 ) -> None:
     """Make a project that is ready to train: environment, data, configuration, test, README."""
     from turnwise.run.project import make_project

@@ -157,7 +157,7 @@ def compare(
     before, after = shares
     if not before.keys() & after.keys():
         raise InputError("the two evaluations have no row in common")
-    changes = {row: after[row] - before[row] for row in before | after}
+    changes = {row: after[row] - before[row] for row in sorted(before.keys() | after.keys())}
     rows = Shares((float(change), n) for change in changes.values())
     return Comparison(
         len(changes),
