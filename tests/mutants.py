@@ -36,11 +36,13 @@ TESTS = [
     "tests/training/algorithms",
     "tests/training/test_samples.py",
     "tests/training/test_token_streams.py",
+    "tests/training/test_allowed.py",
     "tests/training/test_teacher_samples.py",
     "tests/training/test_turn_sampling.py",
     "tests/chat/test_prompts.py",
     "tests/chat/test_prompt_cache.py",
     "tests/chat/test_session.py",
+    "tests/rollouts/test_context_window.py",
 ]
 SURVIVED, NO_TESTS = "🙁", "🫥"  # mutmut's own signs
 

@@ -1,6 +1,6 @@
 """The next prompt: a turn is continued, or the conversation is rendered, or it is refused."""
 
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import pytest
 
@@ -12,6 +12,7 @@ from turnwise.chat.prompts import (
     response_room,
     spliced_prompt,
     whole_prompt,
+    with_objects,
 )
 from turnwise.config import SamplingConfig
 from turnwise.errors import TrajectoryError
@@ -169,3 +170,41 @@ def test_a_conversation_renders_with_any_arguments_of_its_calls(
     refusing = ChatTemplate(template.tokenizer, chat_template="{{ raise_exception('no') }}")
     with pytest.raises(TrajectoryError, match="the chat template refuses the messages: no"):
         whole_prompt(refusing, Conversation([{"role": "user", "content": "?"}]))
+
+
+class Shows:
+    """A template that prints its messages as they reach it."""
+
+    between_parts = ""
+
+    def render(self, messages: Any, **_: Any) -> Any:
+        raise ValueError(repr(messages))
+
+    render_first = render
+
+
+def test_a_template_that_raises_is_refused_by_its_code() -> None:
+    asked = Conversation([QUESTION], None)
+    with pytest.raises(TrajectoryError, match="the chat template refuses") as caught:
+        whole_prompt(cast(ChatTemplate, Shows()), asked)
+    assert caught.value.reason == "template_refuses"
+
+
+def test_reasoning_reaches_the_template_by_both_names() -> None:
+    answer = {"role": "assistant", "content": "42.", "reasoning": "30 and 12"}
+    with pytest.raises(TrajectoryError) as caught:
+        whole_prompt(cast(ChatTemplate, Shows()), Conversation([QUESTION, answer, AGAIN], None))
+    assert "'reasoning_content': '30 and 12'" in str(caught.value)
+    assert "tool_calls" not in str(caught.value)
+
+
+def test_a_message_without_calls_gets_none() -> None:
+    assert with_objects(QUESTION) == QUESTION
+    assert with_objects({**QUESTION, "tool_calls": []}) == {**QUESTION, "tool_calls": []}
+
+
+def test_the_tokens_around_a_text_are_added_when_asked(template: ChatTemplate) -> None:
+    asked = Conversation([QUESTION], None)
+    text = template.render_text([QUESTION], tools=None, add_generation_prompt=True)
+    ids = whole_prompt(template, asked, special=True).tolist()
+    assert ids == template.encode(text, add_special_tokens=True)

@@ -17,7 +17,8 @@ from turnwise.trajectory import (
     read_jsonl,
     write_jsonl,
 )
-from turnwise.trajectory.images import save_images
+from turnwise.trajectory.files import remove_files
+from turnwise.trajectory.images import FOLDER, restored, save_images
 from turnwise.trajectory.prefix import replace_prefix
 from turnwise.trajectory.prompt import put_in_place
 from turnwise.trajectory.training_trace import (
@@ -245,3 +246,46 @@ def test_the_models_ids_are_put_back_with_their_images() -> None:
     assert spliced.images == whole.images
     with pytest.raises(TrajectoryError, match="other images"):
         replace_prefix(Tokenizer(), model.tolist(), before, whole)
+
+
+def test_an_image_that_is_lost_or_changed_is_named_by_its_code(tmp_path: Path) -> None:
+    save_images(tmp_path, [RED])
+    stored = replace(RED, data=b"", folder=tmp_path)
+    assert stored.read() == b"red"
+    for change, message in (
+        (lambda file: file.write_bytes(b"dark"), "has been changed"),
+        (Path.unlink, "No such file"),
+    ):
+        change(tmp_path / stored.name)
+        with pytest.raises(TrajectoryError, match=message) as caught:
+            stored.read()
+        assert caught.value.reason == "image_lost"
+        assert stored.name in str(caught.value)
+
+
+def test_a_prompt_is_never_cut_within_an_image() -> None:
+    prompt = Prompt([1, PAD, PAD, 2], [PlacedImage(RED, 1, 2)])
+    assert prompt[1:3].images[0].start == 0
+    with pytest.raises(TrajectoryError, match="at positions 1 to 3") as caught:
+        prompt[:2]
+    assert caught.value.reason == "image_cut"
+
+
+def test_a_hash_without_an_image_stays_a_hash() -> None:
+    message = {"role": "user", "content": [{"type": "image", "image": "unknown"}]}
+    assert restored([message], {RED.hash: RED}) == [message]
+
+
+def test_removed_files_take_the_images_that_no_other_file_has(tmp_path: Path) -> None:
+    for name, images in (("one", [RED, BLUE]), ("two", [BLUE])):
+        made = Trajectory(name)
+        ids = [PAD] * len(images)
+        placed = [PlacedImage(image, at, 1) for at, image in enumerate(images)]
+        made.add_turn(Prompt(ids, placed), [2], [-0.5], [0], "stop")
+        write_jsonl(tmp_path / f"{name}.jsonl", [made])
+    folder = tmp_path / FOLDER
+    assert {file.name for file in folder.iterdir()} == {RED.name, BLUE.name}
+    remove_files([tmp_path / "one.jsonl"])
+    assert {file.name for file in folder.iterdir()} == {BLUE.name}
+    remove_files([tmp_path / "two.jsonl"])
+    assert not [*folder.iterdir()]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from turnwise.trajectory import Image, PlacedImage, Prompt, Trajectory, provenance
 from turnwise.trajectory.prompt import common_length
-from turnwise.trajectory.provenance import Provenance, SampledPart
+from turnwise.trajectory.provenance import Provenance, SampledPart, without_overlap
 from turnwise.trajectory.turn import Turn
 
 RED, BLUE = (Image.of(data, "png", 28, 28) for data in (b"red", b"blue"))
@@ -145,3 +145,8 @@ def test_a_search_reads_no_more_ids_than_the_prompt_has(monkeypatch: pytest.Monk
             trajectory.add_turn(prompt, [3], [-0.1], [0], "stop")
             prompt = prompt[:-1] if turn % 2 else [*prompt, 3]  # the template changes the past
     assert read < 2 * given_ids
+
+
+def test_a_part_is_cut_where_one_that_reaches_further_begins() -> None:
+    parts = [SampledPart(0, 0, 4), SampledPart(1, 2, 5), SampledPart(2, 3, 1)]
+    assert without_overlap(parts) == [SampledPart(0, 0, 2), SampledPart(1, 2, 5)]

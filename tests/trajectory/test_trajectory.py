@@ -1,6 +1,7 @@
 import doctest
 import importlib
 import json
+import zlib
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnwise.errors import TrajectoryError
-from turnwise.trajectory import FORCED, Outcome, Trajectory, audit, read_jsonl, write_jsonl
+from turnwise.trajectory import (
+    FORCED,
+    Outcome,
+    Prompt,
+    Trajectory,
+    audit,
+    read_jsonl,
+    write_jsonl,
+)
+from turnwise.trajectory.allowed import described_sets, pack_allowed, sets_of
+from turnwise.trajectory.records import fingerprint
+from turnwise.trajectory.trajectory import status_after
+from turnwise.trajectory.turn import ADVANTAGE
 
 ids = st.lists(st.integers(0, 3), max_size=6)
 floats = st.floats(max_value=0, allow_nan=False, allow_infinity=False)
@@ -284,3 +297,47 @@ def test_a_prompt_is_its_turns_while_another_turn_is_recorded() -> None:
     assert trajectory.prompt(0) == [1, 2]
     trajectory._last = seen
     assert [trajectory.prompt(index).tolist() for index in (0, 1)] == [[1, 2], [1, 9]]
+
+
+def test_a_turn_keeps_its_adapter_and_a_last_turn_decides_the_status() -> None:
+    trajectory = Trajectory("p")
+    trajectory.add_turn([1], [2], [-0.5], [0], "stop", adapter="ada")
+    again = Trajectory.from_tree(json.loads(trajectory.to_json()))
+    assert again.turns[0].adapter == trajectory.turns[0].adapter == "ada"
+    assert [status_after(why) for why in ("length", "stop")] == ["length", "completed"]
+
+
+def test_a_parent_that_comes_later_is_refused_by_its_code() -> None:
+    trajectory = Trajectory("p")
+    trajectory.add_turn([1], [2], [-0.5], [0], "stop")
+    tree = json.loads(trajectory.to_json())
+    tree["turns"][0]["parent"] = 0
+    with pytest.raises(TrajectoryError, match="turn 0: parent 0 is not before it") as caught:
+        Trajectory.from_tree(tree)
+    assert caught.value.reason == "inconsistent_turn"
+
+
+def test_advantages_are_not_written_with_the_other_streams() -> None:
+    trajectory = Trajectory("p")
+    turn = trajectory.add_turn([1], [2], [-0.5], [0], "stop")
+    turn.streams.update({name: np.ones(1, np.float32) for name in (ADVANTAGE, "own")})
+    (written,) = json.loads(trajectory.to_json())["turns"]
+    assert [*written["streams"]] == ["own"]
+
+
+def test_a_fingerprint_depends_on_every_allowed_set() -> None:
+    one, two, three = (pack_allowed(bytes([bits])) for bits in (1, 2, 3))
+    prints = {
+        fingerprint(Prompt([1]), [2, 3], [-0.5, -0.5], [0, 0], None, allowed)
+        for allowed in ((one, two), (three, two), (one, three), ())
+    }
+    assert len(prints) == 4
+
+
+def test_sets_of_allowed_ids_are_described_once_each() -> None:
+    one, two = (pack_allowed(bytes([bits, 0])) for bits in (1, 2))
+    described = described_sets([one, two, one])
+    assert described["tokens"] == [0, 1, 0]
+    assert len(described["sets"]) == 2
+    assert sets_of(json.loads(json.dumps(described))) == (one, two, one)
+    assert zlib.decompress(one) == bytes([1, 0])

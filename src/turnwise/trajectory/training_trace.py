@@ -88,7 +88,7 @@ def from_training_trace(
         raise InputError(f"{name}: a training trace has schema_version {SCHEMA_VERSION} and turns")
     known: set[str] = set()
     kept: JsonObject = {}
-    trajectory = Trajectory(name, status="completed")
+    trajectory = Trajectory(name)
     files: dict[str, Image] = {}
     for number, turn in enumerate(turns):
         where = f"{name}, turn {number}"

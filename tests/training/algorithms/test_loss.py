@@ -6,8 +6,26 @@ import pytest
 import torch
 
 from tests.training.algorithms.some_tokens import gradient_N, some_tokens, token_loss, tokens_of
-from turnwise.config.algorithm import Cispo, Dpo, Gspo, PpoClip, Sapo, Vespo
-from turnwise.training.algorithms.interface import importance_ratio
+from turnwise.config.algorithm import (
+    AlgorithmConfig,
+    Cispo,
+    Dpo,
+    Gspo,
+    KlConfig,
+    PpoClip,
+    Sapo,
+    Vespo,
+)
+from turnwise.errors import InputError
+from turnwise.training.algorithms import (
+    Tokens,
+    make_advantage,
+    make_loss,
+    weighted_logprobs,
+    with_loss,
+)
+from turnwise.training.algorithms.interface import Loss as LossClass
+from turnwise.training.algorithms.interface import TokenLoss, importance_ratio
 from turnwise.training.algorithms.losses import token_weights
 
 POLICY_GRADIENTS = [
@@ -103,3 +121,57 @@ def test_a_ratio_beyond_the_bound_is_cut_and_has_no_gradient() -> None:
     torch.testing.assert_close(ratio.detach(), bounds)
     assert log_ratio.grad is not None
     torch.testing.assert_close(log_ratio.grad, bounds * torch.tensor([1.0, 0.0, 0.0]))
+
+
+def halved(tokens: Tokens) -> torch.Tensor:
+    return -tokens.advantages_N * tokens.logprobs_N / 2
+
+
+class Halved(LossClass):
+    def __call__(self, tokens: Tokens) -> TokenLoss:
+        return self.unclipped(tokens, halved(tokens))
+
+
+@pytest.mark.parametrize(
+    "given", [halved, Halved, Halved(), f"{__name__}:halved", f"{__name__}:Halved"]
+)
+def test_a_loss_of_a_call_may_have_many_forms(given: object) -> None:
+    config, loss = with_loss(AlgorithmConfig(), given, "sum")
+    assert loss is not None
+    assert config.reduction == "sum"
+    tokens = some_tokens([3, 2])
+    assert torch.equal(loss(tokens).loss_N, halved(tokens))
+
+
+def test_a_loss_by_name_replaces_the_configured_one() -> None:
+    for given in ("gspo", {"name": "gspo"}):
+        config, loss = with_loss(AlgorithmConfig(), given)
+        assert isinstance(config.loss, Gspo)
+        assert loss is not None
+        assert type(loss) is type(make_loss(Gspo()))
+    before = AlgorithmConfig()
+    assert with_loss(before, None) == (before, None)
+    with pytest.raises(InputError, match="neither the name of a loss nor a function"):
+        with_loss(before, 5)
+    with pytest.raises(InputError, match=r"loss is not .*nothing.*, but one of .*gspo"):
+        with_loss(before, "nothing")
+
+
+def test_a_function_must_return_a_loss_for_each_token() -> None:
+    _, loss = with_loss(AlgorithmConfig(), lambda tokens: tokens.logprobs_N[:2])
+    assert loss is not None
+    with pytest.raises(InputError, match=r"5 losses, one for each token, not Tensor\[2\]"):
+        loss(some_tokens([3, 2]))
+
+
+def test_weighted_log_probs_have_no_penalty() -> None:
+    config = weighted_logprobs(AlgorithmConfig(kl=KlConfig(coef=0.5, estimator="k2")))
+    assert (config.kl.coef, config.kl.estimator, config.reduction) == (0.0, "k2", "sum")
+
+
+def test_a_value_models_loss_is_half_the_squared_error() -> None:
+    values_N, returns_N = torch.tensor([1.0, 2.0]), torch.tensor([4.0, 2.0])
+    estimator = make_advantage(AlgorithmConfig().advantage)
+    assert estimator.value_loss(values_N, values_N, returns_N).tolist() == [4.5, 0.0]
+    with pytest.raises(NotImplementedError, match="defines no of_objectives"):
+        estimator.of_objectives([], {})

@@ -58,3 +58,10 @@ def test_the_penalty_of_what_is_left_out_stays() -> None:
     assert gradient_N(made(tokens, 0.5).loss, tokens).tolist() == [0.0]
     penalised = gradient_N(made(tokens, 0.5, coef=0.3).loss, tokens)
     assert penalised.abs().item() > 0.1
+
+
+def test_a_drift_of_exactly_the_threshold_is_kept() -> None:
+    tokens = tokens_of([[-0.5, -0.5]], [[-1.0, -1.0]])
+    drift = float(tokens.engine_logprobs_N[0] - tokens.logprobs_N[0])
+    assert not far_off_policy(tokens, drift).any()
+    assert far_off_policy(tokens, drift - 0.01).all()
