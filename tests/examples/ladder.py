@@ -75,6 +75,7 @@ def main(folder: Path, part: str) -> None:
         if arguments.get("model") == "smollm2" or "Qwen" in str(arguments.get("model")):
             sampling = {"n": 2, "max_tokens": 16}
             arguments |= {"model": MODEL, "model.max_length": 512, "sampling": sampling}
+        arguments.get("rollout", {}).pop("prompts_per_step", None)
         shorter = {"steps": 2, "rollout.prompts_per_step": 4, "output_dir": str(folder / "runs")}
         shorter |= {"training.threads": 1, "engine.kv_cache_gib": 0.0625}
         return train(**arguments | shorter)
