@@ -18,6 +18,7 @@ import ast
 import difflib
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -120,6 +121,7 @@ def main() -> None:
     made.add_argument("--tests", nargs="*", default=TESTS, help="tests to run")
     made.add_argument("--count", type=int, default=400, help="mutants to try; 0: all of them")
     made.add_argument("--seed", type=int, default=0, help="of the sample")
+    made.add_argument("--only", help="regular expression of mutants' names, in place of a sample")
     made.add_argument("--folder", type=Path, default=ROOT / "build" / "mutants")
     asked = made.parse_args()
     if missing := [test for test in asked.tests if not (ROOT / test).exists()]:
@@ -128,7 +130,9 @@ def main() -> None:
     prepare(asked.folder, asked.files, asked.tests)
     diffs = changes(asked.folder, asked.files)
     names = sorted(diffs)
-    if asked.count and asked.count < len(names):
+    if asked.only:
+        names = [name for name in names if re.search(asked.only, name)]
+    elif asked.count and asked.count < len(names):
         names = sorted(random.Random(asked.seed).sample(names, asked.count))
     print(f"{len(names)} of {len(diffs)} mutants", flush=True)
 

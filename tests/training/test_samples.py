@@ -14,6 +14,8 @@ from turnwise.training.algorithms import Advantage, make_algorithm
 from turnwise.training.batching import make_micro_batch, plan_micro_batches
 from turnwise.training.samples import (
     RewardRules,
+    SampleBatch,
+    add_trajectory,
     gives_signal,
     make_samples,
 )
@@ -437,3 +439,17 @@ def test_a_group_with_one_trajectory_left_trains_nothing() -> None:
     assert made.samples == []
     assert made.report.masked == {"alone": 6, "dropped_engine_error": 7}
     assert made.report.tokens_sampled == 13
+
+
+def test_a_trajectory_is_trained_unless_it_is_only_counted() -> None:
+    batch = SampleBatch()
+    made = trajectory(1.0, [5] * 6, 0)
+    add_trajectory(batch, made, [1.0] * len(made.turns), 5)
+    assert [sample.counted_only for sample in batch.samples] == [False]
+
+
+def test_a_trajectory_without_turns_is_not_long() -> None:
+    algorithm = {"overlong_tokens": 4, "advantage": {"name": "dr_grpo"}}
+    mixed = group(1.0, 0.0)
+    mixed.trajectories.append(Trajectory("p", 2))
+    assert make_samples([mixed], config(max_length=100, algorithm=algorithm), 5).overlong == 0

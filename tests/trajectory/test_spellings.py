@@ -17,6 +17,7 @@ def call(arguments: str) -> object:
     [
         (r"""{'a': 'it\'s "x"'}""", r"""{"a": "it's \"x\""}"""),
         ("""{'a': "it's"}""", r"""{'a': 'it\'s'}"""),
+        (r"""{'a': 'two\nlines, "x"'}""", r"""{"a": "two\nlines, \"x\""}"""),
         ("{'n': -5}", '{"n": -5.0}'),
         ("{'n': 1e3, 'b': True,}", '{"b": true, "n": 1000}'),
     ],

@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,6 +17,7 @@ from turnwise.cli import app
 from turnwise.errors import InputError, TurnwiseError
 from turnwise.trajectory import Outcome, Trajectory, audit, read_jsonl, write_jsonl
 from turnwise.trajectory.training_trace import (
+    SCHEMA_VERSION,
     export_traces,
     from_training_trace,
     import_traces,
@@ -239,3 +241,22 @@ def test_openenv_reads_and_writes_our_traces(tmp_path: Path) -> None:
         subprocess.run([python, "-c", CHECK], stdin=file, stdout=output, check=True)
     assert import_traces(theirs, back) == 2
     assert [*read_jsonl(back)] == made
+
+
+def test_a_foreign_trace_has_weight_version_0() -> None:
+    made = Trajectory("p")
+    turn = made.add_turn([1, 3], [2], [-0.5], [0], "stop", [None, -0.25])
+    turn.streams["own"] = np.full(1, 0.1, np.float32)
+    trace = to_training_trace(made)
+    assert trace["schema_version"] == SCHEMA_VERSION
+    again = from_training_trace(json.loads(json.dumps(trace))).turns[0]
+    assert again.streams["own"].dtype == np.float32
+    assert again.added_logprobs == turn.added_logprobs == [None, -0.25]
+    foreign = {
+        "node_id": "1",
+        "prompt_token_ids": [1],
+        "completion_token_ids": [2],
+        "per_token_logps": [-0.5],
+        "loss_mask": [0, 1],
+    }
+    assert from_training_trace({"turns": [foreign]}).turns[0].weight_versions == [0]

@@ -299,7 +299,7 @@ def test_a_prompt_is_its_turns_while_another_turn_is_recorded() -> None:
     assert [trajectory.prompt(index).tolist() for index in (0, 1)] == [[1, 2], [1, 9]]
 
 
-def test_a_turn_keeps_its_adapter_and_a_last_turn_decides_the_status() -> None:
+def test_a_turn_keeps_its_adapter_and_decides_the_status() -> None:
     trajectory = Trajectory("p")
     trajectory.add_turn([1], [2], [-0.5], [0], "stop", adapter="ada")
     again = Trajectory.from_tree(json.loads(trajectory.to_json()))

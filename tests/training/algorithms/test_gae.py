@@ -6,7 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from turnwise.config.algorithm import Gae
-from turnwise.training.algorithms.advantages import GaeAdvantage, moments, normalised
+from turnwise.training.algorithms.advantages import (
+    GaeAdvantage,
+    moments,
+    normalised,
+    of_time_steps,
+)
 
 number = st.floats(-3, 3)
 steps = st.lists(st.tuples(number, number), min_size=1, max_size=12)
@@ -103,3 +108,11 @@ def test_a_value_that_moved_far_to_its_return_has_no_gradient() -> None:
     loss.sum().backward()
     assert values.grad is not None
     assert values.grad.tolist() == pytest.approx([0.0, -0.9, -1.9])
+
+
+def test_time_steps_are_tokens_by_default() -> None:
+    rewards_T, values_T = tensors([0.0, 1.0], [0.5, 0.25])
+    calls_T = torch.zeros(2, dtype=torch.int64)
+    found = of_time_steps(GaeAdvantage(Gae()), rewards_T, values_T, calls_T)
+    for ours, expected in zip(found, gae(rewards_T, values_T, Gae()), strict=True):
+        assert torch.equal(ours, expected)

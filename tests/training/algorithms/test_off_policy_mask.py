@@ -65,3 +65,11 @@ def test_a_drift_of_exactly_the_threshold_is_kept() -> None:
     drift = float(tokens.engine_logprobs_N[0] - tokens.logprobs_N[0])
     assert not far_off_policy(tokens, drift).any()
     assert far_off_policy(tokens, drift - 0.01).all()
+
+
+def test_an_objective_has_the_divergence_of_its_penalty() -> None:
+    tokens = some_tokens([2])
+    tokens = replace(tokens, reference_logprobs_N=tokens.logprobs_N.detach() - 0.5)
+    penalised, plain = made(tokens, None, coef=0.1), made(tokens, None)
+    assert penalised.divergence_N is not None
+    assert plain.divergence_N is None
