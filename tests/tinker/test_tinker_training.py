@@ -16,6 +16,7 @@ from turnwise.tinker.images import ChunkReader
 from turnwise.tinker.service import TinkerService
 from turnwise.tinker.trainer import AdapterTrainer
 from turnwise.tinker.wire import PROTOBUF, message_classes, read_training_request
+from turnwise.training.adapters import AdapterSpec
 from turnwise.training.model import Models
 
 IDS = [5, 6, 7, 8, 9, 10]
@@ -388,6 +389,29 @@ async def test_a_cancelled_call_keeps_the_trainer_until_it_has_ended() -> None:
     await second
     assert first.cancelled()
     assert ended == ["first", "second"]
+
+
+async def test_a_servers_seed_repeats_the_adapters_of_a_run() -> None:
+    """Clients seldom give a seed; a deterministic server draws the same ones in each run."""
+
+    class Keeps:
+        def __init__(self) -> None:
+            self.seeds: list[int] = []
+
+        async def adapter(self, verb: str, name: str, spec: AdapterSpec) -> None:
+            self.seeds.append(spec.seed)
+
+    async def seeds(seed: int | None) -> list[int]:
+        trainer: Any = Keeps()
+        adapters = AdapterTrainer(trainer, AlgorithmConfig(), seed)
+        for name, given in (("one", None), ("two", None), ("three", 7)):
+            await adapters.add(name, requests.LoraSpec(rank=4, seed=given), "owner")
+        return list(trainer.seeds)
+
+    first, again, other = await seeds(0), await seeds(0), await seeds(None)
+    assert first == again
+    assert len(set(first[:2] + other[:2])) == 4
+    assert first[2] == other[2] == 7
 
 
 async def test_a_model_is_not_replaced_when_its_creation_is_sent_again(

@@ -146,7 +146,8 @@ class TinkerService:
         self._tokenizer = config.model.tokenizer or path
         self._config, self._stable = config, stable
         self._generator, self._vocabulary = generator, vocabulary
-        self._trainer = AdapterTrainer(trainer, config.algorithm)
+        seed = config.seed if config.deterministic else None
+        self._trainer = AdapterTrainer(trainer, config.algorithm, seed)
         self._sessions: dict[str, TinkerSession] = {}
         self._held: dict[str, int] = {}
         self._files = RunFiles(folder / "tinker_sessions")

@@ -27,16 +27,20 @@ _T = TypeVar("_T")
 
 
 class AdapterTrainer:
-    """Calls a trainer for models; each call waits for the turn of the model's owner."""
+    """Calls a trainer for models; each call waits for the turn of the model's owner. Adapters whose
+    clients give no seed draw theirs; the same `seed` gives the same ones, and None any."""
 
-    def __init__(self, trainer: TrainerGroup, algorithm: AlgorithmConfig) -> None:
+    def __init__(
+        self, trainer: TrainerGroup, algorithm: AlgorithmConfig, seed: int | None = None
+    ) -> None:
+        self._draw = random.Random(seed)
         self.queue = TrainerQueue()
         self._trainer = trainer
         self._algorithm = weighted_logprobs(algorithm)
         self._owners: dict[str, str] = {}  # owner of each model, by its name
 
     async def add(self, name: str, spec: LoraSpec, owner: str) -> None:
-        seed = random.getrandbits(62) if spec.seed is None else spec.seed
+        seed = self._draw.getrandbits(62) if spec.seed is None else spec.seed
         made = AdapterSpec(spec.rank, seed, spec.train_attn, spec.train_mlp)
         self._owners[name] = owner
         await self._call(name, self._trainer.adapter("add", name, made))
