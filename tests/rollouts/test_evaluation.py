@@ -134,7 +134,7 @@ def test_two_evaluations_are_compared_by_row() -> None:
 
 
 def test_a_paired_difference_has_the_narrower_interval() -> None:
-    """Of 200 rows, 100 are always right and 90 never; ten are right the second time alone."""
+    """Of 200 rows, 100 are always right and 90 never; ten are right only the second time."""
     rows = [Outcome(float(number < 100)) for number in range(200)]
     better = [Outcome(float(number < 110)) for number in range(200)]
     first, second = (

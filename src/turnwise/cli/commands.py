@@ -30,6 +30,7 @@ from turnwise.core.user_code import import_user_code
 from turnwise.errors import InputError, TurnwiseError, visible
 from turnwise.run import commands
 from turnwise.run.checks import check_trainable
+from turnwise.run.project import MODEL, make_project
 from turnwise.training import checkpoint
 
 if TYPE_CHECKING:
@@ -469,11 +470,9 @@ async def init(
     name: Annotated[Path, typer.Argument(metavar="NAME", help="The folder to make.")],
     model: Annotated[
         str, typer.Option(help="smollm2, a folder, a GGUF file, or a Hugging Face name.")
-    ] = "smollm2",
+    ] = MODEL,
 ) -> None:
     """Make a project that is ready to train: environment, data, configuration, test, README."""
-    from turnwise.run.project import make_project
-
     files = await run_in_thread(lambda: make_project(name, model))
     print_text("\n".join([*map(str, files), "", f"cd {name}", "turnwise train config.yaml"]))
 
