@@ -1,15 +1,13 @@
 """Programs that other systems have published, with nothing but their imports and paths changed.
 
-    python -m tests.published [--verl CLONE] [--chatlearn CLONE] [--steps 2]
+    python -m tests.published [--verl CLONE] [--nemo CLONE] [--chatlearn CLONE] [--steps 2]
 
 A CLONE is a git repository of the system with its history. The programs are read from the last
 commit that had them, and train the demo's model for a few steps:
 
 - verl's `examples/ppo_trainer/naive_chat_scheduler.py`, as `rollout.chat_scheduler`
+- NeMo-RL's `examples/run_grpo_sliding_puzzle.py`, with its environment and its configuration
 - ChatLearn's `examples/megatron/entry/train_rlhf.py` and `train_online_dpo.py`
-
-NeMo-RL's programs (`examples/run_*.py`) cannot be among them: each is a frame around that system's
-own `setup`, `grpo_train` or `run_env_eval`, which start its cluster and run its loop.
 """
 
 import argparse
@@ -20,18 +18,34 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Protocol
 
 from safetensors.torch import load_file
 
 from examples.calculator.prepare import prepare
 
 ROOT = Path(__file__).parent.parent
+
+
+class Run(Protocol):
+    """Runs a system's programs from its clone, for some steps, in a folder with the demo's files;
+    fails unless they have trained."""
+
+    def __call__(self, clone: Path, folder: Path, steps: int) -> None: ...
+
+
 VERL = "457f4d2a2~1", "examples/ppo_trainer/naive_chat_scheduler.py"
+NEMO = "7ea279abf", "examples/run_grpo_sliding_puzzle.py"
+PUZZLE = "nemo_rl/environments/games/sliding_puzzle.py"
 CHATLEARN = "b92d628d~1", "examples/megatron/entry"
 IMPORTS = {
     "verl": {
         r"from verl\.protocol import": "from turnwise.compat.verl import",
         r"from verl\.workers\.rollout\.async_server import": "from turnwise.compat.verl import",
+    },
+    "nemo": {
+        r"from nemo_rl\.environments\.games\.sliding_puzzle import": "from sliding_puzzle import",
+        r"from nemo_rl\.[a-z_.]+ import": "from turnwise.compat.nemo_rl import",
     },
     "chatlearn": {
         r"from examples\.megatron\.models import (Policy|VLLM).*": "from chatlearn_models import *",
@@ -123,6 +137,36 @@ def verl(clone: Path, folder: Path, steps: int) -> None:
     print(f"verl: {VERL[1]}: {check(folder / 'verl', steps)}", flush=True)
 
 
+def nemo(clone: Path, folder: Path, steps: int) -> None:
+    commit, path = NEMO
+    file = folder / "run_grpo_sliding_puzzle.py"
+    file.write_text(program(clone, commit, path, "nemo"))
+    (folder / "sliding_puzzle.py").write_text(program(clone, commit, PUZZLE, "nemo"))
+    for name in ("grpo_sliding_puzzle.yaml", "grpo_math_1B.yaml"):
+        (folder / name).write_text(program(clone, commit, f"examples/configs/{name}", "nemo"))
+    run(folder, "-m", "pip", "install", "--target", folder, "--quiet", "omegaconf")
+    keys = {
+        "policy.model_name": folder / "model",
+        "policy.precision": "float32",
+        "policy.max_total_sequence_length": 2048,
+        "policy.generation.max_new_tokens": 8,
+        "policy.dtensor_cfg.activation_checkpointing": "false",
+        "grpo.num_prompts_per_step": 4,
+        "grpo.num_generations_per_prompt": 4,
+        "grpo.max_num_steps": steps,
+        "grpo.max_rollout_turns": 3,
+        "grpo.max_val_samples": 4,
+        "grpo.val_period": steps,
+        "env.sliding_puzzle_game.cfg.game_config.size": 2,
+        "checkpointing.checkpoint_dir": folder / "nemo",
+        "checkpointing.save_period": steps,
+        "logger.log_dir": folder / "logs",
+    }
+    changes = [f"{key}={value}" for key, value in keys.items()]
+    run(folder, file, "--config", folder / "grpo_sliding_puzzle.yaml", *changes)
+    print(f"NeMo-RL: {path}: {check(folder / 'nemo', steps)}", flush=True)
+
+
 def chatlearn(clone: Path, folder: Path, steps: int) -> None:
     (folder / "chatlearn_models.py").write_text(MODELS)
     for name, pipeline in (("train_rlhf", "ppo"), ("train_online_dpo", "online_dpo")):
@@ -149,6 +193,7 @@ def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--verl", type=Path, help="a clone of verl")
+    parser.add_argument("--nemo", type=Path, help="a clone of NeMo-RL")
     parser.add_argument("--chatlearn", type=Path, help="a clone of ChatLearn")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "published")
@@ -159,6 +204,8 @@ def main() -> None:
     prepare()  # the pipeline's files name the model there
     if options.verl is not None:
         verl(options.verl, folder, options.steps)
+    if options.nemo is not None:
+        nemo(options.nemo, folder, options.steps)
     if options.chatlearn is not None:
         chatlearn(options.chatlearn, folder, options.steps)
 

@@ -16,7 +16,8 @@ import torch
 import uvicorn
 
 from tests.simulated import SimulatedEngine
-from turnwise.compat.nemo_rl import VllmAsyncGenerationWorker, worker_config
+from turnwise.compat.nemo_rl import VllmAsyncGenerationWorker
+from turnwise.compat.nemo_rl.worker import worker_config
 from turnwise.config import Config, SamplingConfig
 from turnwise.engine import Request, generate
 from turnwise.engine.protocol import Chunk, Occupancy
