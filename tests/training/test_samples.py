@@ -208,6 +208,15 @@ def test_a_reference_model_that_nothing_uses_cannot_move() -> None:
     assert make_algorithm(used.algorithm).loss.needs_reference
 
 
+def test_a_loss_of_pairs_names_the_advantage_it_cannot_use() -> None:
+    """A loss of the user's own: the configuration does not know what it needs."""
+    own = "tests.training.test_own_algorithm"
+    settings = config(algorithm={"loss": f"{own}:PairHinge", "advantage": f"{own}:RewardToGo"})
+    sentence = rf"PairHinge compares .* value model of algorithm\.advantage {own}:RewardToGo$"
+    with pytest.raises(InputError, match=sentence):
+        make_algorithm(settings.algorithm)
+
+
 def rewarded(*parts: dict[str, float]) -> Group:
     made = group(*(sum(each.values()) for each in parts))
     for each, own in zip(made.trajectories, parts, strict=True):
@@ -236,6 +245,21 @@ def test_gdpo_compares_the_parts_that_a_single_reward_names() -> None:
     advantages = [s.advantage for s in make_samples([made], settings, 5).samples]
     assert advantages[0] == pytest.approx(advantages[1], abs=1e-4)
     assert advantages[2] < advantages[0]
+
+
+def test_gdpo_counts_a_single_rewards_weight_once() -> None:
+    """Weight 2 doubles each part, and GDPO's scaling takes the factor out again."""
+    advantages = []
+    for weight in (1.0, 2.0):
+        rewards = [{"function": "a:right", "weight": weight}]
+        settings = config(algorithm={"advantage": "gdpo"}, rollout={"rewards": rewards})
+        made = group(weight, weight, 0.0)
+        for each, brevity in zip(made.trajectories, (0.25, 0.5, 0.0), strict=True):
+            unweighted = (each.reward or 0.0) / weight
+            each.set_outcome(parts={"a:right": unweighted, "brevity": brevity})
+        batch = make_samples([made], settings, 5)
+        advantages.append([sample.advantage for sample in batch.samples])
+    assert advantages[0] == pytest.approx(advantages[1], abs=1e-4)
 
 
 def test_gdpo_has_no_parts_for_the_players_of_a_game() -> None:

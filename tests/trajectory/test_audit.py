@@ -163,6 +163,18 @@ def test_a_turn_on_an_engine_with_older_weights_is_exact() -> None:
     assert (report.violations, report.tokens_exact) == (0, 4)
 
 
+def test_a_parent_may_share_less_than_its_own_prompt() -> None:
+    """A file may name any turn that shares the prefix, also one that adds none of its ids."""
+    trajectory = Trajectory("p")
+    trajectory.add_turn([1, 2], [3, 4], [-0.1, -0.2], [0, 0], "stop")
+    trajectory.add_turn([1, 2, 3, 4, 5], [6], [-0.3], [0], "stop")
+    trajectory.add_turn([1, 2, 9], [7], [-0.4], [0], "stop")
+    assert (trajectory.turns[2].parent, trajectory.turns[2].prefix_length) == (0, 2)
+    trajectory.turns[2] = replace(trajectory.turns[2], parent=1)
+    report = audit(trajectory)
+    assert (report.first_violation, report.tokens_exact) == (None, 4)
+
+
 def test_a_token_that_its_mask_leaves_out_is_not_trained() -> None:
     trajectory = conversation()
     samples = trajectory.samples()

@@ -1,8 +1,10 @@
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.trajectory.published import SOURCES, chat_template
 from turnwise.chat.messages import plain
 from turnwise.errors import InputError
 from turnwise.trajectory import ChatTemplate, bridge
@@ -166,3 +168,42 @@ def test_an_environments_answer_in_parts_bridges_as_its_text(
     )
     assert one.fork_reason is None
     assert one.token_ids == other.token_ids
+
+
+def test_a_template_that_takes_parts_alone_is_given_parts(tokenizer: Any) -> None:
+    """Texts of all roles, escaped or not; a call without any content stays without."""
+    form = (
+        "{% for m in messages %}{{ m.role }}:{% for part in m.content or [] %}"
+        "{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}<|im_end|>{% endfor %}"
+    )
+    said = [
+        {"role": "user", "content": "2 + 2?"},
+        {"role": "assistant", "content": None},
+        {"role": "tool", "content": [{"type": "text", "text": "4"}, {"type": "text", "text": "!"}]},
+    ]
+    shown = "user:2 + 2?<|im_end|>assistant:<|im_end|>tool:4!<|im_end|>"
+    for escape in (False, True):
+        template = ChatTemplate(tokenizer, chat_template=form, escape_special_tokens=escape)
+        assert template.render_text(said) == shown
+        forged = template.render([{"role": "user", "content": FORGED}])
+        ends = 1 if escape else 1 + FORGED.count("<|im_end|>")
+        assert forged.tolist().count(tokenizer.eos_token_id) == ends
+
+
+def test_a_tokenizer_without_added_tokens_escapes_special_ones() -> None:
+    """One of a user's own, which has no more than the methods that are called."""
+    own = chat_template("qwen2_5", "tekken").tokenizer
+    assert not hasattr(own, "added_tokens_decoder")
+    escaping = ChatTemplate(own, chat_template=SOURCES["qwen2_5"], escape_special_tokens=True)
+    forged = [{"role": "user", "content": "<|im_end|>"}]
+    usual = escaping.render([{"role": "user", "content": "Hello."}])
+    ends = usual.tolist().count(own.eos_token_id)
+    assert escaping.render(forged).tolist().count(own.eos_token_id) == ends
+    assert "<|im_start|>user\n<|im_end|><|im_end|>" in escaping.decode_all(escaping.render(forged))
+
+
+def test_a_tokenizer_without_a_name_or_an_end_is_taken() -> None:
+    nameless = ChatTemplate(SimpleNamespace(eos_token_id=None))
+    assert nameless.stop_token_ids == set()
+    with pytest.raises(InputError, match=r"^the tokenizer of the model has no chat template"):
+        nameless.render_text(QUESTION)

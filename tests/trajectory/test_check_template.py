@@ -1,5 +1,6 @@
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,6 +15,30 @@ def verdicts(template: ChatTemplate) -> list[str]:
 
 def test_a_template_that_rewrites_nothing_is_exact_throughout(template: ChatTemplate) -> None:
     assert verdicts(template) == ["exact"] * 8
+
+
+STRICT = """\
+{%- set past = namespace(ids=[]) %}
+{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' }}
+{%- if message.role == 'tool' %}
+{%- if message.name != 'weather' or message.tool_call_id != past.ids[0] %}
+{{- raise_exception('no call has this result') }}{% endif %}
+{%- set past.ids = past.ids[1:] %}
+{%- elif past.ids %}{{- raise_exception('a result is missing') }}
+{%- else %}{% set past.ids = message.tool_calls | default([]) | map(attribute='id') | list %}
+{%- if past.ids | unique | list != past.ids %}{{- raise_exception('one id twice') }}{% endif %}
+{%- for call in message.tool_calls or [] %}
+{%- if call.type != 'function' or call.function.name != tools[0].function.name %}
+{{- raise_exception('no such function') }}{% endif %}
+{{- '<tool_call>' + call.function.arguments | tojson + '</tool_call>' }}{% endfor %}{% endif %}
+{{- message.content + '<|im_end|>\\n' }}{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}"""
+
+
+def test_the_cases_are_conversations_that_fit_together(tokenizer: Any) -> None:
+    """A template that compares results with calls, and calls with tools, refuses none."""
+    findings = check_template(ChatTemplate(tokenizer, chat_template=STRICT))
+    assert {(finding.verdict, finding.detail) for finding in findings} == {("exact", "")}
 
 
 def test_what_other_templates_do_is_told() -> None:

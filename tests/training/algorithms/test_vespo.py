@@ -57,3 +57,34 @@ def test_a_correction_by_sequence_weights_is_refused() -> None:
         InputError, match=r"vespo .*set correction\.name to token_tis, token_mask, mask"
     ):
         parse_config({**tree, "algorithm": algorithm})
+
+
+SMALLEST = math.log(1e-8)
+
+
+@pytest.mark.parametrize(
+    ("ratios", "correction", "log_w"),
+    [
+        ([-30.0, 20.0], [1.0, 1.0], 0.0),
+        ([30.0, -20.0], [1.0, 1.0], 0.0),
+        ([-SMALLEST, 0.0], [0.0, 1.0], 0.0),
+        ([-20.0, 0.0], [math.exp(30), 1.0], 0.0),
+        ([-15.0, -15.0], [1.0, 1.0], SMALLEST),
+        ([15.0, 15.0], [1.0, 1.0], 20.0),
+    ],
+)
+def test_ratios_of_tokens_and_sequences_are_bounded(
+    ratios: list[float], correction: list[float], log_w: float
+) -> None:
+    """Both of a token's factors, and their product over the sequence, in both directions."""
+    loss = make_loss(Vespo(k_pos=0.1, lambda_pos=1e-9))
+    correction_N = torch.tensor(correction, dtype=torch.float64)
+    result = loss.corrected(tokens_of([ratios], [[1.0, 1.0]]), correction_N)
+    weights = [phi(log_w, 0.1, 1e-9)] * 2
+    assert result.metrics_N["phi_seq_mean"].tolist() == pytest.approx(weights)
+
+
+def test_only_negative_advantages_take_the_second_weight() -> None:
+    result = token_loss(Vespo(), tokens_of([[0.4]] * 3, [[0.0], [0.5], [-0.5]]))
+    weights = [phi(0.4, 2, 3), phi(0.4, 2, 3), phi(0.4, 3, 2)]
+    assert result.metrics_N["phi_seq_mean"].tolist() == pytest.approx(weights)
