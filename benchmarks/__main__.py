@@ -52,6 +52,7 @@ LONG = (
     "tinker",
     "fleet",
     "rows",
+    "sizes",
     "trl_script",
     "scale",
     "processes",

@@ -59,6 +59,8 @@ FILE_FILES = {
     "compat/chatlearn/model_file.py": "files that the user's script names",
     "compat/chatlearn/pipeline.py": "makes the folder of the run",
     "compat/chatlearn/pipeline_file.py": "files that the user's script names",
+    "compat/nemo_rl/program.py": "the folder of the run",
+    "compat/nemo_rl/utilities.py": "files that the user's script names",
     "compat/trl/trainer.py": "the folder that the user's script names",
     "core/run_files.py": "appends to files of the run, by names of its own",
     "rollouts/data.py": "data of the configuration",

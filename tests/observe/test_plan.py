@@ -17,6 +17,7 @@ from turnwise.cli import app
 from turnwise.config import Config, dump_config, parse_config
 from turnwise.observe.plan import GIB, Machine, expected_length, make_plan
 from turnwise.run.doctor import ConfigChecks
+from turnwise.training import memory
 from turnwise.training.memory import activation_bytes, model_size
 
 SHAPE: dict[str, Any] = {
@@ -273,6 +274,29 @@ def test_recomputing_fewer_layers_takes_more_activation_memory(
     assert of_a_layer > 2048 * SHAPE["hidden_size"] * 4 * 10
     assert none - fourth == pytest.approx(2 * of_a_layer, rel=0.01)
     assert none - half == pytest.approx(4 * of_a_layer, rel=0.01)
+
+
+@pytest.mark.parametrize("every", [False, True, 3])
+def test_a_few_layers_tell_what_all_of_them_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: bool | int
+) -> None:
+    path = folder_of(SHAPE | {"num_hidden_layers": 16}, tmp_path / "model")
+    given = path, False, "bfloat16", False, 512, 128, every
+    played: list[int] = []
+    peak = memory._peak
+
+    def counted(model: Any, *more: Any) -> int:
+        played.append(len(model.model.layers))
+        return peak(model, *more)
+
+    monkeypatch.setattr(memory, "_peak", counted)
+    few = activation_bytes(*given)
+    assert sum(played) < 16
+    activation_bytes.cache_clear()
+    monkeypatch.setattr(memory, "decoder_layers", lambda model, **_: [])  # no layer is like another
+    assert activation_bytes(*given) == few
+    activation_bytes.cache_clear()
+    assert played[-1] == 16
 
 
 def test_the_logits_of_a_large_vocabulary_never_exist_whole(

@@ -6,6 +6,7 @@ backward on torch's fake tensors, and the bytes of live tensors are counted. As 
 attention and experts differ between devices, functions with results of the same sizes replace them.
 """
 
+import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -194,6 +195,8 @@ def activation_bytes(
     LoRA, the peak is somewhat lower. Images are not computed here: `tokens` includes their tokens
     and patches, which are counted like tokens of text. If `sharded`, FSDP casts the weights,
     without autocast; `every` is as in `recompute`.
+
+    Equal blocks of layers add equal bytes. Of many blocks, only the first ones are computed.
     """
     shape = AutoConfig.from_pretrained(path, trust_remote_code=trust)
     weights = getattr(torch, dtype) if sharded else torch.float32
@@ -201,10 +204,6 @@ def activation_bytes(
     if any(getattr(shape.get_text_config(), name, None) for name in EXPERT_KEYS):
         more["experts_implementation"] = _PLAIN
     cast = dtype != "float32" and not sharded
-
-    def forget_gradient(parameter: torch.Tensor) -> None:
-        parameter.grad = None
-
     with FakeTensorMode():
         with no_init_weights():  # some initializations need real tensors
             model: PreTrainedModel = language_model_class(shape).from_config(
@@ -214,22 +213,50 @@ def activation_bytes(
         model.eval()
         recompute(model, every)
         for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(forget_gradient)
+            parameter.register_post_accumulate_grad_hook(_forget_gradient)
         ids_BT = torch.zeros((max(1, tokens // length), min(tokens, length)), dtype=torch.long)
-        with _LiveBytes(model) as live:
+
+        def peak() -> int:
             with torch.autocast("cpu", torch.bfloat16) if cast else nullcontext():
-                hidden_BTH = backbone_of(model)(input_ids=ids_BT, use_cache=False).last_hidden_state
-                hidden_NH = hidden_BTH[:, :-1].flatten(0, 1)
-                # All chunks of logits need the same memory, so three chunks suffice: each further
-                # chunk adds only a few bytes per token.
-                targets_N = ids_BT[:, 1:].flatten()[: 3 * chunk_rows(model)]
-                logprobs_N, entropy_N = score_hidden(
-                    model, hidden_NH, targets_N, SamplingConfig(), entropy_gradient
-                )
-            both_N = logprobs_N + entropy_N
-            both_N.sum().backward()  # type: ignore[no-untyped-call]
-            peak: int = live.peak
-        return peak
+                return _peak(model, ids_BT, entropy_gradient)
+
+        layers, text = decoder_layers(model, of_images=False), shape.get_text_config()
+        count, types = len(layers), getattr(text, "layer_types", None) or ()
+        kinds = [
+            ([(name, p.shape) for name, p in layer.named_parameters()], types[place : place + 1])
+            for place, layer in enumerate(layers)
+        ]
+        period = next((p for p in range(1, count) if kinds[p:] == kinds[: count - p]), count or 1)
+        block = math.lcm(period, max(1, int(every)))  # blocks of layers are alike
+        few = (2 if block == 1 else block) + count % block
+        stack = next((m for m in model.modules() if [*m.children()] == layers), None)
+        if not isinstance(stack, nn.ModuleList) or count <= 2 * few + block:
+            return peak()
+        del stack[few + block :]
+        high = peak()
+        del stack[few:]
+        low = peak()
+        return low + (high - low) * ((count - few) // block)
+
+
+def _forget_gradient(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
+def _peak(model: PreTrainedModel, ids_BT: torch.Tensor, entropy_gradient: bool) -> int:
+    """Return the peak memory of a forward and a backward pass on fake tensors."""
+    with _LiveBytes(model) as live:
+        hidden_BTH = backbone_of(model)(input_ids=ids_BT, use_cache=False).last_hidden_state
+        hidden_NH = hidden_BTH[:, :-1].flatten(0, 1)
+        # All chunks of logits need the same memory, so three chunks suffice: each further chunk
+        # adds only a few bytes per token.
+        targets_N = ids_BT[:, 1:].flatten()[: 3 * chunk_rows(model)]
+        logprobs_N, entropy_N = score_hidden(
+            model, hidden_NH, targets_N, SamplingConfig(), entropy_gradient
+        )
+        (logprobs_N + entropy_N).sum().backward()  # type: ignore[no-untyped-call]
+        peak: int = live.peak
+    return peak
 
 
 class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]

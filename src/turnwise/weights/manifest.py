@@ -10,7 +10,7 @@ import random
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -149,7 +149,7 @@ class Manifest:
 
 
 def _plain(value: TensorEntry | Delta | Manifest) -> JsonObject:
-    return {field.name: getattr(value, field.name) for field in fields(value)}
+    return {name: getattr(value, name) for name in value.__dataclass_fields__}
 
 
 def canary_prompt(vocab_size: int) -> list[int]:
@@ -193,7 +193,8 @@ def split(
         if not chunks or full or max(entry.nbytes, chunks[-1][-1].nbytes) >= alone:
             chunks.append([])
             start = entry.offset
-        chunks[-1].append(replace(entry, offset=entry.offset - start))
+        moved = entry.name, entry.dtype, entry.shape, entry.offset - start, entry.nbytes
+        chunks[-1].append(TensorEntry(*moved))  # `replace` takes three times as long
     return tuple(map(tuple, chunks))
 
 
