@@ -226,9 +226,14 @@ def take_thread() -> Inbox:
 def call_within(function: Callable[[], _T], seconds: float) -> _T:
     """Call a blocking function of our own outside an event loop; raise TimeoutError when it does
     not return within `seconds`."""
+    return begun(function).result(seconds)
+
+
+def begun(function: Callable[[], _T]) -> Future[_T]:
+    """Begin a blocking function of our own in a thread; return its future."""
     answer: Future[_T] = Future()
     start_in_thread(functools.partial(fulfil, answer, function))
-    return answer.result(seconds)
+    return answer
 
 
 def start_daemon(target: Callable[[], None], name: str) -> None:

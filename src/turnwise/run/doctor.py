@@ -24,7 +24,7 @@ from rich.text import Text
 
 from turnwise.config import Config
 from turnwise.config.data import TEMPLATE_NAMES
-from turnwise.core.aio import call_within
+from turnwise.core.aio import begun
 from turnwise.core.gguf import resolve_model, resolve_tokenizer
 from turnwise.core.optional import check_vllm
 from turnwise.core.precision import precision
@@ -76,10 +76,12 @@ class Check(NamedTuple):
     call: Callable[[], "Finding | Sequence[Finding]"]  # an error becomes a finding
     seconds: float = 30.0
     late: str = "run it again when the machine is less busy"  # advice after the deadline
+    apart: bool = False  # whether its work is in another process, beside which other checks may run
 
 
 def examine(checks: Sequence[Check]) -> Iterator[Finding]:
-    """Run checks in their order; yield each finding as soon as it is known."""
+    """Run checks in their order, and beside them the checks that are `apart`, whose findings come
+    last; yield each finding as soon as it is known."""
 
     def run(check: Check) -> list[Finding]:
         try:
@@ -89,9 +91,11 @@ def examine(checks: Sequence[Check]) -> Iterator[Finding]:
             why = str(error) if isinstance(error, TurnwiseError) else describe_error(error)
             return [Finding(check.name, "broken", why)]
 
-    for check in checks:
+    early = {check.name: begun(partial(run, check)) for check in checks if check.apart}
+    for check in sorted(checks, key=lambda check: check.apart):
+        answer = early.get(check.name) or begun(partial(run, check))
         try:
-            yield from call_within(partial(run, check), check.seconds)
+            yield from answer.result(check.seconds)
         except TimeoutError:
             late = f"no answer within {check.seconds:g} s"
             yield Finding(check.name, "broken", late, check.late)
@@ -125,7 +129,7 @@ def machine_checks(ray_address: str | None = None, clean: bool = False) -> list[
         Check("packages", check_packages),
         Check("devices", check_devices, 60.0),
         Check("shared memory", lambda: check_shared_memory(clean=clean)),
-        Check("ray", lambda: check_ray(ray_address), _RAY_SECONDS + 10, late),
+        Check("ray", lambda: check_ray(ray_address), _RAY_SECONDS + 10, late, apart=True),
     ]
 
 

@@ -11,6 +11,7 @@ import json
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -126,14 +127,20 @@ def _can_adapt(layer: Foreign, parent: nn.Module, name: str) -> bool:
         return False
     if type(layer).forward is not nn.Linear.forward and not _is_plain(layer):
         return False  # such as a router that returns choices, or layers in groups
-    try:
-        source = inspect.getsource(type(parent))
-    except (OSError, TypeError):
-        return True
     # The layer's parent may compute with the weights directly, as fused kernels of state-space
     # models do.
-    child = re.escape(name.rpartition(".")[2])
-    return re.search(rf"\bself\.{child}\.(weight|bias)\b(?!\.dtype|\.device|\[)", source) is None
+    kind: Foreign = type(parent)
+    uses = rf"\bself\.{re.escape(name.rpartition('.')[2])}\.(weight|bias)\b(?!\.dtype|\.device|\[)"
+    return re.search(uses, _source_of(kind)) is None
+
+
+@cache
+def _source_of(kind: type) -> str:
+    """Return the source of a class, or "" if it has none; Python parses a whole file for it."""
+    try:
+        return inspect.getsource(kind)
+    except (OSError, TypeError):
+        return ""
 
 
 @torch.no_grad()

@@ -228,7 +228,7 @@ def activation_bytes(
         ]
         period = next((p for p in range(1, count) if kinds[p:] == kinds[: count - p]), count or 1)
         block = math.lcm(period, max(1, int(every)))  # blocks of layers are alike
-        few = (2 if block == 1 else block) + count % block
+        few = block + count % block
         stack = next((m for m in model.modules() if [*m.children()] == layers), None)
         if not isinstance(stack, nn.ModuleList) or count <= 2 * few + block:
             return peak()
