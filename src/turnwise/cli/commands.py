@@ -28,6 +28,7 @@ from turnwise.core.deadlines import deadline
 from turnwise.core.sources import stands_for_model
 from turnwise.core.user_code import import_user_code
 from turnwise.errors import InputError, TurnwiseError, visible
+from turnwise.observe.metrics import shown_interval
 from turnwise.run import commands
 from turnwise.run.checks import check_trainable
 from turnwise.run.project import MODEL, make_project
@@ -274,10 +275,7 @@ async def _evaluated(config: Config) -> "Evaluation":
 
 
 def _with_bounds(name: str, summary: Mapping[str, float]) -> str:
-    """Return a result with its 95 % interval."""
-    if f"{name}_low" not in summary:  # no attempts
-        return f"{summary[name]:.4f}"
-    return f"{summary[name]:.4f} ({summary[f'{name}_low']:.3f}–{summary[f'{name}_high']:.3f})"
+    return f"{summary[name]:.4f}{shown_interval(summary, name)}"
 
 
 def _at_k(summary: Mapping[str, float]) -> str:

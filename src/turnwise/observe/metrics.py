@@ -29,6 +29,14 @@ Counts = dict[str, int] | None
 _TOOL = "tool_"  # beginning of the events that are outcomes of tool calls
 
 
+def shown_interval(results: Mapping[str, float] | None, name: str = "accuracy") -> str:
+    """Return the 95 % interval of an evaluation's result, such as " (0.804–0.935)"; "" if it has
+    none, because there were no attempts or an earlier version evaluated."""
+    if not results or f"{name}_low" not in results:
+        return ""
+    return f" ({results[f'{name}_low']:.3f}–{results[f'{name}_high']:.3f})"
+
+
 class Series(NamedTuple):
     """A series of Prometheus: a gauge of the last step, or a counter that sums steps."""
 

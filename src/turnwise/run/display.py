@@ -14,7 +14,7 @@ from rich.table import Table
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import visible
 from turnwise.observe.conversations import conversation
-from turnwise.observe.metrics import StepMetrics
+from turnwise.observe.metrics import StepMetrics, shown_interval
 from turnwise.trajectory import Trajectory
 
 _QUIET_SECONDS = 10.0  # without a terminal: longest silence during startup
@@ -128,9 +128,8 @@ class Display:
         self._accuracy = accuracy
         heldout = {n: own.get("heldout", {}) for n, own in (metrics.environments or {}).items()}
         each = _of_each({**heldout, **(metrics.heldout_sets or {})}, "accuracy")
-        parts = [
-            f"held-out accuracy ({self._success}) {accuracy:.3f}{_bounds(metrics.heldout)}{each}"
-        ]
+        interval = shown_interval(metrics.heldout)
+        parts = [f"held-out accuracy ({self._success}) {accuracy:.3f}{interval}{each}"]
         if metrics.heldout_dropped and metrics.step:  # at step 0, `dropped` has them
             parts.append(f"held-out dropped: {sum(metrics.heldout_dropped.values())}")
         return parts
@@ -208,13 +207,6 @@ def _clock(seconds: float) -> str:
 
 def _known(value: float | None) -> str:
     return "–" if value is None else f"{value:.3f}"
-
-
-def _bounds(results: Mapping[str, float] | None) -> str:
-    """Return the 95 % interval of an accuracy in parentheses; "" if there is none."""
-    if not results or "accuracy_low" not in results:  # a run of an earlier version
-        return ""
-    return f" ({results['accuracy_low']:.2f}–{results['accuracy_high']:.2f})"
 
 
 def _of_each(environments: Mapping[str, JsonObject], key: str) -> str:
