@@ -48,9 +48,40 @@ _VLLM_ROUTES = {
 }
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
+_pages: dict[str, tuple[str, str]] = {}
+"""Title and text of each page, by its URL, in the order of the navigation."""
+
+
+def on_nav(nav: Any, **_: Any) -> Any:
+    _pages.update((page.url, ("", "")) for page in nav.pages)
+    return nav
+
+
+def on_post_build(config: Any) -> None:
+    """Write llms.txt, a list of the pages with the first sentence of each (llmstxt.org), and
+    llms-full.txt, the text of all pages."""
+    lines = [f"# {config.site_name}", "", f"> {config.site_description}", "", "## Pages", ""]
+    lines += [f"- [{t}]({url}): {first_sentence(text)}" for url, (t, text) in _pages.items()]
+    site = Path(config.site_dir)
+    (site / "llms.txt").write_text("\n".join([*lines, ""]))
+    (site / "llms-full.txt").write_text("\n\n".join(text for _, text in _pages.values()))
+
+
+def first_sentence(text: str) -> str:
+    """Return the first sentence of a page's first paragraph, without links."""
+    prose = re.sub(r"<!--.*?-->|^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    paragraph = re.search(r"^[A-Z`\[].*(?:\n.+)*", prose, re.MULTILINE)
+    words = " ".join(paragraph[0].split()) if paragraph else ""
+    plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", words)
+    return re.split(r"(?<=[.:])\s", plain)[0].rstrip(":")
+
+
+def on_page_markdown(markdown: str, page: Any = None, **_: Any) -> str:
     """Replace each table's comment with the table."""
-    return _TABLE.sub(lambda found: TABLES[found[1]](), markdown)
+    made = _TABLE.sub(lambda found: TABLES[found[1]](), markdown)
+    if page is not None:
+        _pages[page.url] = page.title, made
+    return made
 
 
 def on_files(files: Any, config: Any) -> Any:

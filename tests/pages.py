@@ -12,6 +12,7 @@ from tests.conftest import ROOT, own_environment
 PAGES = sorted(
     str(path.relative_to(ROOT))
     for path in (
+        ROOT / "AGENTS.md",
         ROOT / "README.md",
         ROOT / "examples" / "README.md",
         *(ROOT / "docs").rglob("*.md"),

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-import agents
 import pytest
 from openai import AsyncOpenAI
 
@@ -414,6 +413,8 @@ async def test_a_command_that_cannot_start_ends_the_run(
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("api", ["chat", "responses"])
 async def test_openai_agents_runs_unchanged(server: OpenAIServer, api: str, stream: bool) -> None:
+    import agents  # seconds
+
     agents.set_tracing_disabled(True)
     name = f"agents-{api}-{stream}"
     async with AsyncOpenAI(base_url=server.session_url(name), api_key="none") as client:

@@ -11,7 +11,6 @@ from typing import Any
 import httpx
 import httpx2
 import pytest
-from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
 from tests.serving.openai.test_http_limits import QUICK, Noting, told
@@ -160,6 +159,8 @@ async def by_responses(app: Any, base: str, stream: bool) -> None:
 
 
 async def by_anthropic(app: Any, base: str, stream: bool) -> None:
+    from anthropic import AsyncAnthropic  # seconds to import
+
     tools: Any = [{"name": "zoom", "input_schema": FUNCTION["parameters"]}]
     messages: list[Any] = [{"role": "user", "content": [text("What?"), block(0)]}]
     http = httpx2.AsyncClient(transport=httpx2.ASGITransport(app))
