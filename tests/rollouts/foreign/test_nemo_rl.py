@@ -199,6 +199,8 @@ def test_a_program_continues_from_its_checkpoint(
     assert (first["steps"], first["resume"]) == (2, None), "one epoch of eight problems by four"
     assert second["resume"] == tmp_path / "puzzle"
     assert (len(first["data"]), len(first["eval_data"])) == (8, 8)
+    grpo_train(*[None] * 2, dataset, None, *[None] * 2, {}, None, *[None] * 3, config)
+    assert (calls[-1]["eval_data"], calls[-1]["eval.every"]) == (None, 0)
 
 
 FILES = """

@@ -120,7 +120,9 @@ def grpo_train(
         epochs = config.grpo.get("max_num_epochs") or 1
         steps = min(steps, max(1, epochs * len(dataloader) // prompts))
     heldout = None
-    if val_dataloader is not None and keys["eval.every"]:
+    if val_dataloader is None:
+        keys["eval.every"] = 0
+    else:
         heldout = _rows(val_dataloader, config.grpo.get("max_val_samples") or 256, heldout=True)
     environments = {False: task_to_env, True: val_task_to_env or task_to_env}
 
