@@ -267,11 +267,17 @@ async def _evaluated(config: Config) -> "Evaluation":
         f"accuracy (reward ≥ {config.eval.success_reward:g}) "
         f"{_with_bounds('accuracy', evaluation.summary)}  "
         f"reward {evaluation.summary['reward_mean']:.4f}  "
-        f"trajectories {evaluation.finished}  dropped {dict(evaluation.dropped)}  "
+        f"trajectories {evaluation.finished}  {_dropped(config, evaluation.dropped)}  "
         f"{evaluation.tokens_per_s:,.0f} tok/s"
     )
     print_text("\n".join([*lines, str(config.run_folder / "eval.jsonl")]))
     return evaluation
+
+
+def _dropped(config: Config, reasons: Mapping[str, int]) -> str:
+    """Return the number of failed trajectories by reason, and the file with their errors."""
+    errors = f" (see {config.run_folder / 'errors.log'})" if reasons else ""
+    return f"dropped {dict(reasons)}{errors}"
 
 
 def _with_bounds(name: str, summary: Mapping[str, float]) -> str:
@@ -301,7 +307,7 @@ async def rollout(
     console, overview = Console(), Overview()
     trajectories, dropped = await commands.rollout(config, console, path, on_group=overview.add)
     show(console, overview)
-    print_text(f"{len(trajectories)} trajectories  dropped {dict(dropped)}\n{path}")
+    print_text(f"{len(trajectories)} trajectories  {_dropped(config, dropped)}\n{path}")
 
 
 @command_of(app)

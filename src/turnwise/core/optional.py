@@ -1,9 +1,11 @@
 """Imports that may fail: optional packages, and objects that a configuration names."""
 
+import difflib
 import importlib
 import importlib.util
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
 
@@ -43,11 +45,15 @@ def load_object(path: str, key: str) -> Foreign:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # the module's own code may raise anything
         why = describe_error(ordinary_error(error))
+        if isinstance(error, ModuleNotFoundError) and error.name == module_name.partition(".")[0]:
+            why += f" in {Path.cwd()}, where the program runs, or among the installed packages"
         raise InputError(f"{key}: {module_name} cannot be imported: {why}") from error
     try:
         return getattr(module, name)
     except AttributeError:
-        raise InputError(f"{key}: {module_name} has no {name}") from None
+        close = difflib.get_close_matches(name, vars(module), 1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise InputError(f"{key}: {module_name} has no {name}{hint}") from None
     except Exception as error:  # the module may import its names lazily
         raise InputError(f"{key}: {path} cannot be loaded: {describe_error(error)}") from error
 

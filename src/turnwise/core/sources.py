@@ -4,6 +4,7 @@ Without a network, Hugging Face's own libraries retry for half a minute; here on
 `_SECONDS` decides whether they use the Hub or only its cache.
 """
 
+import difflib
 import glob
 import os
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
+from turnwise.config.data import PACKAGED_MODELS
 from turnwise.core.aio import call_within
 from turnwise.core.gguf import find_gguf, resolve_model
 from turnwise.errors import InputError
@@ -67,6 +69,8 @@ def _check(path: str, file: str, key: str, what: str, files: str, gguf: bool = F
     folder = Path(path).expanduser()
     if (folder / file).is_file():
         return
+    close = difflib.get_close_matches(path, PACKAGED_MODELS, 1)
+    hint = f"; did you mean {close[0]}?" if close and what == "model" else ""
     if folder.exists() or not may_be_on_hub(path):
         raise InputError(
             f"{key}: there is no {what} in {path} (a folder with {files}, or a Hugging Face name)"
@@ -77,7 +81,7 @@ def _check(path: str, file: str, key: str, what: str, files: str, gguf: bool = F
         if not isinstance(try_to_load_from_cache(path, file), str):
             raise InputError(
                 f"{key}: there is no folder {path}, {offline}, and the Hugging Face cache on "
-                f"this machine has no such {what}"
+                f"this machine has no such {what}{hint}"
             )
 
 
@@ -92,7 +96,8 @@ def check_data(path: str, key: str = "data") -> None:
     if glob.has_magic(path) and not file.exists():
         raise InputError(f"{key}: no data file matches {path} ({', '.join(DATA_FILES)}, or .gz)")
     if data_suffix(file):
-        raise InputError(f"{key}: there is no data file {path}")
+        where = "" if file.is_absolute() else f" in {Path.cwd()}, where the command runs"
+        raise InputError(f"{key}: there is no data file {path}{where}")
     kinds = f"{', '.join(DATA_FILES)}, a folder of a dataset, or a Hugging Face name"
     if file.exists():
         raise InputError(f"{key}: {path} is not a kind of file that can be read ({kinds})")

@@ -27,14 +27,19 @@ NO_TRAJECTORY = (TrajectoryError, ValueError, LookupError, TypeError, AttributeE
 
 
 def trajectory_file(source: Path, step: int | None = None, heldout: bool = False) -> Path:
-    """Return a run's file of trajectories, by default of the newest step. If `source` is a file,
-    return it."""
+    """Return a run's file of trajectories, by default of the newest step, or else what `turnwise
+    rollout` or `eval` wrote into the folder. If `source` is a file, return it."""
     if source.is_file():
         return source
+    if not source.is_dir():
+        raise InputError(f"there is no run folder {source}")
     folder, kind = source / "trajectories", "eval" if heldout else "step"
     found = numbered(folder, kind, ".jsonl")
     if step is not None:
         found = [path for path in found if number_of(path) == step]
+    elif not found:
+        names = ("eval.jsonl",) if heldout else ("eval.jsonl", "rollouts.jsonl")
+        found = [source / name for name in names if (source / name).is_file()]
     if not found:
         which = "trajectories" if step is None else f"trajectories of step {step}"
         raise InputError(f"{source} has no {'held-out ' if heldout else ''}{which} (in {folder})")
