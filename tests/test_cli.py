@@ -424,7 +424,8 @@ def test_an_obvious_mistake_is_one_sentence_and_leaves_nothing(
 def test_data_that_is_nowhere_is_one_sentence(file: Path, command: str) -> None:
     done = in_process(command, file, "data.path=few.csv", "data.eval_path=few.csv")
     assert done.exit_code == 2
-    assert done.stderr == "turnwise: data.path: there is no data file few.csv\n"
+    where = f"{Path.cwd()}, where the command runs"
+    assert done.stderr == f"turnwise: data.path: there is no data file few.csv in {where}\n"
 
 
 def test_eval_needs_no_training_data(file: Path) -> None:

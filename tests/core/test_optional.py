@@ -1,11 +1,12 @@
 """Packages that only some runs need."""
 
+import re
 from importlib import metadata
 from pathlib import Path
 
 import pytest
 
-from turnwise.core.optional import check_vllm, optional, required
+from turnwise.core.optional import check_vllm, load_object, optional, required
 from turnwise.errors import InputError
 
 
@@ -42,3 +43,13 @@ def test_companions_of_another_build_than_torchs_are_named(monkeypatch: pytest.M
     check_vllm()
     versions |= {"torch": "2.13.0", "torchcodec": "0.9.0"}
     check_vllm()
+
+
+def test_a_missing_name_or_module_gets_a_hint() -> None:
+    with pytest.raises(InputError, match=r"turnwise\.errors has no InputEror; did you mean InputE"):
+        load_object("turnwise.errors:InputEror", "environment")
+    with pytest.raises(InputError, match=r"has no Nothing$"):
+        load_object("turnwise.errors:Nothing", "environment")
+    where = re.escape(f"in {Path.cwd()}, where the program runs")
+    with pytest.raises(InputError, match=f"no_such cannot be imported: .*{where}"):
+        load_object("no_such:f", "environment")

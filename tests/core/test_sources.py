@@ -107,3 +107,11 @@ def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "gone"):
         with pytest.raises(InputError, match=rf"model\.path: there is no model in {path} \(a fold"):
             check_model(str(path))
+
+
+@pytest.mark.usefixtures("nobody")
+def test_a_packaged_model_is_suggested() -> None:
+    with pytest.raises(InputError, match=r"no such model; did you mean smollm2\?"):
+        check_model("smollm")
+    with pytest.raises(InputError, match=r"no such model$"):
+        check_model("quartz")

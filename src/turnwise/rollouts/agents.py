@@ -17,6 +17,7 @@ import logging
 import os
 import re
 import shlex
+import shutil
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Annotated, NotRequired
@@ -26,7 +27,7 @@ from typing_extensions import TypedDict
 
 from turnwise.chat.images import with_urls
 from turnwise.chat.session import Session
-from turnwise.config import Config
+from turnwise.config import Config, RolloutConfig
 from turnwise.core.admission import Admission
 from turnwise.core.aio import call_within, run_in_thread
 from turnwise.core.child import Child, ForeignLines, Requests, start_error
@@ -75,6 +76,10 @@ _FUNCTION = re.compile(r"[\w.]+:\w+")
 _BEGINNING = re.compile(rb'\s*\{\s*"id"\s*:\s*(\d{1,18})\s*[,}]')
 """Matches the request's id at the beginning of an answer. It is used if the rest is unreadable,
 because the request would otherwise wait forever."""
+_NO_AGENT = (
+    "rollout.loop agent needs rollout.agent: package.module:function, a command, worker: COMMAND, "
+    "or the URL of an endpoint"
+)
 _started: set[str] = set()  # commands that this process has started
 
 _Name = Annotated[str, Field(max_length=_NAME_CHARS)]
@@ -365,6 +370,22 @@ class HttpAgentLoop:
         """The server of the sessions, while the loop is `opened`."""
         self._workers: dict[str, AgentWorker] = {}  # by command
 
+    def load(self, rollout: RolloutConfig) -> None:
+        """Import the user's function, or find the program of the command."""
+        agent = rollout.agent
+        if agent is None:
+            raise InputError(_NO_AGENT)
+        if _FUNCTION.fullmatch(agent):
+            load_object(agent, "rollout.agent")
+        elif not agent.startswith(("http://", "https://")):
+            try:
+                words = shlex.split(agent.removeprefix(WORKER))
+            except ValueError as error:
+                raise InputError(f"rollout.agent: {agent} cannot be started: {error}") from None
+            if not words or shutil.which(words[0]) is None:
+                missing = f"there is no program {words[0]}" if words else "it names no program"
+                raise InputError(f"rollout.agent: {agent} cannot be started: {missing}")
+
     @asynccontextmanager
     async def opened(
         self, config: Config, generator: Generator, admission: Admission
@@ -388,10 +409,7 @@ class HttpAgentLoop:
     async def run(self, environment: Environment, context: RolloutContext) -> None:
         server, rollout = self.server, context.rollout
         if rollout.agent is None:
-            raise InputError(
-                "rollout.loop agent needs rollout.agent: package.module:function, a command, "
-                "worker: COMMAND, or the URL of an endpoint"
-            )
+            raise InputError(_NO_AGENT)
         if server is None:
             raise InputError("rollout.loop agent needs the OpenAI server, which is not running")
         session = server.sessions.open_private(

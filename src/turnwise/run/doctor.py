@@ -346,6 +346,7 @@ class ConfigChecks:
         from turnwise.rollouts.problems import first_of_each
 
         runner, parts, said = Runner(self.config, self._tokenizer), self.config.parts(), []
+        runner.load()
         for problem in first_of_each(load_training(self.config)):
             length = runner.check(problem)
             if length is not None:

@@ -177,7 +177,9 @@ class OpenAIServer:
         """Return the ASGI application with its layers."""
         serving, key = self._config.serving, self._config.serving.key
         # Requests may also name the model by model.path, unless a name is configured.
-        names = [self.model_name, *([] if serving.served_model_name else [self._config.model.path])]
+        names = [self.model_name]
+        if not serving.served_model_name and self._config.model.path != self.model_name:
+            names.append(self._config.model.path)
         app = await build(self._config, self._generator, self.sessions, names)
         app.state.server = self  # for the routes, and vLLM's error handler
         app.include_router(router)
