@@ -375,8 +375,9 @@ async def test_a_blocking_agent_stalls_no_run(
     [
         ("sh -c 'sleep 600 & echo it fails; exit 3'", "exited with 3: it fails"),
         ("sh -c 'yes no | head -c 50000000; echo; echo the end; exit 4'", "no\nno\nthe end"),
+        ("sh -c 'echo Traceback; echo KeyError: 7; exit 5'", "exited with 5: KeyError: 7\n"),
     ],
-    ids=["a child holds its output", "50 MB of output"],
+    ids=["a child holds its output", "50 MB of output", "a traceback"],
 )
 async def test_a_failed_command_ends_at_once_with_its_last_output(
     command: str,

@@ -175,8 +175,16 @@ async def run_command(
     finally:
         await child.end(_END_SECONDS)
     if child.status:
-        text = child.last_words[-_ERROR_CHARS:]
-        raise TrajectoryError("agent_error", f"{command} exited with {child.status}: {text}")
+        said = _trouble(child)
+        raise TrajectoryError("agent_error", f"{command} exited with {child.status}: {said}")
+
+
+def _trouble(child: Child) -> str:
+    """Return what a program wrote last. The last line comes first, because a traceback has its
+    error there, and the log shows only the first line."""
+    text = child.last_words[-_ERROR_CHARS:]
+    lines = text.strip().splitlines()
+    return f"{lines[-1].strip()}\n{text}" if len(lines) > 1 else text
 
 
 async def _start(
@@ -283,8 +291,8 @@ class _Life:
             exiting.cancel()
             self._lines.end()
             how = wrong_output or f"ended with {self._child.status}"
-            text = self._child.last_words[-_ERROR_CHARS:]
-            self._requests.end(TrajectoryError("agent_crashed", f"{self._name} {how}: {text}"))
+            why = f"{self._name} {how}: {_trouble(self._child)}"
+            self._requests.end(TrajectoryError("agent_crashed", why))
 
     async def close(self) -> None:
         await self._child.end(_END_SECONDS, leave=_END_SECONDS)
