@@ -110,7 +110,7 @@ def grpo_train(
     """Train on a dataset's problems with the environments of their tasks.
 
     The run folder is `checkpointing.checkpoint_dir`, or `logger.log_dir` without checkpoints. A
-    program that is started again continues from the folder's last checkpoint, as in NeMo-RL.
+    program that is started again with as many steps continues from the folder's last checkpoint.
     """
     import turnwise
 
@@ -156,7 +156,7 @@ def _rows(dataset: Dataset, count: int, *, heldout: bool = False) -> Sequence[Ro
                 made.append({**row_of(next(read)), **mark})
         return made[index]
 
-    return Lazy(count, row)
+    return Lazy(min(count, len(dataset)) if isinstance(dataset, Sized) else count, row)
 
 
 def keys_of(config: MasterConfig) -> dict[str, Foreign]:

@@ -27,7 +27,7 @@ def register_omegaconf_resolvers() -> None:
         "add": lambda a, b: a + b,
         "mul": lambda a, b: a * b,
         "div": lambda a, b: a / b,
-        "max": max,
+        "max": lambda a, b: max(a, b),
     }.items():
         _omega().register_new_resolver(name, function, replace=True)
 
