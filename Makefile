@@ -2,6 +2,7 @@
 # make guess  set up, then train a small model to find a number by asking (SEED=N)
 # make algorithms   set up, then a short run of each algorithm on the demo's problems
 # make real   set up, then train SmolLM2-135M-Instruct to use a calculator (SEED=N)
+# make base  set up, then teach a base model (Gemma 3 270M) to call a tool, by examples and by trying
 # make gsm8k  set up, then train a small model on GSM8K's rows (DATA=FOLDER, train.jsonl and test.jsonl)
 # make envs   set up .venv-envs, with packages of environments (reasoning-gym, TextArena, BFCL ...)
 # make agents set up .venv-agents, with the frameworks of examples/agents
@@ -47,7 +48,7 @@ TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 # Bytecode is written when a module is first imported: not at install, and once only.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo real guess gsm8k retool algorithms agents envs tinker quick test pytest test-all \
+.PHONY: setup demo real base guess gsm8k retool algorithms agents envs tinker quick test pytest test-all \
   bench soak mutants gpu-check gpu-pack release docs lint lock clean
 
 setup: $(STAMP)
@@ -95,6 +96,9 @@ $(REAL): $(STAMP) requirements/real.txt
 
 real: $(REAL)
 	$(BIN)/python -m examples.smollm2.run --seed $(SEED)
+
+base: setup
+	$(BIN)/python -m examples.base.run --seed $(SEED)
 
 guess: setup
 	$(BIN)/python -m examples.guess.run --seed $(SEED)

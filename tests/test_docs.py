@@ -137,6 +137,8 @@ _ROWS: dict[str, dict[str, Any]] = {
 }
 _ROW = {"question": "How warm is it in Oslo?", "celsius": 21, "answer": "21"}
 _COMMANDS: Any = typer.main.get_command(app)
+_OF_A_FOLDER = ("bundle", "init", "replay", "scale", "show", "stuck", "view", "whatif")
+"""Commands whose argument is a folder that a reader makes or has."""
 
 
 def test_every_block_is_checked_or_says_why_not() -> None:
@@ -252,7 +254,16 @@ def test_shell_blocks_name_commands_files_and_targets_that_exist(page: str) -> N
                     if name == "tinker":
                         server_config(*(context.params[key] for key in ("model", "config")))
                         continue
-                    if name in ("init", "scale", "show", "stuck", "view"):
+                    if name in (
+                        "bundle",
+                        "init",
+                        "replay",
+                        "scale",
+                        "show",
+                        "stuck",
+                        "view",
+                        "whatif",
+                    ):
                         continue  # a folder that a reader makes or has
                     file, overrides = (context.params.get(key) for key in ("file", "overrides"))
                     if context.params.get("resume"):  # the run's own file, and no other

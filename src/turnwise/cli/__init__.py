@@ -1,5 +1,6 @@
 """The command line, `turnwise`."""
 
-from turnwise.cli.commands import app, main
+from turnwise.cli import commands, run_commands  # each adds its commands to `app`
+from turnwise.cli.app import app, main
 
-__all__ = ["app", "main"]
+__all__ = ["app", "commands", "main", "run_commands"]

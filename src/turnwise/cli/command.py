@@ -8,6 +8,7 @@ The traceback of any other error (user code, a library, a bug) goes to errors.lo
 
 import asyncio
 import inspect
+import json
 import sys
 import time
 import traceback
@@ -82,6 +83,11 @@ def print_text(text: str, style: str | None = None, *, stderr: bool = False) -> 
     """Print lines, with control characters as escapes."""
     console = Console(stderr=stderr)
     console.print(visible(text), style=style, highlight=False, markup=False, soft_wrap=True)
+
+
+def print_json(value: object) -> None:
+    """Print a value as JSON, without control characters."""
+    typer.echo(json.dumps(value, indent=1))
 
 
 def print_error(text: str, style: str | None = None) -> None:

@@ -1,15 +1,15 @@
-"""The commands of `turnwise`: each reads its arguments, and calls the code that does the work.
+"""The commands that start something: each reads its arguments, and calls the code that works.
 
-To add a command: write a function with `@command_of(app)`, which calls the code that does the work.
-A command that needs processes or engines has an entry in `_ON_LINUX`; `docs/reference/commands.md`
-describes it.
+To add a command: write a function with `@command_of(app)`, here or in `run_commands`, which calls
+the code that does the work. A command that needs processes or engines has an entry in `ON_LINUX` of
+`app`; `docs/reference/commands.md` describes it.
 """
 
 import asyncio
-import os
 import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -17,18 +17,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from turnwise import __version__
-from turnwise.cli.command import Command, command_of, print_error, print_text, run_to_the_end
-from turnwise.config import Config, known_keys, load_config, make_config
+from turnwise.cli.app import AsJson, Overrides, app, complete_key
+from turnwise.cli.command import Command, command_of, print_error, print_json, print_text
+from turnwise.config import Config, load_config, make_config
 from turnwise.config.base import NEEDED_KEYS
 from turnwise.config.data import PACKAGED_MODELS
-from turnwise.config.explain import explain_config
-from turnwise.core import logs
+from turnwise.config.explain import describe_keys, explain_config
+from turnwise.config.load import masked
 from turnwise.core.aio import run_in_thread
 from turnwise.core.deadlines import deadline
 from turnwise.core.sources import stands_for_model
 from turnwise.core.user_code import import_user_code
-from turnwise.errors import InputError, TurnwiseError, visible
+from turnwise.errors import InputError, TurnwiseError
 from turnwise.observe.metrics import shown_interval
 from turnwise.run import commands
 from turnwise.run.checks import check_trainable
@@ -36,19 +36,9 @@ from turnwise.run.project import MODEL, make_project
 from turnwise.training import checkpoint
 
 if TYPE_CHECKING:
+    from turnwise.cli.pages import PageSection
     from turnwise.rollouts.evaluation import Evaluation
 
-app = typer.Typer(
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    help="Reinforcement learning for tool-calling language models, exact to the token.",
-)
-traces = typer.Typer(no_args_is_help=True, help="Convert trajectories to traces, and from them.")
-app.add_typer(traces, name="trace")
-Source = Annotated[Path, typer.Argument(metavar="SOURCE", help="A JSON Lines file.")]
-Target = Annotated[Path, typer.Argument(metavar="TARGET", help="The JSON Lines file to write.")]
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
-Step = Annotated[int | None, typer.Option(help="The step; default: the last one.")]
 FileOrModel = Annotated[
     str,
     typer.Argument(
@@ -64,54 +54,9 @@ NewFile = Annotated[
 Resume = Annotated[
     Path | None, typer.Option(help="A run's folder, to continue from its last whole checkpoint.")
 ]
-
-
-def _keys(incomplete: str) -> list[tuple[str, str]]:
-    """Complete a key of the configuration in a shell."""
-    found = known_keys().items()
-    return [(f"{key}=", text) for key, text in found if key.startswith(incomplete)]
-
-
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[key.sub=value]...", help="Changes to the configuration.", autocompletion=_keys
-    ),
-]
-_ON_LINUX = (
-    *("train", "sft", "pipeline", "eval", "rollout", "serve", "scale", "doctor", "stuck"),
-    "tinker",
-)
-"""Commands that need processes, engines or their stacks. The other commands run on any system."""
 _SHOWN_IDS = 10
 _ROLLOUT_SECONDS = 900.0
 _ROLLOUT_PROBLEMS = 4
-
-
-def _print_version(wanted: bool) -> None:
-    if wanted:
-        typer.echo(f"turnwise {__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def options(
-    context: typer.Context,
-    version: Annotated[
-        bool,
-        typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version."
-        ),
-    ] = False,
-) -> None:
-    """Parse the options before a command."""
-    if context.invoked_subcommand in _ON_LINUX and not sys.platform.startswith("linux"):
-        print_error(
-            f"turnwise: {context.invoked_subcommand} needs Linux, and this is {sys.platform}; "
-            "view, show, export, config, plan, init and trace work here too",
-            style="red",
-        )
-        raise typer.Exit(2)
 
 
 @command_of(app)
@@ -209,10 +154,11 @@ async def evaluate(
         typer.Argument(
             metavar="[MODEL] [key.sub=value]...",
             help="A second model to compare on the same rows, and changes to the configuration.",
-            autocompletion=_keys,
+            autocompletion=complete_key,
         ),
     ] = None,
     data: Annotated[str | None, typer.Option(help="The rows: data.eval_path.")] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Evaluate the model on data.eval_path (or data.path), and save the trajectories.
 
@@ -228,12 +174,14 @@ async def evaluate(
         changes.append(f"data.eval_path={data}")
     # commands.evaluate requires data.path only if data.eval_path is not set.
     config = command.of(_file_or_model(file, changes, ("data.path",)))
-    first = await _evaluated(config)
+    first = await _evaluated(config, as_json)
     if second is None:
+        if as_json:
+            print_json(first.to_json())
         return
     name = f"{config.name}-{Path(second).name}"
     other = _file_or_model(file, [*changes, f"model.path={second}", f"name={name}"], ("data.path",))
-    result = await _evaluated(command.of(other))
+    result = await _evaluated(command.of(other), as_json)
     held_out = config.eval
     found = await run_in_thread(
         compare,
@@ -241,6 +189,10 @@ async def evaluate(
         *(held_out.sampling.n, held_out.success_reward),
     )
     low, high = found.bounds
+    if as_json:
+        both = {"first": first.to_json(), "second": result.to_json()}
+        print_json(both | {"compared": asdict(found)})
+        return
     print_text(
         f"{second} compared with {config.model.path}, on {found.rows} rows: accuracy "
         f"{found.difference:+.4f} (95 %: {low:+.4f} to {high:+.4f})"
@@ -250,12 +202,14 @@ async def evaluate(
         print_text(f"{len(ids)} rows solved {what} often{': ' if ids else ''}{shown}")
 
 
-async def _evaluated(config: Config) -> "Evaluation":
-    """Evaluate a model and print its results."""
+async def _evaluated(config: Config, quiet: bool) -> "Evaluation":
+    """Evaluate a model and, unless `quiet`, print its results."""
     from turnwise.observe.conversations import Overview, show
 
-    console, overview = Console(), Overview()
+    console, overview = Console(quiet=quiet), Overview()
     evaluation = await commands.evaluate(config, console, on_group=overview.add)
+    if quiet:
+        return evaluation
     show(console, overview)
     lines = [
         f"{name}: accuracy {_with_bounds('accuracy', summary)}  reward {summary['reward_mean']:.4f}"
@@ -354,87 +308,6 @@ async def tinker(
 
 
 @command_of(app)
-async def show(
-    command: Command,
-    source: Annotated[
-        Path, typer.Argument(metavar="RUN", help="A run folder, or a file of trajectories.")
-    ],
-    problem: Annotated[
-        str | None, typer.Argument(help="A problem's name or number: all its trajectories.")
-    ] = None,
-    step: Step = None,
-    heldout: Annotated[bool, typer.Option(help="Show the evaluation's instead.")] = False,
-    grep: Annotated[
-        str | None,
-        typer.Option(help="Show all trajectories whose messages match this regular expression."),
-    ] = None,
-    best: Annotated[int, typer.Option(min=0, help="Number of those with the highest reward.")] = 1,
-    worst: Annotated[int, typer.Option(min=0, help="Number of those with the lowest.")] = 1,
-) -> None:
-    """Print conversations of a run, with their rewards."""
-    from turnwise.observe import conversations
-    from turnwise.observe.alarms import alarms_of_run
-
-    path = conversations.trajectory_file(source, step, heldout)
-    found = conversations.select(conversations.read_trajectories(path), problem, grep)
-    if problem is None and grep is None:
-        conversations.show(Console(), conversations.Overview.of(found, best, worst))
-        for alarm in alarms_of_run(source) if source.is_dir() else ():
-            print_text(f"alarm at step {alarm.step}: {alarm.message}")
-    else:
-        conversations.show_all(Console(), found)
-    print_text(str(path))
-
-
-@command_of(app)
-async def view(
-    command: Command,
-    runs: Annotated[
-        list[Path] | None, typer.Argument(metavar="RUN...", help="Run folders, compared.")
-    ] = None,
-    demo: Annotated[bool, typer.Option(help="Two small recorded runs, to look around.")] = False,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="By default, a free one.")] = 0,
-    export: Annotated[
-        Path | None, typer.Option(metavar="FILE.html", help="Write one page instead.")
-    ] = None,
-    step: Annotated[int | None, typer.Option(help="Its step; default: the last one.")] = None,
-    heldout: Annotated[bool, typer.Option(help="The evaluation's trajectories instead.")] = False,
-    trajectory: Annotated[
-        int | None, typer.Option(help="One trajectory of the step, from 0; default: all.")
-    ] = None,
-) -> None:
-    """Show runs in the browser, while they train or later; --export writes a page to send."""
-    if not runs and (export is not None or not demo):
-        raise typer.BadParameter("give a run's folder, such as runs/NAME, or --demo to look around")
-    from turnwise.viewer import server
-
-    folders = runs or []
-    if export is None:
-        await server.view(folders, port, print_text, demo=demo)
-        return
-    await run_in_thread(server.write_page, folders[0], export, step, heldout, trajectory)
-    print_text(str(export))
-
-
-@command_of(app)
-async def export(
-    command: Command,
-    run: Annotated[
-        Path, typer.Argument(metavar="RUN", help="Folder of a run, or of a checkpoint.")
-    ],
-    merged: Annotated[
-        bool, typer.Option("--merged", help="Add a LoRA adapter to the model that it belongs to.")
-    ] = False,
-    output: Annotated[
-        Path | None, typer.Option(help="Folder to write; default: export, or merged, in the run's.")
-    ] = None,
-) -> None:
-    """Write the trained model, or with LoRA the adapter, for other programs."""
-    written = await run_in_thread(lambda: commands.export_run(run, output, merged=merged))
-    print_text(str(written))
-
-
-@command_of(app)
 async def config(
     command: Command,
     file: Annotated[
@@ -442,6 +315,7 @@ async def config(
         typer.Argument(metavar="FILE", help="A YAML configuration; without one, the defaults."),
     ] = None,
     overrides: Overrides = None,
+    as_json: AsJson = False,
 ) -> None:
     """Print the resolved configuration, or the defaults, with the meaning of each key."""
     if file is not None and "=" in file.name and not file.exists():
@@ -449,7 +323,11 @@ async def config(
     loaded = None if file is None else load_config(file, overrides or ())
     if loaded is not None:
         await run_in_thread(check_trainable, loaded)
-    sys.stdout.write(explain_config(loaded))
+    if as_json:
+        keys = [each._asdict() for each in describe_keys()]
+        print_json(keys if loaded is None else masked(loaded))
+    else:
+        sys.stdout.write(explain_config(loaded))
 
 
 @command_of(app)
@@ -463,12 +341,53 @@ async def plan(
     gpu_memory: Annotated[
         float | None, typer.Option(help="Memory of a GPU in GiB; default: of this machine's GPU.")
     ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """Show what each device of a training run would hold; loads no weights."""
-    from turnwise.observe.plan import print_plan  # imports torch
+    from turnwise.observe.plan import machine_of, make_plan, print_plan  # imports torch
 
     config = _file_or_model(file, overrides, NEEDED_KEYS)
-    await run_in_thread(lambda: print_plan(config, gpus, gpu_memory))
+    machine = machine_of(gpus, gpu_memory)
+    if as_json:
+        print_json((await run_in_thread(make_plan, config, machine)).to_json())
+    else:
+        await run_in_thread(print_plan, config, machine)
+
+
+@command_of(app)
+async def docs(
+    command: Command,
+    query: Annotated[list[str], typer.Argument(metavar="WORDS...", help="What to look for.")],
+    count: Annotated[int, typer.Option("-n", min=1, help="Number of sections.")] = 3,
+    as_json: AsJson = False,
+) -> None:
+    """Search the installed version's own pages; needs no network."""
+    from turnwise.cli import pages
+
+    _print_sections(pages.search(" ".join(query), count), as_json)
+
+
+@command_of(app)
+async def explain(
+    command: Command,
+    name: Annotated[
+        str, typer.Argument(metavar="NAME", help="A reason, event, metric, alarm, key or term.")
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Print what a name means that a run, an error or a page uses, such as tool_malformed."""
+    from turnwise.cli import pages
+
+    _print_sections(pages.explain(name), as_json)
+
+
+def _print_sections(found: Sequence["PageSection"], as_json: bool) -> None:
+    if as_json:
+        print_json([each.to_json() for each in found])
+        return
+    for each in found:
+        print_text(f"── docs/{each.page}: {each.title}", "bold")
+        print_text(f"{each.text}\n")
 
 
 @command_of(app)
@@ -498,6 +417,7 @@ async def doctor(
     clean: Annotated[
         bool, typer.Option("--clean", help="Remove what killed engines left in shared memory.")
     ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Check that everything is ready; print a remedy for each problem."""
     if rollout and file is None:
@@ -505,7 +425,7 @@ async def doctor(
     from turnwise.observe import conversations
     from turnwise.run import doctor
 
-    console, config, found = Console(), None, list[doctor.Finding]()
+    console, config, found = Console(quiet=as_json), None, list[doctor.Finding]()
 
     def report(finding: doctor.Finding) -> None:
         found.append(finding)
@@ -534,66 +454,7 @@ async def doctor(
             conversations.show(console, conversations.Overview.of(trajectories))
             report(doctor.spread(trajectories, dropped))
     console.print(doctor.verdict(found), highlight=False)
+    if as_json:
+        print_json([finding._asdict() for finding in found])
     if any(finding.state == "broken" for finding in found):
         raise typer.Exit(1)
-
-
-@command_of(app)
-async def stuck(command: Command, run: Run) -> None:
-    """Print what a run waits for, and the stacks of all of its processes."""
-    from turnwise.core.stacks import ask
-
-    typer.echo(visible(await run_in_thread(lambda: ask(run))), nl=False)
-
-
-@command_of(app)
-async def scale(
-    command: Command,
-    run: Run,
-    workers: Annotated[int, typer.Option(min=1, help="Number of engines from now on.")],
-) -> None:
-    """Change the number of engines of a run while it continues."""
-    from turnwise.run.scaling import ask
-
-    print_text(await run_in_thread(ask, run, workers))
-
-
-@command_of(traces, "export")
-async def export_traces(command: Command, source: Source, target: Target) -> None:
-    """Write trajectories as OpenEnv's training traces."""
-    from turnwise.trajectory import training_trace
-
-    count = await run_in_thread(training_trace.export_traces, source, target)
-    print_text(f"{count} traces\n{target}")
-
-
-@command_of(traces, "import")
-async def import_traces(command: Command, source: Source, target: Target) -> None:
-    """Write training traces, of Turnwise or another program, as trajectories."""
-    from turnwise.trajectory import training_trace
-
-    count = await run_in_thread(training_trace.import_traces, source, target)
-    print_text(f"{count} trajectories\n{target}")
-
-
-@command_of(traces)
-async def timeline(
-    command: Command,
-    run: Run,
-    target: Annotated[Path, typer.Argument(metavar="TARGET", help="The JSON file to write.")],
-    step: Step = None,
-    heldout: Annotated[bool, typer.Option("--heldout", help="The evaluation's turns.")] = False,
-) -> None:
-    """Write when a step's turns were sampled, for Perfetto and other trace viewers."""
-    from turnwise.observe.timeline import write_timeline
-
-    count = await run_in_thread(lambda: write_timeline(run, step, target, heldout))
-    print_text(f"{count} turns\n{target}")
-
-
-def main() -> None:
-    """Run the command `turnwise`."""
-    # User classes are imported from the working directory.
-    sys.path.insert(0, os.getcwd())
-    logs.to_terminal()
-    run_to_the_end(app)

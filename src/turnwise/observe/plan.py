@@ -6,7 +6,7 @@ leave out the context of a GPU's driver (about half a GiB) and fragmentation.
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal, NamedTuple
 
 import psutil
@@ -21,6 +21,7 @@ from turnwise.config.gpus import gpu_share
 from turnwise.config.serving import CPU_KV_CACHE_GIB
 from turnwise.core.actor import CPU_SHARE
 from turnwise.core.gguf import resolve_model
+from turnwise.core.json_types import JsonObject
 from turnwise.core.precision import precision
 from turnwise.core.sources import check_model
 from turnwise.errors import InputError
@@ -105,6 +106,21 @@ class Plan(NamedTuple):
         cache."""
         each = ((getattr(load, figure), load.limit) for load in self.loads)
         return self.contexts >= 1 and all(size <= limit for size, limit in each)
+
+    def to_json(self) -> JsonObject:
+        """Return the plan as plain values; all sizes are in bytes."""
+        holdings = {"rank": self.rank, "engine": self.engine, **self.teachers}
+        return {
+            "fits": self.fits(),
+            "cache_tokens": self.cache_tokens,
+            "contexts": self.contexts,
+            "holdings": {
+                name: {"parts": held.parts, "peak": held.peak, "expected_peak": held.expected_peak}
+                for name, held in holdings.items()
+            },
+            "loads": [load._asdict() for load in self.loads],
+            "actors": [asdict(ask) for ask in self.asks],
+        }
 
     @property
     def excess(self) -> float:
@@ -304,9 +320,12 @@ def actors(config: Config, share: float) -> Iterator[Ask]:
             yield Ask(f"worker{of}", workers, CPU_SHARE, share * size, resources)
 
 
-def print_plan(config: Config, gpus: int | None, gpu_memory: float | None) -> None:
-    """Print the plan of a run; if the run does not fit, also print changes with which it would
-    fit."""
+def machine_of(gpus: int | None, gpu_memory: float | None) -> Machine:
+    """Return the devices for a plan: this machine's, or as many GPUs of as much memory (in GiB).
+
+    Raises:
+        InputError: when one of the two is needed too.
+    """
     here = Machine.here()
     count = here.gpus if gpus is None else gpus
     if gpu_memory is None and count and not here.gpus:
@@ -314,7 +333,12 @@ def print_plan(config: Config, gpus: int | None, gpu_memory: float | None) -> No
     if gpu_memory is not None and not count:
         raise InputError("--gpu-memory needs --gpus, the number of GPUs")
     size = here.device_bytes if gpu_memory is None else int(gpu_memory * GIB)
-    machine = Machine(count, size)
+    return Machine(count, size)
+
+
+def print_plan(config: Config, machine: Machine) -> None:
+    """Print the plan of a run; if the run does not fit, also print changes with which it would
+    fit."""
     plan = make_plan(config, machine)
     console = Console(highlight=False, width=None if Console().is_terminal else 100)
     console.print(_holding(f"one of {config.training.ranks} ranks of the trainer", plan.rank))

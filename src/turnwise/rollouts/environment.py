@@ -263,6 +263,12 @@ def type_of(environment: EnvironmentType) -> EnvironmentType:
     return environment.func if isinstance(environment, partial) else environment
 
 
+def reward_functions_of(environment: EnvironmentType | None) -> Mapping[str, Foreign]:
+    """Return a program's reward functions by path; its environment type carries them."""
+    # A user's class may have an unrelated attribute `reward_functions`.
+    return {} if isinstance(environment, type) else getattr(environment, "reward_functions", {})
+
+
 def name_of(environment: EnvironmentType) -> str:
     kind = type_of(environment)
     return str(getattr(kind, "__name__", type(kind).__name__))

@@ -12,7 +12,7 @@ import time
 from array import array
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import islice
 from math import comb
 from pathlib import Path
@@ -23,6 +23,7 @@ from turnwise.config import Config, RolloutConfig
 from turnwise.config.rollout import EvalConfig
 from turnwise.core.admission import OPEN
 from turnwise.core.aio import for_each, run_in_thread
+from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, translate_unwritable
 from turnwise.rollouts.group import NO_REWARD, Group, Outcomes, is_right, turn_times, write_times
 from turnwise.rollouts.problems import JoinedProblems, Lazy, Problem, problem_at
@@ -197,6 +198,11 @@ class Evaluation:
     @property
     def tokens_per_s(self) -> float:
         return self.sampled_tokens / self.seconds
+
+    def to_json(self) -> JsonObject:
+        """Return all results as plain values, without the trajectories."""
+        names = (item.name for item in fields(self))
+        return {name: getattr(self, name) for name in names if name != "trajectories"}
 
 
 class GroupLog:

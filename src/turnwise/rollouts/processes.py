@@ -22,10 +22,10 @@ from turnwise.core.run_files import RunFiles
 from turnwise.core.user_code import import_user_code
 from turnwise.core.watchdog import waiting
 from turnwise.errors import InputError, StepError, TrajectoryError, describe_error
-from turnwise.rollouts.environment import EnvironmentType
+from turnwise.rollouts.environment import EnvironmentType, reward_functions_of
 from turnwise.rollouts.group import Group
 from turnwise.rollouts.problems import Problem
-from turnwise.rollouts.runner import Runner, reward_functions_of
+from turnwise.rollouts.runner import Runner
 from turnwise.serving.front_process import FrontProcess, GroupRunner, Report
 from turnwise.serving.front_processes import FrontProcesses, Process
 from turnwise.serving.scheduler import Scheduler

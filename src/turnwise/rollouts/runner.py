@@ -12,7 +12,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, field
@@ -54,6 +54,7 @@ from turnwise.rollouts.environment import (
     load_environment,
     name_of,
     own_method,
+    reward_functions_of,
     type_of,
     with_arguments,
 )
@@ -268,14 +269,9 @@ class _Run:
     search: BeamSearch | None = None
     """The group's beam search; None if its answers are sampled."""
     priority: Priority = Priority.TRAINING
+    change: Callable[[RolloutContext], None] = lambda _: None
     episodes: dict[int, Episode] = field(default_factory=dict)
     """Episodes of finished trajectories by their position, until the whole group is rewarded."""
-
-
-def reward_functions_of(environment: EnvironmentType | None) -> Mapping[str, Foreign]:
-    """Return a program's reward functions by path; its environment type carries them."""
-    # A user's class may have an unrelated attribute `reward_functions`.
-    return {} if isinstance(environment, type) else getattr(environment, "reward_functions", {})
 
 
 class Runner:
@@ -410,10 +406,11 @@ class Runner:
         into: Group | None = None,
         on_trajectory: Callable[[Trajectory], None] = lambda _: None,
         priority: Priority = Priority.TRAINING,
+        change: Callable[[RolloutContext], None] = lambda _: None,
     ) -> Group:
-        """Run `sampling.n` trajectories; each begins when the runner's `admission` has room for it.
-        The names of their requests begin with `tag`. `on_trajectory` gets each trajectory as soon
-        as its reward is known."""
+        """Run `sampling.n` trajectories, whose requests' names begin with `tag`, when `admission`
+        has room. `on_trajectory` gets each trajectory as soon as its reward is known; `change` may
+        change a trajectory's context before its loop begins."""
         group, started = Group.of(problem) if into is None else into, time.perf_counter()
         stage, name = self._stage(problem), f"{tag}-{problem.id}"
         search: BeamSearch | None = None
@@ -425,7 +422,7 @@ class Runner:
                 )
             ends = self.template.stop_token_ids
             search = BeamSearch(engine, self.tokenizer, ends, sampling.n)
-        run = _Run(engine, problem, sampling, name, stage, group, search, priority)
+        run = _Run(engine, problem, sampling, name, stage, group, search, priority, change)
         async with self._loading:
             if "tool_parser" not in vars(self):  # loading it would block the event loop
                 with suppress(OSError):  # no thread is free: a trajectory loads it
@@ -574,6 +571,7 @@ class Runner:
                 clock=clock,
                 place=place,
             )
+            run.change(context)
             await stage.admit(problem, episode)
             loop, passing = stage.loop, (InputError, TrajectoryError, DeadlineError, EngineError)
             async with user_errors("loop_error", "", passing):

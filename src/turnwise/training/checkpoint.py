@@ -137,6 +137,12 @@ def newest_whole(checkpoints: Path) -> tuple[Path, list[str]]:
     raise InputError(f"{checkpoints} holds no whole checkpoint to resume from{reasons}")
 
 
+def newest_before(checkpoints: Path, step: int) -> Path | None:
+    """Return the newest complete checkpoint of a step before `step`; None if there is none."""
+    earlier = (each for each in reversed(list_checkpoints(checkpoints)) if number_of(each) < step)
+    return next((each for each in earlier if not incomplete_reason(each)), None)
+
+
 def prune(
     checkpoints: Path, keep_last: int, best: int | None, committed: int | None = None
 ) -> None:

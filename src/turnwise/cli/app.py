@@ -1,0 +1,81 @@
+"""The command line itself, and the arguments that several commands have."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from turnwise import __version__
+from turnwise.cli.command import print_error, run_to_the_end
+from turnwise.config import known_keys
+from turnwise.core import logs
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="Reinforcement learning for tool-calling language models, exact to the token.",
+)
+traces = typer.Typer(no_args_is_help=True, help="Convert trajectories to traces, and from them.")
+app.add_typer(traces, name="trace")
+Source = Annotated[Path, typer.Argument(metavar="SOURCE", help="A JSON Lines file.")]
+Target = Annotated[Path, typer.Argument(metavar="TARGET", help="The JSON Lines file to write.")]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON value.")]
+Step = Annotated[int | None, typer.Option(help="The step; default: the last one.")]
+
+
+def complete_key(incomplete: str) -> list[tuple[str, str]]:
+    """Complete a key of the configuration in a shell."""
+    found = known_keys().items()
+    return [(f"{key}=", text) for key, text in found if key.startswith(incomplete)]
+
+
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[key.sub=value]...",
+        help="Changes to the configuration.",
+        autocompletion=complete_key,
+    ),
+]
+ON_LINUX = (
+    *("train", "sft", "pipeline", "eval", "rollout", "serve", "scale", "doctor", "stuck"),
+    *("tinker", "replay", "whatif"),
+)
+"""Commands that need processes, engines or their stacks. The other commands run on any system."""
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"turnwise {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    context: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
+    ] = False,
+) -> None:
+    """Parse the options before a command."""
+    if context.invoked_subcommand in ON_LINUX and not sys.platform.startswith("linux"):
+        print_error(
+            f"turnwise: {context.invoked_subcommand} needs Linux, and this is {sys.platform}; "
+            "view, show, export, config, plan, init and trace work here too",
+            style="red",
+        )
+        raise typer.Exit(2)
+
+
+def main() -> None:
+    """Run the command `turnwise`."""
+    # User classes are imported from the working directory.
+    sys.path.insert(0, os.getcwd())
+    logs.to_terminal()
+    run_to_the_end(app)
