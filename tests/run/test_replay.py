@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from starlette.testclient import TestClient
 
 from examples.calculator.prepare import prepare
 from examples.calculator.tool import calculate
@@ -26,6 +27,8 @@ from turnwise.run.replay import Compared, Replayed, groups_of, replay_steps
 from turnwise.run.whatif import read_edits, turns_of, what_if
 from turnwise.trajectory import Trajectory
 from turnwise.trajectory.prompt import Prompt
+from turnwise.viewer.run_files import open_runs
+from turnwise.viewer.server import make_app
 
 
 @pytest.fixture(scope="module")
@@ -208,14 +211,17 @@ def stored(run: Path, step: int = 2) -> Trajectory:
 
 
 def test_a_deterministic_run_samples_the_same_tokens_again(run: Path) -> None:
-    """With the weights before the second step, which a checkpoint has."""
+    """By the viewer's page, which runs `turnwise whatif`, with the weights before the step."""
     old = stored(run)
-    done = turnwise(
-        *("whatif", run, old.problem_id, "--step", "2", "--sample", str(old.sample_index)),
-        *("-n", "2", "--json"),
-    )
-    assert done.returncode == 0, done.stderr
-    made = json.loads(done.stdout)
+    file = read_trajectories(run / "trajectories" / "step-0002.jsonl")
+    index = next(i for i, each in enumerate(file) if each == old)
+    host = "http://127.0.0.1:8123"
+    client = TestClient(make_app(open_runs([run]), "token", 8123), base_url=host)
+    assert client.get("/?token=token").status_code == 200
+    path = f"/api/runs/run/files/step-0002/{index}/whatif"
+    answer = client.post(path, json={"n": 2, "turn": 0}, headers={"origin": host})
+    assert answer.status_code == 200, answer.text
+    made = answer.json()
     assert not made["differences"]
     assert not made["failures"]
     again = {each["sample_index"]: each for each in made["continuations"]}

@@ -168,6 +168,11 @@ def look_at_a_trajectory(page: "Page") -> None:
     expect(page.locator(".timeline")).to_contain_text("worker-1")
     expect(page.locator(".timeline thead th").nth(5)).to_have_text("In all")
     expect(page.locator(".timeline tbody tr").first.locator("td").nth(4)).to_have_text("2")
+    page.get_by_role("tab", name="What if").click()
+    page.get_by_label("Change message").select_option("2")
+    expect(page.get_by_label("Its new text")).to_be_enabled()
+    expect(page.get_by_label("From turn")).to_be_disabled()
+    page.go_back()
     page.go_back()
     # The address leads back to the token.
     at, link = chosen.get_attribute("data-at"), page.url

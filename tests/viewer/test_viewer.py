@@ -107,6 +107,39 @@ def test_who_has_no_token_gets_nothing(folder: Path) -> None:
     assert re.match(r"/[^/\\]", moved.headers["location"])
 
 
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"n": 99}, "n is a number from 1 to 16"),
+        ({"edits": {"0": 1}}, "edits are texts"),
+        ({"edits": ["x"]}, "edits are texts"),
+        ({"weights": "--debug"}, "weights are then or now"),
+        ({"turn": "1"}, "turn is a number"),
+        ({"output": "/tmp/x"}, "a request has no output"),
+        ([], "a request is a JSON object"),
+        ({"edits": {"0": "x" * 2**16}}, "at most 65,536 bytes"),
+        ({"edits": {"x": "y"}}, "turnwise: --edit x=y: write the message's number"),
+    ],
+)
+def test_a_request_for_continuations_is_checked(
+    client: TestClient, asked: object, said: str
+) -> None:
+    own = {"origin": HOST}
+    answer = client.post(f"{STEP}/0/whatif", json=asked, headers=own)
+    assert answer.status_code == 422
+    assert said in answer.json()["detail"]
+
+
+def test_only_the_page_itself_may_ask_for_continuations(client: TestClient, folder: Path) -> None:
+    path = f"{STEP}/0/whatif"
+    for headers in ({}, {"origin": "http://evil.example"}, {"origin": f"{HOST}0"}):
+        assert client.post(path, json={}, headers=headers).status_code == 403
+    assert client.post("/api/runs", json={}, headers={"origin": HOST}).status_code == 405
+    assert client.post("/api/runs/whatif", json={}, headers={"origin": HOST}).status_code == 404
+    bare = TestClient(make_app(open_runs([folder]), TOKEN, PORT), base_url=HOST)
+    assert bare.post(path, json={}, headers={"origin": HOST}).status_code == 403
+
+
 def test_no_path_leads_out_of_the_runs(client: TestClient, folder: Path) -> None:
     outside = folder.parent / "secret.jsonl"
     write_jsonl(outside, [a_trajectory(0, "secret")])

@@ -31,12 +31,14 @@ from starlette.responses import JSONResponse, PlainTextResponse, RedirectRespons
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from turnwise.core.aio import run_in_thread
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, TrajectoryError, translate_unwritable
 from turnwise.observe.conversations import trajectory_file
 from turnwise.serving.openai.address import listen
 from turnwise.trajectory import Image, Trajectory
 from turnwise.trajectory.images import data_url
+from turnwise.viewer.continuations import MAX_BODY, Continuations
 from turnwise.viewer.run_files import ViewedRun, demo_runs, open_runs, parse
 
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml"}
@@ -57,9 +59,10 @@ _HEADERS = {
 _LARGEST = 100 * 2**20  # bytes of trajectories in one file; browsers are slow with more
 _IMAGES = 30 * 2**20  # bytes of images in one file; further images are left out
 _IMAGE = "files/{file}/images/{name}"
+_WHAT_IF = "/whatif"
 _MODULES = (
     *("dom.js", "data.js", "chart.js", "overview.js", "chat.js", "tokens.js"),
-    *("trajectory.js", "steps.js", "app.js"),
+    *("whatif.js", "trajectory.js", "steps.js", "app.js"),
 )
 """The page's modules, each after the modules that it imports."""
 _IMPORT = re.compile(r"^import [^;]*;\n", re.MULTILINE)
@@ -118,7 +121,26 @@ def make_app(runs: Mapping[str, ViewedRun], token: str, port: int) -> ASGIApp:
         detail = f"there is no {error}" if missing else str(error)
         return JSONResponse({"detail": detail}, 404 if missing else 422)
 
+    continuations = Continuations()
+
+    async def continue_it(request: Request) -> Response:
+        run, file = runs[request.path_params["run"]], request.path_params["file"]
+        line = await run_in_thread(run.line, file, request.path_params["index"])
+        body = b""
+        async for part in request.stream():
+            body += part
+            if len(body) > MAX_BODY:
+                raise InputError(f"a request has at most {MAX_BODY:,} bytes")
+        try:
+            asked = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"a request is JSON: {error}") from error
+        trajectory = Trajectory.from_json(line.decode())
+        return JSONResponse(await continuations.make(run.path, file, trajectory, asked))
+
     routes = [Route("/", page), Route("/static/{name}", page), Route("/api/runs", list_runs)]
+    what_if = f"/api/runs/{{run}}/files/{{file}}/{{index:int}}{_WHAT_IF}"
+    routes.append(Route(what_if, continue_it, methods=["POST"]))
     routes += [route(path, read) for path, read in _ANSWERS.items()]
     handlers = dict.fromkeys((InputError, LookupError, TrajectoryError), explain)
     return _guarded(Starlette(routes=routes, exception_handlers=handlers), token, port)
@@ -127,8 +149,8 @@ def make_app(runs: Mapping[str, ViewedRun], token: str, port: int) -> ASGIApp:
 def _guarded(app: ASGIApp, token: str, port: int) -> ASGIApp:
     """Return an application that answers only clients with the token. A client sends the token once
     in the query, and then in a cookie. Only local host names are accepted, so that no other site's
-    name can be pointed here, and only the methods GET and HEAD. The response headers keep texts
-    from running as scripts."""
+    name can be pointed here, and only the methods GET and HEAD, except that the page itself may ask
+    for continuations. The response headers keep texts from running as scripts."""
     cookie = f"turnwise-view-{port}"
 
     def matches(given: str) -> bool:
@@ -138,7 +160,10 @@ def _guarded(app: ASGIApp, token: str, port: int) -> ASGIApp:
         request = Request(scope)
         if request.headers.get("host", "").rpartition(":")[0] not in _HOSTS:
             return PlainTextResponse("unknown host", 403)
-        if request.method not in ("GET", "HEAD"):
+        asks = request.method == "POST" and request.url.path.endswith(_WHAT_IF)
+        if asks and request.headers.get("origin") != f"http://{request.headers.get('host')}":
+            return PlainTextResponse("another site's page", 403)
+        if request.method not in ("GET", "HEAD") and not asks:
             return PlainTextResponse("read only", 405)
         given, kept = request.query_params.get("token"), request.cookies.get(cookie)
         if given is not None and matches(given):

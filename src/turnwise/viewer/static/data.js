@@ -14,9 +14,14 @@ export async function fetchNow(path) {
     if (known === undefined) throw new Error("this file does not contain it");
     return known;
   }
+  return answerTo(path);
+}
+
+// Ask the server; `request` is sent as JSON.
+export async function answerTo(path, request) {
   let response;
   try {
-    response = await fetch(path);
+    response = await fetch(path, request && { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(request) });
   } catch {
     throw new Error("the viewer does not answer: is `turnwise view` still running?");
   }

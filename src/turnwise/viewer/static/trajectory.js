@@ -5,6 +5,7 @@ import { exported, fetchNow, keep, link, trajectoryPath } from "./data.js";
 import { ticks } from "./chart.js";
 import { branchesOf, branchOf, chatView, picturesOf, treeView } from "./chat.js";
 import { glyphs, tokensOf, TokenView } from "./tokens.js";
+import { whatIfView } from "./whatif.js";
 
 const AROUND = 8;
 const MOST_PLACES = 100;
@@ -134,7 +135,7 @@ export async function showTrajectory(main, runs, place, go) {
   const { run, file, index } = place;
   const base = trajectoryPath(run, file, index);
   const [trajectory, texts, values, listed, timeline] = await Promise.all([keep(base), keep(`${base}/tokens`), keep(`${base}/values`), fetchNow(trajectoryPath(run, file)), keep(`${trajectoryPath(run, file)}/timeline`)]);
-  const known = ["chat", "tokens", "template", ...(trajectory.judgements?.length ? ["judges"] : []), ...(timeline.calls[index]?.length ? ["timeline"] : [])];
+  const known = ["chat", "tokens", "template", ...(trajectory.judgements?.length ? ["judges"] : []), ...(timeline.calls[index]?.length ? ["timeline"] : []), ...(!exported && file.startsWith("step-") ? ["whatif"] : [])];
   const tabOf = (query) => (known.includes(query.tab) ? query.tab : "chat");
   const turns = trajectory.turns;
   const branches = branchesOf(turns);
@@ -187,7 +188,7 @@ export async function showTrajectory(main, runs, place, go) {
     // What is drawn again keeps the focus: a tab, or a turn of the tree.
     const [tabHeld, turnHeld] = [tabs, side].map((part) => part.contains(document.activeElement));
     side.replaceChildren(treeView(turns, branches, branch, state.turn, (turn) => go(address({ tab: state.tab, turn }))));
-    tabs.replaceChildren(...[["chat", "Conversation"], ["tokens", "Tokens"], ["template", "Template"], ["judges", "Judges"], ["timeline", "Timeline"]].filter(([name]) => known.includes(name)).map(([name, label]) => h("button", { type: "button", role: "tab", id: `tab-${name}`, "aria-controls": "view", "aria-selected": String(state.tab === name), tabindex: state.tab === name ? "0" : "-1",
+    tabs.replaceChildren(...[["chat", "Conversation"], ["tokens", "Tokens"], ["template", "Template"], ["judges", "Judges"], ["timeline", "Timeline"], ["whatif", "What if"]].filter(([name]) => known.includes(name)).map(([name, label]) => h("button", { type: "button", role: "tab", id: `tab-${name}`, "aria-controls": "view", "aria-selected": String(state.tab === name), tabindex: state.tab === name ? "0" : "-1",
       onclick: () => go(address({ tab: name, turn: state.turn })) }, label)));
     if (tabHeld) tabs.querySelector("[aria-selected=true]").focus();
     if (turnHeld) side.querySelector("[aria-current=true]")?.focus();
@@ -209,6 +210,8 @@ export async function showTrajectory(main, runs, place, go) {
       keep(`${base}/judgements`).then((found) => waiting.replaceWith(judgesView(trajectory.judgements, found)), (error) => waiting.replaceWith(h("p", { class: "error" }, error.message)));
     } else if (state.tab === "timeline") {
       content.replaceChildren(timelineView(timeline.calls, index, listed.trajectories));
+    } else if (state.tab === "whatif") {
+      content.replaceChildren(whatIfView(trajectory, base, state.turn));
     } else {
       const tokens = tokensOf(trajectory, branch.path, texts, values);
       const addressOf = (token) => address({ tab: "tokens", turn: token.turn, token: token.at, ...(view.measure === "logprob" ? {} : { color: view.measure }) });
