@@ -17,6 +17,17 @@ def test_decoding_leaves_out_the_end_token_only(template: ChatTemplate) -> None:
     assert template.decode(ids) == "<tool_call>{}</tool_call>"
 
 
+def test_decoding_leaves_out_any_token_that_stops_generation(tokenizer: Any) -> None:
+    """As engines do, also if the token is no special one and so would stay in the text."""
+    own = ChatTemplate(tokenizer)
+    ids = own.encode("a</tool_call>")
+    assert own.decode(ids) == "a</tool_call>"
+    own.stop_token_ids.add(ids[-1])
+    assert own.decode(ids) == "a"
+    assert own.decode([*ids, *own.encode("b")]) == "a</tool_call>b"
+    assert own.decode([ids[-1], ids[-1]]) == "</tool_call>"
+
+
 def test_a_template_of_ones_own_and_its_variables(tokenizer: Any) -> None:
     own = ChatTemplate(tokenizer, chat_template="{{ messages[0].content }}{{ more }}", more="!")
     assert own.render_text(QUESTION) == QUESTION[0]["content"] + "!"

@@ -296,9 +296,10 @@ class ChatTemplate:
         return self._control.sub(lambda found: found[0][0] + _GUARD + found[0][1:], text)
 
     def decode(self, token_ids: PromptLike) -> str:
-        """Return the text of sampled ids, special tokens included except for a final EOS."""
+        """Return the text of sampled ids, special tokens included except for the token at which
+        generation stopped."""
         ids = id_list(token_ids)
-        if ids and ids[-1] == self.tokenizer.eos_token_id:
+        if ids and ids[-1] in self.stop_token_ids:
             ids.pop()
         return self.decode_all(ids)
 
