@@ -1,6 +1,9 @@
 """The pages on the terminal: what is found for words, and what a name is explained by."""
 
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +70,26 @@ def test_what_no_page_has_is_one_sentence() -> None:
         pages.search("qwxz", 3)
     with pytest.raises(InputError, match="no page has the name 'qwxz'"):
         pages.explain("qwxz")
+
+
+def test_the_pages_suffice_to_write_an_environment(tmp_path: Path, model_path: str) -> None:
+    """A script that does what a found section says, word by word."""
+    found = pages.search("write an environment", 3)
+    section = next(each for each in found if each.page == "tutorial.md")
+    command = re.search(r"`turnwise (init (\w+))`", section.text)
+    code = re.search(r"```python\n# environment\.py\n(.+?)```", section.text, re.DOTALL)
+    assert command is not None
+    assert code is not None
+    program = (sys.executable, "-m", "turnwise", *command[1].split(), "--model", model_path)
+    subprocess.run(program, cwd=tmp_path, check=True, capture_output=True)
+    project = tmp_path / command[2]
+    own = project / "environment.py"
+    assert own.read_text() != code[1]
+    own.write_text(code[1])
+    tested = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
+    done = subprocess.run(tested, cwd=project, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    assert " passed" in done.stdout
 
 
 def test_an_installation_without_pages_says_so(

@@ -41,6 +41,7 @@ def test_a_release_trains_a_new_project_in_a_fresh_environment(
         index = ("--extra-index-url", "https://download.pytorch.org/whl/cpu")
         run(*install, *index, cwd=tmp_path)
     assert run(turnwise, "--version", cwd=tmp_path).startswith("turnwise ")
+    assert "docs/how-to/stuck-run.md" in run(turnwise, "docs", "the", "run", "hangs", cwd=tmp_path)
     page = "from turnwise.viewer.server import static_files; print(static_files()['index.html'])"
     assert "<!doctype html>" in run(python, "-c", page, cwd=tmp_path)
 

@@ -41,9 +41,9 @@ def main() -> int:
     commands = [
         ["eval", config, seed],
         ["sft", str(HERE / "sft.yaml"), seed, f"name={taught.name}"],
-        ["export", str(taught)],
-        ["train", config, seed, f"model.path={taught / 'export'}", f"name={trained.name}"],
-        ["export", str(trained)],
+        ["export", str(taught), "--merged"],
+        ["train", config, seed, f"model.path={taught / 'merged'}", f"name={trained.name}"],
+        ["export", str(trained), "--merged"],
     ]
     commands[3] += options.keys
     for command in commands:
@@ -53,7 +53,7 @@ def main() -> int:
     print_results(trained)
     for program in ("transformers", "vllm"):
         print(f"\nThe exported model in {program}:", flush=True)
-        answer = [sys.executable, "-m", "examples.base.answer", program, str(trained / "export")]
+        answer = [sys.executable, "-m", "examples.base.answer", program, str(trained / "merged")]
         if code := subprocess.call([*answer, str(BUILD / "heldout.jsonl")]):
             return code
     print(f"\n{trained}   {(time.monotonic() - began) / 60:.1f} minutes in all")
@@ -65,7 +65,7 @@ def write_rows(folder: Path, seed: int) -> None:
     rng = random.Random(seed)
     tools = [function_schema(calculate).description]
     easy = [make_row(rng, TAUGHT, rng.randint(1, 2)) for _ in range(_CONVERSATIONS)]
-    rows = [make_row(rng, TAUGHT + NEW, rng.randint(2, 4)) for _ in range(_ROWS + _HELDOUT)]
+    rows = [make_row(rng, TAUGHT + NEW, rng.randint(2, 3)) for _ in range(_ROWS + _HELDOUT)]
     folder.mkdir(exist_ok=True)
     _write(folder / "conversations.jsonl", [{"messages": solved(r), "tools": tools} for r in easy])
     _write(folder / "train.jsonl", rows[_HELDOUT:])
