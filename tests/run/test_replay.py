@@ -171,8 +171,11 @@ def test_a_recorded_engine_answers_by_prompt() -> None:
         ask("a", [11])
     assert ask("b", [11, 14]).token_ids == [7, 2]
     assert engine.differences["b"] == "prompt of turn 0: from token 1 on, '12' is '14' now"
-    with pytest.raises(EngineError, match="the run has not stored c"):
+    with pytest.raises(EngineError, match="the run has not stored c, nor"):
         ask("c", [11])
+    # An agent's request has no trajectory's name.
+    assert ask("c", [11, 12, 7, 2, 13]).token_ids == [8, 2]
+    assert "c" not in engine.differences
 
 
 def test_a_file_is_divided_into_the_groups_of_its_step() -> None:

@@ -42,9 +42,11 @@ class RecordedEngine:
 
     async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
         name = request.id.rpartition("-")[0]
+        if name not in self._left and (found := self._with_prompt(request.prompt)) is not None:
+            name = found
         left = self._left.get(name)
         if left is None:
-            raise EngineError(f"the run has not stored {name}")
+            raise EngineError(f"the run has not stored {name}, nor a turn with its prompt")
         trajectory = self._stored[name]
         if not left:
             if self._live is None:
@@ -68,6 +70,14 @@ class RecordedEngine:
             "length" if turn.finish_reason == "length" else "stop",
             allowed=turn.allowed,
         )
+
+    def _with_prompt(self, prompt: Prompt) -> str | None:
+        """Return the name of a trajectory that has an open turn with a prompt. The requests of
+        agents, which know nothing of their trajectories' names, are found so."""
+        for name, left in self._left.items():
+            if any(self._stored[name].prompt(index) == prompt for index in left):
+                return name
+        return None
 
     def _difference(self, stored: Prompt, now: Prompt) -> str:
         start = stored.common_prefix(now)

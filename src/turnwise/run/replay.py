@@ -13,15 +13,18 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 from safetensors.numpy import load_file
 
+from turnwise.chat.messages import said
 from turnwise.chat.template import load_tokenizer
 from turnwise.config import Config, load_config
 from turnwise.config.base import NEEDED_KEYS
+from turnwise.core import logs
 from turnwise.core.actor import ActorHandle
 from turnwise.core.aio import for_each, run_in_thread
 from turnwise.core.files import number_of
@@ -232,41 +235,43 @@ class Replay:
         assert runner is not None
         conversations, rewards = Compared(), Compared(1e-9)
         made.quantities |= {"conversations": conversations, "rewards": rewards}
-
-        async def play(numbered: tuple[int, Group]) -> None:
-            number, group = numbered
-            tag = f"step{made.step}.{number}"
+        problems: dict[int, Problem] = {}
+        for number, group in enumerate(groups):
             try:
-                problem = await run_in_thread(self._find, group.problem_id)
+                problems[number] = await run_in_thread(self._find, group.problem_id)
             except InputError as error:
                 made.notes.append(f"the stored rewards of {group.problem_id} are used: {error}")
-                return
-            names = {f"{tag}-{problem.id}-{t.sample_index}": t for t in group.trajectories}
-            engine = RecordedEngine(names, runner.template.decode)
-            n = 1 + max(t.sample_index for t in group.trajectories)
+        stored = {
+            f"step{made.step}.{number}-{each.problem_id}-{each.sample_index}": each
+            for number in problems
+            for each in groups[number].trajectories
+        }
+        engine = RecordedEngine(stored, runner.template.decode)
+
+        async def play(number: int) -> None:
+            group, tag = groups[number], f"step{made.step}.{number}"
+            n = 1 + max(each.sample_index for each in group.trajectories)
             changes = {"n": n, "use_beam_search": False}
             sampling = self._config.sampling.model_copy(update=changes)
-            again = await runner.run_group(engine, problem, sampling, tag)
-            found = {each.sample_index: each for each in again.trajectories}
-            why = "; ".join(again.causes.values())
-            for name, old in names.items():
+            again = await runner.run_group(engine, problems[number], sampling, tag)
+            for old in group.trajectories:
                 where = f"step {made.step}, {old.problem_id} #{old.sample_index}"
-                new, how = found.get(old.sample_index), engine.differences.get(name, "")
-                if new is None:
+                how = engine.differences.get(f"{tag}-{old.problem_id}-{old.sample_index}", "")
+                new = _counterpart(old, again.trajectories)
+                if new is None or how:
                     conversations.count += 1
-                    conversations.note(where, f"it cannot be played again: {how or why}")
-                    continue
-                if how:
-                    conversations.count += 1
-                    conversations.note(where, how)
+                    why = how or "; ".join(again.causes.values()) or "it sampled other turns"
+                    conversations.note(where, f"cannot be repeated: {why}" if not new else why)
                 else:
                     _add_messages(conversations, where, old, new)
-                rewards.add(where, old.reward, new.reward)
-                for kind in ("parts", "turns", "players"):
-                    _add_parts(rewards, f"{where}, {kind}", old, new, kind)
-                old.outcome = new.outcome
+                if new is not None:
+                    rewards.add(where, old.reward, new.reward)
+                    for kind in ("parts", "turns", "players"):
+                        _add_parts(rewards, f"{where}, {kind}", old, new, kind)
+                    old.outcome = new.outcome
 
-        await for_each(enumerate(groups), play, _AT_ONCE)
+        async with runner.opened(engine):
+            await for_each(problems, play, _AT_ONCE)
 
     def _columns(
         self, batch: SampleBatch, stored: Sequence[Trajectory], version: int
@@ -378,6 +383,8 @@ async def replay_steps(
         first, last = _steps(run, step)
         if output is not None:
             await run_in_thread(checkpoint.checked_target, output)
+        temporary = stack.enter_context(TemporaryDirectory(prefix="turnwise-"))
+        stack.enter_context(logs.open_logs(Path(temporary), "warning"))  # vLLM's, of a server
         opened = open_replay(run, overrides, trains=trains)
         replay, notes = await stack.enter_async_context(opened)
         if trains and (why := await replay.begin(first)):
@@ -431,8 +438,11 @@ async def open_replay(
         notes.append("a program gave the environment as an object: rewards are those of the files")
     policy, rank = None, None
     if trains:
+        from transformers.utils.logging import disable_progress_bar
+
         from turnwise.training.rank import TrainerRank
 
+        disable_progress_bar()
         rank = await run_in_thread(TrainerRank, config, run)
         policy = TrainerGroup(config, [_LocalRank(rank)])
         policy.layouts = rank.layouts
@@ -497,16 +507,27 @@ def _numbers(line: JsonObject) -> JsonObject:
     }
 
 
+def _counterpart(old: Trajectory, made: Sequence[Trajectory]) -> Trajectory | None:
+    """Return the trajectory that repeats a stored one: of the same number or, if an agent's
+    requests came in another order, with the same sampled turns."""
+    ids = [turn.completion_token_ids for turn in old.turns]
+    ranked = sorted(made, key=lambda each: each.sample_index != old.sample_index)
+    same = (each for each in ranked if ids == [turn.completion_token_ids for turn in each.turns])
+    alone = (each for each in ranked if each.sample_index == old.sample_index)
+    return next(same, next(alone, None))
+
+
 def _add_messages(compared: Compared, where: str, old: Trajectory, new: Trajectory) -> None:
+    """Compare the texts and calls of conversations; servers draw other ids of calls each time."""
     compared.count += 1
-    again = Trajectory.from_json(new.to_json(whole=True))
-    for index, (before, now) in enumerate(zip(old.messages, again.messages, strict=False)):
-        if before != now:
-            what = f"{_short(before.get('content'))} is {_short(now.get('content'))} now"
-            compared.note(where, f"message {index} ({before.get('role')}): {what}")
+    before, now = ([(m.get("role"), said(m)) for m in each.messages] for each in (old, new))
+    for index, (one, other) in enumerate(zip(before, now, strict=False)):
+        if one != other:
+            what = f"{_short(one[1])} is {_short(other[1])} now"
+            compared.note(where, f"message {index} ({one[0]}): {what}")
             return
-    if len(old.messages) != len(again.messages):
-        compared.note(where, f"{len(old.messages)} messages are {len(again.messages)} now")
+    if len(before) != len(now):
+        compared.note(where, f"{len(before)} messages are {len(now)} now")
 
 
 def _add_parts(compared: Compared, where: str, old: Trajectory, new: Trajectory, kind: str) -> None:

@@ -16,12 +16,14 @@ from typing import Literal
 from rich.text import Text
 
 from turnwise.chat.messages import said
+from turnwise.core import logs
 from turnwise.core.aio import run_in_thread
 from turnwise.core.files import number_of
 from turnwise.core.json_types import JsonObject
 from turnwise.errors import InputError, visible
 from turnwise.observe.conversations import read_trajectories, select, trajectory_file
 from turnwise.rollouts.agent_loop import RolloutContext
+from turnwise.rollouts.loops import load_loop
 from turnwise.rollouts.recorded import RecordedEngine
 from turnwise.run.bundle import finder
 from turnwise.run.display import Display
@@ -122,6 +124,9 @@ async def what_if(
             raise InputError(f"message {index}: the trajectory has 0 to {len(stored.messages) - 1}")
         if stored.messages[index].get("role") == "assistant" and turns[index] >= 0:
             raise InputError(f"message {index} is the model's: choose --turn {turns[index]}")
+    loops = replay_config(run, overrides).loops
+    if any(getattr(load_loop(each), "by_requests", False) for each in loops):
+        raise InputError("an agent makes its own requests, so that its turns cannot be repeated")
     if turn is None:
         turn = min((max(0, turns[index]) for index in edits), default=0)
     if not 0 <= turn < len(stored.turns):
@@ -130,6 +135,7 @@ async def what_if(
         raise InputError(f"message {late[0]} comes after turn {turn}: raise --turn")
     async with AsyncExitStack() as stack:
         temporary = stack.enter_context(TemporaryDirectory(prefix="turnwise-"))
+        stack.enter_context(logs.open_logs(Path(temporary), "warning"))
         with display.part("preparing the weights"):
             place = await _weights(run, number, weights, overrides, Path(temporary, "weights"))
         paths = [] if place is None else [f"model.path={place}"]
