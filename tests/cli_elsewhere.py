@@ -37,6 +37,8 @@ def main(system: str, folder: Path) -> None:
         ["show", run],
         ["view", run, "--export", page],
         ["config"],
+        ["docs", "reward"],
+        ["explain", "grad_norm"],
         ["config", f"{run}/config.yaml"],
         ["trace", "export", steps, traces],
         ["trace", "import", traces, back],
@@ -51,7 +53,7 @@ def main(system: str, folder: Path) -> None:
     sys.platform = system
     for command in (
         *(["train", "x.yaml"], ["serve", "x.yaml"], ["eval", "x.yaml"]),
-        *(["stuck", run], ["scale", run, "--workers", "2"]),
+        *(["stuck", run], ["scale", run, "--workers", "2"], ["replay", run], ["bundle", run]),
     ):
         result = CliRunner().invoke(app, command)
         assert result.exit_code == 2, command

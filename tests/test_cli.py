@@ -302,6 +302,8 @@ def test_eval_runs_gsm8k_rows_and_keeps_their_trajectories(tmp_path: Path, model
     (path,) = tmp_path.glob("*/eval.jsonl")
     assert len((path.parent / "timeline" / path.name).read_text().splitlines()) == 8
     assert len(list(read_jsonl(path))) == 8
+    page = in_process("view", path.parent, "--heldout", "--export", tmp_path / "page.html")
+    assert page.exit_code == 0, page.output
 
 
 @pytest.mark.slow

@@ -42,7 +42,7 @@ Overrides = Annotated[
 ]
 ON_LINUX = (
     *("train", "sft", "pipeline", "eval", "rollout", "serve", "scale", "doctor", "stuck"),
-    *("tinker", "replay", "whatif"),
+    *("tinker", "replay", "whatif", "bundle"),
 )
 """Commands that need processes, engines or their stacks. The other commands run on any system."""
 
@@ -67,7 +67,7 @@ def options(
     if context.invoked_subcommand in ON_LINUX and not sys.platform.startswith("linux"):
         print_error(
             f"turnwise: {context.invoked_subcommand} needs Linux, and this is {sys.platform}; "
-            "view, show, export, config, plan, init and trace work here too",
+            "view, show, export, config, plan, docs, explain, init and trace work here too",
             style="red",
         )
         raise typer.Exit(2)

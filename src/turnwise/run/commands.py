@@ -23,7 +23,7 @@ from turnwise.core.json_types import JsonObject
 from turnwise.core.sources import check_data, check_model, check_tokenizer
 from turnwise.core.user_code import call_user_code
 from turnwise.engine.adapters import EngineAdapters
-from turnwise.errors import CompleteError, InputError, TrainerError
+from turnwise.errors import CompleteError, InputError, TrainerError, translate_unwritable
 from turnwise.run.checks import check_sampled
 from turnwise.serving.openai.address import listen
 from turnwise.training import checkpoint
@@ -367,6 +367,10 @@ async def _playing(
     heldout = phase == "evaluate"
     with logs.open_logs(config.run_folder, config.log_level), _display(config, console) as display:
         with display.part(_LOADING):
+            from turnwise.run.run_dir import write_config
+
+            with translate_unwritable(config.run_folder):  # for `turnwise view`
+                await run_in_thread(write_config, config, replace=False)
             load = partial(load_problems, config, inputs, heldout=heldout)
             problems = await call_user_code(load, name="the data", seconds=_LOAD_SECONDS)
             opened = _opened(config, inputs, problems, display)

@@ -49,6 +49,15 @@ def find_resume(run: Path) -> Resume:
     return Resume(folder.resolve(), state["step"], state, flaws)
 
 
+def write_config(config: Config, *, replace: bool = True) -> None:
+    """Write a configuration into its run folder; without `replace`, unless there is one."""
+    path = Path(config.output_dir) / config.name / "config.yaml"
+    if replace or not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # To resume, a run needs all values, including the secrets of tools and engines.
+        write_file(path, dump_config(config), private=has_secrets(config))
+
+
 def make_figure(name: str, rows: Sequence[JsonObject], success_reward: float) -> "Figure":
     """Return a plot of a run's metrics: rewards on the left axis, accuracy on the right."""
     from matplotlib.figure import Figure  # a second to import; no window, no pyplot state
@@ -101,10 +110,7 @@ class RunDir:
                 f"resume it: --resume {self.path}"
             )
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            # To resume, a run needs all values, including the secrets of tools and engines.
-            private = has_secrets(config)
-            write_file(self.path / "config.yaml", dump_config(config), private=private)
+            write_config(config)
         except OSError as error:
             raise InputError(f"the run folder {self.path} cannot be written: {error}") from error
         self._config = config
