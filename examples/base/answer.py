@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from .stories import calculate
 
-_TURN_END = "<end_of_turn>"
+_TURN_END = "<eos>"
 _CALL = re.compile(r'\[calculate\(expression="([-+ \d]+)"\)\]')
 _ROWS = 8
 _MAX_TOKENS = 48

@@ -41,8 +41,8 @@ def main() -> int:
     commands = [
         ["eval", config, seed],
         ["sft", str(HERE / "sft.yaml"), seed, f"name={taught.name}"],
-        ["export", str(taught)],
-        ["train", config, seed, f"model.path={taught / 'export'}", f"name={trained.name}"],
+        ["export", str(taught), "--merged"],
+        ["train", config, seed, f"model.path={taught / 'merged'}", f"name={trained.name}"],
         ["export", str(trained), "--merged"],
     ]
     commands[3] += options.keys

@@ -41,7 +41,7 @@ def test_the_template_shows_the_tool_and_writes_calls_in_python() -> None:
         bos_token="<bos>",
         add_generation_prompt=True,
     )  # fmt: skip
-    turns = [turn.removeprefix("<start_of_turn>") for turn in made.split("<end_of_turn>\n")]
+    turns = [turn.removeprefix("<start_of_turn>") for turn in made.split("<eos>\n")]
     assert turns == [
         "<bos><start_of_turn>tools\ncalculate(expression): Calculate a sum such as 12 + 30 - 4.\n",
         "user\nHow many?",

@@ -52,6 +52,9 @@ Values = npt.NDArray[np.generic]
 _AT_ONCE = 64  # groups that are played at once
 _EXAMPLES = 5
 _TOLERANCE = {"float32": 1e-5, "bfloat16": 0.05}
+_DRIFT = 10.0
+"""Factor of the tolerance where steps were trained again: rounding differs, unless a run is
+deterministic, and optimizers enlarge it."""
 _PLACE = ("trajectory", "turn", "at")
 _UNLIKE = ("seconds", "per_s", "gib", "bytes", "engine", "canary", "cached", "workers", "queue")
 """Parts of the names of metrics that a replay does not have, because they measure the machine."""
@@ -167,14 +170,19 @@ class Replay:
         self._policy = policy
         self._algorithm = make_algorithm(config.algorithm)
         self._versions = config.recent_versions()
+        self._step = 0
+        """Step after which the trainer has its weights."""
+        self._rounded = False
+        """Whether the weights were trained here, so that they differ from the run's by rounding."""
         self._lines = {line["step"]: line for line in read_lines(run / "metrics.jsonl")}
 
     async def begin(self, step: int) -> str:
-        """Bring the trainer to the weights before a step; return why there are none, or ""."""
+        """Bring the trainer to the run's weights before a step, by the newest checkpoint and the
+        files of the steps after it; return why this is impossible, or ""."""
         if self._policy is None:
             return "nothing is trained"
         newest = checkpoint.newest_before(checkpoint.checkpoints_of(self._run), step)
-        begins = 0 if newest is None else number_of(newest)
+        begins = max(self._step, 0 if newest is None else number_of(newest))
         between = range(begins + 1, step)
         lacking = [each for each in between if not trajectories_of(self._run, each).is_file()]
         if lacking:
@@ -183,10 +191,11 @@ class Replay:
                 f"no weights of step {step - 1}: there is no checkpoint after step {begins}, and "
                 f"no trajectories of step {lacking[0]}"
             )
-        if newest is not None:
+        if newest is not None and (number_of(newest) > self._step or self._rounded):
             version = await self._policy.load(newest)
             known = checkpoint.read_loop(newest).get("versions")
             self._versions = self._config.recent_versions(version, known)
+            self._step, self._rounded = begins, False
         for each in between:
             await self.play(each, judge=False)
         return ""
@@ -219,7 +228,13 @@ class Replay:
             columns = self._columns(batch, stored, version)
             self._compare_columns(made, columns)
             self._compare_metrics(made, line)
+        self._step, self._rounded = step, True
         return made
+
+    @property
+    def _tolerance(self) -> float:
+        dtype = self._config.model.dtype or "float32"
+        return _TOLERANCE[dtype] * (_DRIFT if self._rounded else 1.0)
 
     def _version(self, step: int, stored: Sequence[Trajectory]) -> int:
         """Return the number of optimizer steps before a step."""
@@ -306,19 +321,17 @@ class Replay:
             )
         if old != new:
             return
-        tolerance = _TOLERANCE[self._config.model.dtype or "float32"]
         computed = [name for name in RECORDED if name != "advantage" and self._policy is not None]
         for name in ("advantage", *computed):
             if name in before:
-                compared = made.quantities[name] = Compared(tolerance)
+                compared = made.quantities[name] = Compared(self._tolerance)
                 compared.add_array(
                     lambda index: _at(made.step, places[0][index]), before[name], now[name]
                 )
 
     def _compare_metrics(self, made: StepReplay, line: JsonObject) -> None:
-        before, dtype = _numbers(line), self._config.model.dtype or "float32"
-        compared = made.quantities["metrics"] = Compared(10 * _TOLERANCE[dtype])
-        for name, value in before.items():
+        compared = made.quantities["metrics"] = Compared(10 * self._tolerance)
+        for name, value in _numbers(line).items():
             if name in made.metrics:
                 compared.add(name, value, made.metrics[name])
 
@@ -387,9 +400,14 @@ async def replay_steps(
         stack.enter_context(logs.open_logs(Path(temporary), "warning"))  # vLLM's, of a server
         opened = open_replay(run, overrides, trains=trains)
         replay, notes = await stack.enter_async_context(opened)
-        if trains and (why := await replay.begin(first)):
-            notes.append(f"log-probs, loss and gradient are not made again: {why}")
-        steps = [await replay.play(number) for number in range(first, last + 1)]
+        steps = list[StepReplay]()
+        for number in range(first, last + 1):
+            # With `output`, the weights go on from those that were made here.
+            if trains and (output is None or number == first):
+                why = await replay.begin(number)
+                trains = not why
+                notes += [f"log-probs, loss and gradient are not made again: {why}"] if why else []
+            steps.append(await replay.play(number))
         place = None if output is None else await replay.save(output, last)
         return Replayed(steps, notes, place)
 
