@@ -40,11 +40,9 @@ Overrides = Annotated[
         autocompletion=complete_key,
     ),
 ]
-ON_LINUX = (
-    *("train", "sft", "pipeline", "eval", "rollout", "serve", "scale", "doctor", "stuck"),
-    *("tinker", "replay", "whatif", "bundle"),
-)
-"""Commands that need processes, engines or their stacks. The other commands run on any system."""
+ANYWHERE = ("view", "show", "export", "config", "plan", "docs", "explain", "init", "trace")
+"""Commands that run on any system. The others need processes, engines or their stacks, and so
+Linux."""
 
 
 def _print_version(wanted: bool) -> None:
@@ -64,10 +62,11 @@ def options(
     ] = False,
 ) -> None:
     """Parse the options before a command."""
-    if context.invoked_subcommand in ON_LINUX and not sys.platform.startswith("linux"):
+    name = context.invoked_subcommand
+    if name not in (None, *ANYWHERE) and not sys.platform.startswith("linux"):
         print_error(
-            f"turnwise: {context.invoked_subcommand} needs Linux, and this is {sys.platform}; "
-            "view, show, export, config, plan, docs, explain, init and trace work here too",
+            f"turnwise: {name} needs Linux, and this is {sys.platform}; {', '.join(ANYWHERE)} work "
+            "here too",
             style="red",
         )
         raise typer.Exit(2)

@@ -1,8 +1,8 @@
 """The commands that start something: each reads its arguments, and calls the code that works.
 
 To add a command: write a function with `@command_of(app)`, here or in `run_commands`, which calls
-the code that does the work. A command that needs processes or engines has an entry in `ON_LINUX` of
-`app`; `docs/reference/commands.md` describes it.
+the code that does the work. A command that needs neither processes nor engines has an entry in
+`ANYWHERE` of `app`; `docs/reference/commands.md` describes it.
 """
 
 import asyncio

@@ -306,8 +306,9 @@ class Replay:
 
     def _compare_columns(self, made: StepReplay, columns: TokenColumns) -> None:
         path = self._run / "training" / f"step-{made.step:04d}.safetensors"
-        if not path.is_file():
-            made.notes.append(f"the run has not written {path.name}: no values of tokens")
+        if not path.is_file():  # as in a step that trained nothing
+            why = f"no values of tokens are compared: the run has not written {path.name}"
+            made.notes += [why] if columns else []
             return
         before = _ordered(load_file(path))
         now = _ordered(columns) if columns else {n: v[:0] for n, v in before.items()}
@@ -316,9 +317,8 @@ class Replay:
         old, new = ({*map(tuple, each)} for each in places)
         masks.count = len(old | new)
         for place in sorted(old ^ new):
-            masks.note(
-                _at(made.step, place), "trained before" if place in old else "not trained before"
-            )
+            how = "trained before" if place in old else "not trained before"
+            masks.note(_at(made.step, place), how)
         if old != new:
             return
         computed = [name for name in RECORDED if name != "advantage" and self._policy is not None]
