@@ -2,7 +2,7 @@
 # make guess  set up, then train a small model to find a number by asking (SEED=N)
 # make algorithms   set up, then a short run of each algorithm on the demo's problems
 # make real   set up, then train SmolLM2-135M-Instruct to use a calculator (SEED=N)
-# make base  set up, then teach a base model (Gemma 3 270M) to call a tool, by examples and by trying
+# make base  set up, then teach a base model (Gemma 3 270M) to call a tool, by 200 conversations
 # make gsm8k  set up, then train a small model on GSM8K's rows (DATA=FOLDER, train.jsonl and test.jsonl)
 # make envs   set up .venv-envs, with packages of environments (reasoning-gym, TextArena, BFCL ...)
 # make agents set up .venv-agents, with the frameworks of examples/agents

@@ -1,7 +1,7 @@
 """Short stories in which things come and go, with the tool that counts them.
 
-A row is a story and its answer. In the conversations for supervised training one or two things
-happen, in the words of `TAUGHT`; in the rows for reinforcement learning two or three, in all words.
+A row is a story and its answer. In the conversations for training one or two things happen, in the
+words of `TAUGHT`; in the rows for evaluation two or three, in all words.
 """
 
 import random
