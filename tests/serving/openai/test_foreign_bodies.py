@@ -37,8 +37,8 @@ from turnwise.tinker.service import TinkerService
 KEY = {"authorization": "Bearer tml-secret", "content-type": "application/json"}
 FREEZE = 1.0
 """Maximum of seconds of processor time in one turn of the event loop. The longest (1,000 prompts in
-one request, in vLLM's handler) takes 0.4 alone, and took 0.7 next to programs that fill the memory's
-bandwidth; it should be a tenth."""
+one request, in vLLM's handler) takes 0.4 alone, and took 0.7 next to programs that fill the
+memory's bandwidth; it should be a tenth."""
 TIMES = 20  # bytes of memory for each byte of a body
 NOISE = 24 << 20  # bytes by which the process may grow for other reasons
 
