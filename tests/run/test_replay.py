@@ -17,7 +17,7 @@ from examples.calculator.prepare import prepare
 from examples.calculator.tool import calculate
 from tests.test_cli import turnwise
 from turnwise.config import SamplingConfig
-from turnwise.engine.protocol import Request, generate
+from turnwise.engine.protocol import Request, Route, generate
 from turnwise.errors import EngineError, InputError
 from turnwise.observe.conversations import read_trajectories
 from turnwise.rollouts.recorded import RecordedEngine
@@ -176,6 +176,20 @@ def test_a_recorded_engine_answers_by_prompt() -> None:
     # An agent's request has no trajectory's name.
     assert ask("c", [11, 12, 7, 2, 13]).token_ids == [8, 2]
     assert "c" not in engine.differences
+    # A trajectory that the run dropped must not take the turns of another.
+    engine = RecordedEngine({"a": trajectory}, str)
+    own = Request(Prompt([11, 12]), SamplingConfig(), "d-0", route=Route(session="d"))
+    with pytest.raises(EngineError, match="the run has not stored d, nor"):
+        asyncio.run(generate(engine, own))
+
+
+def test_a_supervised_step_is_refused(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    file = tmp_path / "run" / "trajectories" / "step-0001.jsonl"
+    trees = [{**json.loads(line), "reward": None} for line in file.read_text().splitlines()]
+    file.write_text("".join(f"{json.dumps(tree)}\n" for tree in trees))
+    with pytest.raises(InputError, match="supervised steps cannot be made again"):
+        replayed(tmp_path / "run", "1", (), False)
 
 
 def test_a_file_is_divided_into_the_groups_of_its_step() -> None:

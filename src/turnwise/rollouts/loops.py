@@ -188,7 +188,7 @@ class InterleavedLoop:
             if (ended := status_after(completion.finish_reason)) != "completed":
                 trajectory.status = ended
                 return
-            if end < 0 or completion.token_ids[-1] == template.tokenizer.eos_token_id:
+            if end < 0 or completion.token_ids[-1] in template.stop_token_ids:
                 if text.rfind(open_tag) > end:  # the turn is over, so nothing can answer the call
                     context.count("tool_malformed")
                 trajectory.status = "completed"

@@ -42,8 +42,8 @@ class RecordedEngine:
 
     async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
         name = request.id.rpartition("-")[0]
-        if name not in self._left and (found := self._with_prompt(request.prompt)) is not None:
-            name = found
+        if name not in self._left and not request.route.session:  # an agent's
+            name = self._with_prompt(request.prompt) or name
         left = self._left.get(name)
         if left is None:
             raise EngineError(f"the run has not stored {name}, nor a turn with its prompt")

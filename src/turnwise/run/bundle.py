@@ -36,17 +36,17 @@ def write_bundle(run: Path, step: int | None, target: Path | None, *, weights: b
     Raises:
         InputError: when the run lacks the step.
     """
-
     file = trajectory_file(run, step)
     number = number_of(file)
     target = target or Path(f"{run.resolve().name}-step-{number}.zip")
     config = load_config(run / "config.yaml", optional=NEEDED_KEYS)
-    rows: dict[str, JsonObject] = {}
+    rows: dict[str, str] = {}
     if config.environment or config.environments:
         find = finder(config, run)
         for name in dict.fromkeys(each.problem_id for each in read_trajectories(file)):
             problem = find(name)
-            rows[name] = {"id": name, "row": problem.row, "environment": problem.environment}
+            row = {"id": name, "row": problem.row, "environment": problem.environment}
+            rows[name] = _as_line(name, row)
     newest = checkpoint.newest_before(checkpoint.checkpoints_of(run), number)
     begins = 0 if newest is None else number_of(newest)
     steps = range(begins + 1 if weights or not begins else number, number + 1)
@@ -65,7 +65,7 @@ def write_bundle(run: Path, step: int | None, target: Path | None, *, weights: b
         made.writestr("config.yaml", text)
         lines = (line for line in read_lines(run / "metrics.jsonl") if line["step"] <= number)
         made.writestr("metrics.jsonl", "".join(f"{json.dumps(line)}\n" for line in lines))
-        made.writestr(ROWS, "".join(_as_line(name, row) for name, row in rows.items()))
+        made.writestr(ROWS, "".join(rows.values()))
         for path in paths:
             if path.is_file():
                 made.write(path, path.relative_to(run))

@@ -204,6 +204,8 @@ class Replay:
         """Make a step again; without `judge`, with the rewards of its files."""
         file = trajectory_file(self._run, step)
         stored = await run_in_thread(lambda: list(read_trajectories(file)))
+        if all(each.reward is None for each in stored):  # make_samples compares rewards
+            raise InputError(f"{file} has no rewards: supervised steps cannot be made again")
         groups = groups_of(stored)
         made = StepReplay(step, len(stored), len(groups))
         if judge and self._runner is not None:
