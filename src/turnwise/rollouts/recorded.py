@@ -42,7 +42,7 @@ class RecordedEngine:
 
     async def stream(self, request: Request) -> AsyncGenerator[Chunk, None]:
         name = request.id.rpartition("-")[0]
-        if name not in self._left and not request.route.session:  # an agent's
+        if name not in self._left and request.route.session != name:  # an agent's
             name = self._with_prompt(request.prompt) or name
         left = self._left.get(name)
         if left is None:
